@@ -1,0 +1,233 @@
+"""Typed values, and where each of their fields came from.
+
+A configuration is a tree of frozen pydantic models (:class:`Value`). It is filled
+in layers, each over the last: the defaults, a YAML file, the environment
+(``SHOAL_PARALLEL__DP=2`` is ``parallel.dp``), flags, and ``--set path=value``.
+The result remembers for every leaf which layer set it, and prints so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from shoal.core.errors import ConfigError
+from shoal.core.files import parse_yaml, read_yaml, write_yaml
+from shoal.core.parts import Choice, explain, options_of, table
+
+__all__ = ["Kind", "Resolved", "Value", "parse", "resolve"]
+
+# Environment variables of the product that are not keys of a configuration.
+RESERVED = frozenset({"SHOAL_HOME", "SHOAL_DATA", "SHOAL_DEBUG"})
+
+_V = TypeVar("_V", bound="Value")
+
+
+class Value(BaseModel):
+    """A plain typed value that reads and writes YAML."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def load(cls: type[_V], path: Path) -> _V:
+        """Read one value from a YAML file.
+
+        Raises:
+            ConfigError: the file cannot be read or does not fit; names the key.
+        """
+        return parse(cls, read_yaml(path), where=str(path))
+
+    def save(self, path: Path, *, header: str = "") -> None:
+        """Write this value as YAML, atomically."""
+        write_yaml(path, self.model_dump(mode="json", exclude_none=True), header=header)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Annotation of a :class:`Choice` field: which table its name comes from.
+
+    ``Annotated[Choice, Kind("optimizer")]`` checks name and options on reading, by
+    building the part once, and lists the names in the JSON schema.
+    """
+
+    kind: str
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        names = list(table(self.kind))
+        options = [
+            {
+                "type": "object",
+                "required": ["name"],
+                "additionalProperties": False,
+                "properties": {
+                    "name": {"const": name},
+                    **{key: {} for key in options_of(table(self.kind).load(name))},
+                },
+            }
+            for name in names
+        ]
+        return {"title": self.kind, "anyOf": [{"enum": names}, *options]}
+
+    def _check(self, choice: Choice) -> Choice:
+        table(self.kind).build(choice)
+        return choice
+
+
+def parse(cls: type[_V], raw: Any, *, where: str) -> _V:
+    """Validate plain data as ``cls``.
+
+    Raises:
+        ConfigError: the data does not fit; the message names place and spelling.
+    """
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where}: expected a mapping of keys, found {type(raw).__name__}")
+    try:
+        return cls.model_validate(raw)
+    except ValidationError as cause:
+        location = cause.errors()[0]["loc"][:-1]
+        raise explain(cause, where, known=_keys_at(cls, location)) from None
+
+
+@dataclass
+class Resolved(Generic[_V]):
+    """A value and, for each of its leaves, the reason why it is what it is."""
+
+    value: _V
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[tuple[str, str, str]]:
+        """(path, value, reason) of every leaf, in the order of the fields."""
+        for path, leaf in _leaves(self.value.model_dump(mode="json")):
+            reason = next(
+                (self.origins[p] for p in _prefixes(path) if p in self.origins), "default"
+            )
+            yield path, "none" if leaf is None else str(leaf), reason
+
+    def replace(self, changes: Mapping[str, Any], reason: str) -> Resolved[_V]:
+        """A copy in which some leaves, by dotted path, were set for ``reason``."""
+        raw = self.value.model_dump(mode="json")
+        for path, leaf in changes.items():
+            _put(raw, path, leaf, reason)
+        value = parse(type(self.value), raw, where=reason)
+        return Resolved(value, {**self.origins, **dict.fromkeys(changes, reason)})
+
+
+def resolve(
+    cls: type[_V],
+    *,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    sets: Sequence[str] = (),
+) -> Resolved[_V]:
+    """Fill a configuration from all layers.
+
+    Args:
+        cls: the configuration's type.
+        file: a YAML file, or none.
+        environment: the variables to read; ``os.environ`` if not given.
+        flags: dotted path -> value; entries that are None were not given.
+        sets: ``path=value`` words, the value in YAML.
+
+    Raises:
+        ConfigError: any layer is wrong; the message names layer, key and fix.
+    """
+    raw: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+
+    def put(path: str, value: Any, reason: str) -> None:
+        _put(raw, path, value, reason)
+        origins[path] = reason
+        # Checked layer by layer, so that a wrong value is blamed on who gave it.
+        parse(cls, raw, where=reason)
+
+    if file is not None:
+        given = read_yaml(file)
+        parse(cls, given, where=str(file))
+        raw = dict(given or {})
+        origins.update({path: f"file {file.name}" for path, _ in _leaves(raw)})
+    for name, text in sorted((os.environ if environment is None else environment).items()):
+        if name.startswith("SHOAL_") and name not in RESERVED:
+            path = name.removeprefix("SHOAL_").lower().replace("__", ".")
+            put(path, parse_yaml(text, name), f"environment {name}")
+    for path, value in (flags or {}).items():
+        if value is not None:
+            put(path, value, f"flag for {path}")
+    for word in sets:
+        path, separator, text = word.partition("=")
+        if not separator or not path:
+            raise ConfigError(f"--set {word}: expected path=value, such as --set parallel.dp=2")
+        put(path.strip(), parse_yaml(text, f"--set {path}"), f"--set {path}")
+    return Resolved(parse(cls, raw, where=str(file or "")), origins)
+
+
+def _put(raw: dict[str, Any], path: str, value: Any, reason: str) -> None:
+    *parents, last = path.split(".")
+    place = raw
+    for parent in parents:
+        inner = place.get(parent)
+        if isinstance(inner, str):  # the short spelling of a choice
+            inner = {"name": inner}
+        if inner is None:
+            inner = {}
+        if not isinstance(inner, Mapping):
+            raise ConfigError(f"{reason}: {parent} is a single value and has no key {last!r}")
+        place[parent] = dict(inner)
+        place = place[parent]
+    place[last] = value
+
+
+def _leaves(raw: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(raw, Mapping) and raw:
+        for key, item in raw.items():
+            yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, raw
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _keys_at(cls: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, ...]:
+    current: type[BaseModel] = cls
+    for piece in location:
+        info = current.model_fields.get(str(piece))
+        inner = next((t for t in _models(info.annotation) if info), None) if info else None
+        if inner is None:
+            return ()
+        current = inner
+    return tuple(current.model_fields)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) is Annotated:
+        yield from _models(get_args(annotation)[0])
+    else:
+        for inner in get_args(annotation):
+            yield from _models(inner)

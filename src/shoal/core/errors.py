@@ -1,0 +1,153 @@
+"""The one tree of errors that users may see.
+
+::
+
+    ShoalError
+    ├── ConfigError            a value in a job, plan, machine or flag
+    │   ├── UnknownKeyError    a key that no such thing has
+    │   └── UnknownPartError   a part name that no table lists
+    ├── DataError              a corpus or data file
+    ├── ModelError             a model directory or configuration
+    ├── CheckpointError        a checkpoint that cannot be used
+    │   └── CorruptError       bytes that are not the bytes that were written
+    ├── MachineError           a machine that cannot be, or cannot be measured
+    │   └── NoisyMachineError  a measurement that nobody should trust
+    ├── PlanError              no legal plan, or a plan that cannot run here
+    ├── RankError              a rank that died or hangs
+    ├── BuildError             native code that does not compile
+    ├── StoreError             a score or results file that cannot be used
+    └── MissingExtraError      an optional package that is not installed
+
+Every message says where, what was given, what is allowed and what to do. The
+command line prints it as one line and exits with status 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "BuildError",
+    "CheckpointError",
+    "ConfigError",
+    "CorruptError",
+    "DataError",
+    "MachineError",
+    "MissingExtraError",
+    "ModelError",
+    "NoisyMachineError",
+    "PlanError",
+    "RankError",
+    "ShoalError",
+    "StoreError",
+    "UnknownKeyError",
+    "UnknownPartError",
+    "nearest",
+    "require",
+]
+
+
+class ShoalError(Exception):
+    """Base of everything that Shoal raises on purpose."""
+
+
+class ConfigError(ShoalError):
+    """A configuration value that cannot be used."""
+
+
+class UnknownKeyError(ConfigError):
+    """A key that the configuration does not have."""
+
+
+class UnknownPartError(ConfigError):
+    """A part name that no table lists."""
+
+
+class DataError(ShoalError):
+    """A corpus or data file that cannot be used."""
+
+
+class ModelError(ShoalError):
+    """A model directory or configuration that cannot be used."""
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint that cannot be used."""
+
+
+class CorruptError(CheckpointError):
+    """Stored bytes that differ from the bytes that were written."""
+
+
+class MachineError(ShoalError):
+    """A machine description that cannot be true, or a probe that failed."""
+
+
+class NoisyMachineError(MachineError):
+    """The machine is too busy for a measurement to mean anything."""
+
+
+class PlanError(ShoalError):
+    """No legal plan exists, or this plan cannot run here."""
+
+
+class RankError(ShoalError):
+    """A rank died or hangs."""
+
+
+class BuildError(ShoalError):
+    """Native code failed to compile."""
+
+
+class StoreError(ShoalError):
+    """A score or results file that cannot be used."""
+
+
+class MissingExtraError(ShoalError):
+    """An optional package is needed for this.
+
+    Args:
+        package: what could not be imported.
+        extra: the extra of ``shoal-ml`` that brings it.
+        purpose: what it is needed for.
+    """
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}; install it with "
+            f"pip install 'shoal-ml[{extra}]'"
+        )
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """A hint such as ``did you mean 'tp'?``; empty when nothing is close."""
+    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return f"did you mean {found[0]!r}?" if found else ""
+
+
+def require(
+    condition: bool,
+    where: str,
+    given: object,
+    *,
+    expected: str,
+    hint: str = "",
+    error: type[ShoalError] = ConfigError,
+) -> None:
+    """Raise ``error`` with a complete message unless ``condition`` holds.
+
+    Args:
+        condition: what must be true.
+        where: dotted place of the value, such as ``parallel.tp``.
+        given: the value that was given.
+        expected: the values that are allowed.
+        hint: what to do instead, if that is not obvious.
+        error: class of the error to raise.
+
+    Raises:
+        ShoalError: of the class ``error``, when the condition is false.
+    """
+    if not condition:
+        tail = f"; {hint}" if hint else ""
+        raise error(f"{where} = {given!r}: expected {expected}{tail}")

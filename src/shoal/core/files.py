@@ -1,0 +1,183 @@
+"""Files that are either whole or absent.
+
+Everything is written beside its destination under a temporary name, flushed to
+the disk and renamed, so that an interruption leaves the old file or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shoal.core.errors import ConfigError, ShoalError
+
+__all__ = [
+    "fsync_dir",
+    "parse_yaml",
+    "read_yaml",
+    "shoal_home",
+    "write_atomic",
+    "write_dir_atomic",
+    "write_json",
+    "write_yaml",
+]
+
+
+def shoal_home() -> Path:
+    """The directory of caches, machines and the score: ``$SHOAL_HOME`` or the XDG data home."""
+    home = os.environ.get("SHOAL_HOME")
+    if home:
+        return Path(home).expanduser()
+    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser() / "shoal"
+
+
+def fsync_dir(path: Path) -> None:
+    """Make renames inside ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: bytes | str, *, error: type[ShoalError] = ShoalError) -> None:
+    """Write ``data`` to ``path`` so that no reader ever sees a part of it.
+
+    Raises:
+        ShoalError: of class ``error``, when the file system refuses (disk full,
+            no permission); the destination is untouched then.
+    """
+    raw = data.encode() if isinstance(data, str) else data
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(fd, "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+        temporary = None
+        fsync_dir(path.parent)
+    except OSError as cause:
+        raise error(
+            f"{path}: cannot be written ({cause.strerror or cause}); "
+            "free some space or choose another place"
+        ) from cause
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+@contextlib.contextmanager
+def write_dir_atomic(path: Path, *, error: type[ShoalError] = ShoalError) -> Iterator[Path]:
+    """Fill a directory beside ``path`` and rename it to ``path`` when the block ends well.
+
+    Raises:
+        ShoalError: of class ``error``, when ``path`` exists or the file system
+            refuses; nothing of the new directory is left then.
+    """
+    if path.exists():
+        raise error(f"{path}: exists already; choose another name or remove it first")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    except OSError as cause:
+        raise error(f"{path}: cannot be created ({cause.strerror or cause})") from cause
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+        os.chmod(temporary, 0o755)
+        fsync_dir(temporary)
+        os.rename(temporary, path)
+        fsync_dir(path.parent)
+    except OSError as cause:
+        raise error(
+            f"{path}: cannot be written ({cause.strerror or cause}); "
+            "free some space or choose another place"
+        ) from cause
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any, *, error: type[ShoalError] = ShoalError) -> None:
+    """Write ``value`` as indented JSON, atomically."""
+    write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", error=error)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which ``3e-4`` is a number and a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, (str, int, float, bool)):
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key!r} stands twice", key_node.start_mark
+                    )
+                seen.add(key)
+        return dict(super().construct_mapping(node, deep=deep))
+
+
+# YAML 1.1 wants a dot in a float; people write 3e-4.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML text; ``where`` names it in errors.
+
+    Raises:
+        ConfigError: the text is not YAML; the message has the line and column.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of SafeLoader
+    except yaml.YAMLError as cause:
+        mark = getattr(cause, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(cause, "problem", None) or "not YAML"
+        raise ConfigError(f"{where}{place}: {problem}") from cause
+
+
+def read_yaml(path: Path) -> Any:
+    """Read one YAML document.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, too large or not YAML.
+    """
+    try:
+        if path.stat().st_size > 16 * 2**20:
+            raise ConfigError(f"{path}: larger than 16 MiB; that is no configuration")
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as cause:
+        raise ConfigError(f"{path}: not text in UTF-8; give a YAML file") from cause
+    except OSError as cause:
+        raise ConfigError(f"{path}: cannot be read ({cause.strerror})") from cause
+    return parse_yaml(text, str(path))
+
+
+def write_yaml(path: Path, value: Any, *, header: str = "") -> None:
+    """Write plain values as YAML in their given order, atomically."""
+    text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
+    lead = "".join(f"# {line}\n" for line in header.splitlines())
+    write_atomic(path, lead + text, error=ConfigError)

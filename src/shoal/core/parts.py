@@ -1,0 +1,273 @@
+"""Parts: the interchangeable techniques, found by kind and name.
+
+A *part* is one technique in one file: a frozen, keyword-only dataclass whose
+fields are its options. A room lists the parts of one kind in a plain lazy table::
+
+    OPTIMIZERS = PartTable("optimizer", {"adamw": "shoal.train.optim.adamw:AdamW"})
+
+A config chooses a part by name, in one of two spellings::
+
+    optimizer: adamw
+    optimizer: {name: adamw, lr: 1e-3}
+
+Third parties add parts through the entry-point group ``shoal.parts``; the name of
+the entry point is ``<kind>.<name>``::
+
+    [project.entry-points."shoal.parts"]
+    "optimizer.lion" = "my_package.lion:Lion"
+
+A part's module must import without torch, so that planning needs none; what runs
+imports torch inside its methods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any, TypeVar, dataclass_transform
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from shoal.core.errors import ConfigError, UnknownKeyError, UnknownPartError, nearest
+
+__all__ = [
+    "KINDS",
+    "Choice",
+    "PartTable",
+    "explain",
+    "load_object",
+    "options_of",
+    "part",
+    "table",
+]
+
+# Where the table of each kind lives. A room adds its line here when it opens a
+# kind; modules are named, not imported, so the ground floor depends on nothing.
+KINDS: dict[str, str] = {
+    "sink": "shoal.core.meter:SINKS",
+    "pool": "shoal.core.pool:POOLS",
+    "probe": "shoal.machine:PROBES",
+    "law": "shoal.cost.scaling:LAWS",
+    "planner": "shoal.plan.strategy:PLANNERS",
+    "family": "shoal.model:FAMILIES",
+    "corpus": "shoal.corpora:CORPORA",
+    "packing": "shoal.corpora:PACKINGS",
+    "optimizer": "shoal.train:OPTIMIZERS",
+    "lr_schedule": "shoal.train:LR_SCHEDULES",
+    "shard": "shoal.parallel:SHARDS",
+    "launch": "shoal.train:LAUNCHERS",
+    "claim": "shoal.claims:CLAIMS",
+}
+
+
+_T = TypeVar("_T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def part(cls: type[_T]) -> type[_T]:
+    """Make ``cls`` a part: a frozen keyword-only dataclass that refuses unknown options."""
+    cls.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+def load_object(path: str) -> Any:
+    """Import ``module:attribute``."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@functools.cache
+def _third_party() -> dict[str, dict[str, metadata.EntryPoint]]:
+    found: dict[str, dict[str, metadata.EntryPoint]] = {}
+    for entry in metadata.entry_points(group="shoal.parts"):
+        kind, _, name = entry.name.partition(".")
+        if kind not in KINDS or not name:
+            raise ConfigError(
+                f"entry point {entry.name!r} of group shoal.parts: expected <kind>.<name> "
+                f"with a kind of {', '.join(KINDS)}"
+            )
+        found.setdefault(kind, {})[name] = entry
+    return found
+
+
+class Choice(BaseModel):
+    """A part chosen by name, with its options: what a config holds before the part is built.
+
+    Reads ``"adamw"`` and ``{"name": "adamw", "lr": 0.001}``; writes the shorter one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    options: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"name": value, "options": {}}
+        if isinstance(value, Mapping) and "name" in value and "options" not in value:
+            return {
+                "name": value["name"],
+                "options": {key: item for key, item in value.items() if key != "name"},
+            }
+        return value
+
+    @model_serializer
+    def _write(self) -> str | dict[str, Any]:
+        return {"name": self.name, **self.options} if self.options else self.name
+
+    def __str__(self) -> str:
+        if not self.options:
+            return self.name
+        inner = ", ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.name}({inner})"
+
+
+class PartTable(Mapping[str, str]):
+    """The lazy table of the parts of one kind: name -> ``"module:Class"``.
+
+    Args:
+        kind: what the parts are, as spelled in :data:`KINDS` and in error messages.
+        entries: the room's own parts.
+    """
+
+    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._own = dict(entries)
+
+    def __getitem__(self, name: str) -> str:
+        if name in self._own:
+            return self._own[name]
+        return self._entry_points()[name].value
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._own
+        yield from (name for name in self._entry_points() if name not in self._own)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _entry_points(self) -> dict[str, metadata.EntryPoint]:
+        return _third_party().get(self.kind, {})
+
+    def load(self, name: str, *, where: str = "") -> type[Any]:
+        """The class of the part called ``name``.
+
+        Raises:
+            UnknownPartError: no such part; the message lists those that exist.
+        """
+        try:
+            path = self[name]
+        except KeyError:
+            hint = nearest(name, self)
+            raise UnknownPartError(
+                f"{where or self.kind} = {name!r}: expected one of {', '.join(self)}"
+                + (f"; {hint}" if hint else "")
+            ) from None
+        loaded: type[Any] = load_object(path)
+        return loaded
+
+    def build(self, choice: Choice | str | Mapping[str, Any], *, where: str = "") -> Any:
+        """Construct the chosen part from its name and options.
+
+        Raises:
+            UnknownPartError: no such part.
+            UnknownKeyError: an option that the part does not have.
+            ConfigError: an option with a wrong value.
+        """
+        where = where or self.kind
+        chosen = choice if isinstance(choice, Choice) else _choice(choice, where)
+        cls = self.load(chosen.name, where=where)
+        try:
+            return _adapter(cls).validate_python(dict(chosen.options))
+        except ValidationError as cause:
+            raise explain(cause, f"{where}.{chosen.name}", known=options_of(cls)) from None
+
+    def spell(self, instance: object) -> Choice:
+        """The choice that builds ``instance`` again; options at their defaults are left out."""
+        for name in self:
+            module, _, attribute = self[name].partition(":")
+            if type(instance).__qualname__ == attribute and type(instance).__module__ == module:
+                options = {
+                    field.name: getattr(instance, field.name)
+                    for field in dataclasses.fields(instance)  # type: ignore[arg-type]
+                    if getattr(instance, field.name) != _default(field)
+                }
+                return Choice(name=name, options=options)
+        raise UnknownPartError(f"{type(instance).__qualname__} is in no table of {self.kind} parts")
+
+
+def table(kind: str) -> PartTable:
+    """The table of the parts of ``kind``, imported now.
+
+    Raises:
+        UnknownPartError: there is no such kind.
+    """
+    if kind not in KINDS:
+        raise UnknownPartError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")
+    found: PartTable = load_object(KINDS[kind])
+    return found
+
+
+def options_of(cls: type[Any]) -> tuple[str, ...]:
+    """The names of the options of a part."""
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+def explain(cause: ValidationError, where: str, known: tuple[str, ...] = ()) -> ConfigError:
+    """The first complaint of pydantic in the house's words: where, given, expected.
+
+    Args:
+        cause: what pydantic raised.
+        where: the place of the validated value in the whole configuration.
+        known: the keys that exist at the top, for spelling hints.
+    """
+    first = cause.errors(include_url=False)[0]
+    place = ".".join([where, *(str(piece) for piece in first["loc"])]).strip(".")
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        key = str(first["loc"][-1])
+        hint = nearest(key, known)
+        return UnknownKeyError(
+            f"{place}: no such key"
+            + (f"; {hint}" if hint else "")
+            + (f"; there are {', '.join(known)}" if known else "")
+        )
+    if first["type"] == "missing":
+        return ConfigError(f"{place}: missing; give a value")
+    reason = first["msg"][0].lower() + first["msg"][1:]
+    return ConfigError(f"{place} = {first['input']!r}: {reason}")
+
+
+def _choice(value: str | Mapping[str, Any], where: str) -> Choice:
+    try:
+        return Choice.model_validate(value)
+    except ValidationError as cause:
+        raise explain(cause, where, known=("name",)) from None
+
+
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
+
+
+def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    if cls not in _ADAPTERS:
+        _ADAPTERS[cls] = TypeAdapter(cls)
+    return _ADAPTERS[cls]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return dataclasses.MISSING

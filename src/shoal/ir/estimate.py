@@ -1,0 +1,81 @@
+"""A predicted number is an interval, and a predicted job says what binds it."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from shoal.core.config import Value
+from shoal.core.errors import ConfigError
+
+__all__ = ["Estimate", "Interval"]
+
+
+class Interval(Value):
+    """A 90 % interval: ``low <= value <= high``, all in one unit."""
+
+    value: float
+    low: float
+    high: float
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.low <= self.value <= self.high:
+            raise ConfigError(
+                f"interval {self.low:g} .. {self.value:g} .. {self.high:g}: not in order"
+            )
+        return self
+
+    @classmethod
+    def around(cls, value: float, spread: float) -> Interval:
+        """``value`` with a factor of ``1 + spread`` to either side."""
+        return cls(value=value, low=value / (1 + spread), high=value * (1 + spread))
+
+    def scaled(self, factor: float) -> Interval:
+        """All three numbers times a positive factor."""
+        return Interval(value=self.value * factor, low=self.low * factor, high=self.high * factor)
+
+    def __contains__(self, number: float) -> bool:
+        return self.low <= number <= self.high
+
+
+class Estimate(Value):
+    """What a job, or one part of it, costs.
+
+    Args:
+        step_s: seconds of one step on the critical path.
+        terms_s: cause -> seconds, which add up to ``step_s.value``; causes are
+            ``matmul``, ``attention``, ``memory``, ``overhead``, ``optimizer``,
+            ``collective``, ``bubble``, ``data``.
+        memory_bytes: cause -> bytes per rank: ``weights``, ``gradients``,
+            ``optimizer``, ``activations``, ``logits``, ``runtime``.
+        wire_bytes: link scope -> bytes each rank sends in one step.
+        flops: floating-point operations of one step, all ranks.
+        tokens: tokens of one step.
+        total_s: seconds of the whole job, when its length is known.
+        energy_j: joules of the whole job.
+        usd: price of the whole job.
+        bound: what limits the step: compute, memory, network, bubble or overhead.
+    """
+
+    step_s: Interval
+    terms_s: dict[str, float] = {}
+    memory_bytes: dict[str, float] = {}
+    wire_bytes: dict[str, float] = {}
+    flops: float = 0.0
+    tokens: float = 0.0
+    total_s: Interval | None = None
+    energy_j: Interval | None = None
+    usd: Interval | None = None
+    bound: str = ""
+
+    @property
+    def memory_total(self) -> float:
+        """Bytes per rank."""
+        return sum(self.memory_bytes.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of the whole job."""
+        return self.tokens / self.step_s.value if self.step_s.value else 0.0

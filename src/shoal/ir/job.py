@@ -1,0 +1,151 @@
+"""Jobs: what to do. One kind of job a room; this is the training job.
+
+A choice that a room's part makes is a :class:`~shoal.core.parts.Choice` with its
+kind; reading a job checks every name and option.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from shoal.core.config import Kind, Value
+from shoal.core.errors import ConfigError
+from shoal.core.parts import Choice
+
+__all__ = ["CheckpointPolicy", "Evaluation", "Parallel", "TrainJob"]
+
+
+class Parallel(Value):
+    """Degrees of parallelism; their product is the number of ranks.
+
+    Args:
+        dp: data-parallel replicas (or shards, with ``shard``).
+        tp: tensor-parallel ranks of a layer.
+        pp: pipeline stages.
+    """
+
+    dp: PositiveInt = 1
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp * self.pp
+
+
+class Evaluation(Value):
+    """When and how much to evaluate.
+
+    Args:
+        every: steps between evaluations; 0 for only at the end.
+        tokens: held-out tokens of one evaluation while training.
+        final: evaluate on every held-out document at the end, context reset per document.
+        sample_tokens: tokens of the text sample written with each evaluation; 0 for none.
+    """
+
+    every: NonNegativeInt = 100
+    tokens: PositiveInt = 16384
+    final: bool = True
+    sample_tokens: NonNegativeInt = 64
+
+
+class CheckpointPolicy(Value):
+    """When to save and what to keep.
+
+    Args:
+        every: steps between checkpoints; 0 for only at the end.
+        keep: newest checkpoints kept; the last verified one is kept in any case.
+    """
+
+    every: NonNegativeInt = 100
+    keep: PositiveInt = 3
+
+
+class TrainJob(Value):
+    """Train a decoder-only language model.
+
+    Args:
+        name: name of the run and of its directory.
+        model: a model of the zoo or of the shipped shapes, a Hugging Face
+            directory (training continues from its weights), or a shape file.
+        data: the corpus.
+        tokenizer: path of a ``tokenizer.json``, or ``bpe`` to train one on the corpus.
+        packing: how documents fill sequences.
+        seq_len: tokens of one sequence, T.
+        global_batch: sequences of one step over all ranks, B.
+        microbatch: sequences of one forward pass on one rank; None lets the planner
+            choose.
+        steps: optimizer steps; or give ``tokens`` or ``minutes``.
+        tokens: training tokens; rounded up to whole steps.
+        minutes: wall time by the plan's own estimate; rounded to whole steps.
+        optimizer: the update rule.
+        lr_schedule: the learning rate's course, as a factor of the optimizer's ``lr``.
+        grad_clip: largest global gradient norm; 0 for no clipping.
+        precision: fp32, or bf16 compute with fp32 weights and optimizer state.
+        parallel: degrees of parallelism.
+        shard: what is sharded over the data-parallel ranks.
+        recompute: none, or full (only each block's input is kept).
+        compile: compile the model with ``torch.compile``.
+        threads: threads of one rank; 0 shares the cores among the ranks of a host.
+        seed: seed of everything random.
+        evaluation: when and how much to evaluate.
+        checkpoint: when to save and what to keep.
+        timeout_s: a rank that makes no progress for so long is reported and ended.
+        log_every: steps between lines in the event file.
+    """
+
+    job: Literal["train"] = "train"
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    model: str = "shoal-4m"
+    data: Annotated[Choice, Kind("corpus")] = Choice(name="stdlib")
+    tokenizer: str = "bpe"
+    packing: Annotated[Choice, Kind("packing")] = Choice(name="stream")
+    seq_len: PositiveInt = 256
+    global_batch: PositiveInt = 16
+    microbatch: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    tokens: PositiveInt | None = None
+    minutes: PositiveFloat | None = None
+    optimizer: Annotated[Choice, Kind("optimizer")] = Choice(name="adamw")
+    lr_schedule: Annotated[Choice, Kind("lr_schedule")] = Choice(name="cosine")
+    grad_clip: NonNegativeFloat = 1.0
+    precision: Literal["fp32", "bf16"] = "bf16"
+    parallel: Parallel = Parallel()
+    shard: Annotated[Choice, Kind("shard")] = Choice(name="replicated")
+    recompute: Literal["none", "full"] = "none"
+    compile: bool = False
+    threads: NonNegativeInt = 0
+    seed: NonNegativeInt = 0
+    evaluation: Evaluation = Evaluation()
+    checkpoint: CheckpointPolicy = CheckpointPolicy()
+    timeout_s: PositiveFloat = 120.0
+    log_every: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        given = [key for key in ("steps", "tokens", "minutes") if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are given; give one of them")
+        if self.global_batch % self.parallel.dp:
+            raise ConfigError(
+                f"parallel.dp = {self.parallel.dp}: {self.global_batch} sequences a step cannot be "
+                f"split evenly over {self.parallel.dp} ranks; make global_batch a multiple of it, "
+                f"or use at most {self.global_batch} ranks"
+            )
+        share = self.global_batch // self.parallel.dp
+        if self.microbatch is not None and share % self.microbatch:
+            raise ConfigError(
+                f"microbatch = {self.microbatch}: each of {self.parallel.dp} ranks has {share} "
+                f"sequences a step; give a divisor of {share}"
+            )
+        return self

@@ -1,0 +1,67 @@
+"""Plans and reports: how a job will run, what that costs, and what it did cost."""
+
+from __future__ import annotations
+
+from shoal.core.config import Value
+from shoal.ir.estimate import Estimate
+from shoal.ir.job import TrainJob
+from shoal.ir.machine import Machine
+from shoal.ir.shape import ModelShape
+
+__all__ = ["Plan", "Report", "Work"]
+
+
+class Work(Value):
+    """One step of a job as the cost model sees it, which every part's ``estimate`` reads.
+
+    Args:
+        shape: the model.
+        job: the job with every choice made, its microbatch included.
+    """
+
+    shape: ModelShape
+    job: TrainJob
+
+
+class Plan(Value):
+    """A job with every choice made, the machine it is for, and what it will cost.
+
+    A plan can be written by hand: the estimate is optional then.
+
+    Args:
+        job: the concrete job; running the plan is running this job.
+        machine: the machine the estimate holds for.
+        shape: the model's shape.
+        estimate: predicted cost.
+        planner: name of the part that made the plan.
+        fits: whether the memory of a rank is enough.
+        why: why this plan, in a sentence, and what binds it.
+        notes: what a reader should know, such as parts that cannot run here yet.
+    """
+
+    job: TrainJob
+    machine: Machine
+    shape: ModelShape
+    estimate: Estimate | None = None
+    planner: str = ""
+    fits: bool = True
+    why: str = ""
+    notes: tuple[str, ...] = ()
+
+
+class Report(Value):
+    """Prediction beside measurement.
+
+    Args:
+        plan: what was planned.
+        measured: quantity -> value, in the units of :class:`Estimate`:
+            ``step_s``, ``tokens_per_s``, ``memory_bytes``, ``total_s``, ``loss``,
+            ``bits_per_byte``, ``mfu`` ...
+        errors: quantity -> measured / predicted - 1.
+        versions: package -> version.
+    """
+
+    plan: Plan
+    measured: dict[str, float]
+    errors: dict[str, float] = {}
+    versions: dict[str, str] = {}
