@@ -1,1 +1,18 @@
-"""claims."""
+"""claims: does the paper hold on this machine? Experiments, verdicts and the catalogue.
+
+An experiment only collects raw samples; the frame alone judges them, so anyone can
+recompute a verdict from a results file. Start reading at ``protocols.py``, then
+``judge.py`` and ``run.py``.
+"""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["CLAIMS"]
+
+CLAIMS = PartTable(
+    "claim",
+    {
+        "dissect": "shoal.claims.experiments.dissect:Dissect",
+        "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
+    },
+)

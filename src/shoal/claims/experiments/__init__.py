@@ -1,0 +1,1 @@
+"""experiments: one file per claim; the table is ``shoal.claims.CLAIMS``."""
