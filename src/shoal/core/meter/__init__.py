@@ -1,0 +1,22 @@
+"""meter: what a run says about itself while it runs.
+
+One :class:`Meter` takes events, counters and gauges and hands them to sinks, which are
+the parts of this room: JSON lines (the record every run keeps), Prometheus and
+TensorBoard.
+"""
+
+from shoal.core.meter.events import read_events
+from shoal.core.meter.meter import Meter
+from shoal.core.meter.protocols import Sink, Writer
+from shoal.core.parts import PartTable
+
+__all__ = ["SINKS", "Meter", "Sink", "Writer", "read_events"]
+
+SINKS = PartTable(
+    "sink",
+    {
+        "jsonl": "shoal.core.meter.jsonl:Jsonl",
+        "prometheus": "shoal.core.meter.prometheus:Prometheus",
+        "tensorboard": "shoal.core.meter.tensorboard:TensorBoard",
+    },
+)

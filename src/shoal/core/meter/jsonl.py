@@ -1,0 +1,98 @@
+"""Events as JSON lines: the record that every run keeps.
+
+Each event is one line, handed to the operating system at once, so a killed process
+loses at most the line it was writing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shoal.core.errors import StoreError
+from shoal.core.parts import part
+
+__all__ = ["Jsonl"]
+
+
+@part
+class Jsonl:
+    """Append each event to a file.
+
+    Args:
+        path: the file; a resumed run appends to what is there.
+    """
+
+    path: Path
+
+    def open(self) -> JsonlWriter:
+        """Open the file for appending; a torn last line of a killed process is cut off.
+
+        Raises:
+            StoreError: the file cannot be written.
+        """
+        return JsonlWriter(self.path)
+
+
+class JsonlWriter:
+    """The open file of a :class:`Jsonl` sink."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_torn_line(path)
+            self._file: BinaryIO = path.open("ab", buffering=0)
+        except OSError as cause:
+            raise self._refused(cause) from cause
+
+    def event(self, record: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+        """Write one line."""
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        try:
+            # Unbuffered, and one call: lines of several processes do not mix.
+            self._file.write(line)
+        except OSError as cause:
+            raise self._refused(cause) from cause
+
+    def counter(self, name: str, total: float, labels: Mapping[str, str]) -> None:
+        """Counters are written once, in the ``totals`` event of the meter."""
+
+    def gauge(self, name: str, value: float, labels: Mapping[str, str]) -> None:
+        """Gauges are written once, in the ``totals`` event of the meter."""
+
+    def close(self) -> None:
+        """Make the events durable and close the file."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as cause:
+            raise self._refused(cause) from cause
+        finally:
+            self._file.close()
+
+    def _refused(self, cause: OSError) -> StoreError:
+        return StoreError(
+            f"{self._path}: events cannot be written ({cause.strerror or cause}); "
+            "free some space or choose another place"
+        )
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        keep = end
+        while keep > 0:
+            start = max(0, keep - 65536)
+            file.seek(start)
+            newline = file.read(keep - start).rfind(b"\n")
+            if newline >= 0:
+                keep = start + newline + 1
+                break
+            keep = start
+        if keep != end:
+            file.truncate(keep)

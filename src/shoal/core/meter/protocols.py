@@ -1,0 +1,58 @@
+"""What a sink is: a part that opens a writer.
+
+A part is frozen, so the open file or server lives in the writer. The meter calls its
+writers under one lock, one call at a time; they need no locks of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["Sink", "Writer", "spelled"]
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """The open end of a sink. Nothing is called after :meth:`close`."""
+
+    def event(self, record: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+        """One event, as plain JSON values with ``time`` (s since 1970) and ``kind``.
+
+        The meter's own ``labels`` stand in the record too.
+        """
+        ...
+
+    def counter(self, name: str, total: float, labels: Mapping[str, str]) -> None:
+        """The new total of a counter, the meter's own labels included."""
+        ...
+
+    def gauge(self, name: str, value: float, labels: Mapping[str, str]) -> None:
+        """The new value of a gauge, the meter's own labels included."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left and let go of files and ports."""
+        ...
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A part of kind ``sink``: where the meter's numbers go."""
+
+    def open(self) -> Writer:
+        """Start writing.
+
+        Raises:
+            ConfigError: the place cannot be used.
+            MissingExtraError: an optional package is not installed.
+        """
+        ...
+
+
+def spelled(name: str, labels: Mapping[str, str]) -> str:
+    """``name{label=value,...}``, labels in order of their names; plain without labels."""
+    if not labels:
+        return name
+    inner = ",".join(f"{key}={labels[key]}" for key in sorted(labels))
+    return f"{name}{{{inner}}}"
