@@ -1,1 +1,34 @@
-"""train."""
+"""train: the training job.
+
+The door: the tables of its parts. ``run.train`` starts a run, ``worker`` is one rank,
+``loop`` is the step.
+"""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["LAUNCHERS", "LR_SCHEDULES", "OPTIMIZERS"]
+
+OPTIMIZERS = PartTable(
+    "optimizer",
+    {
+        "adamw": "shoal.train.optimizers.adamw:AdamW",
+        "muon": "shoal.train.optimizers.muon:Muon",
+    },
+)
+
+LR_SCHEDULES = PartTable(
+    "lr_schedule",
+    {
+        "cosine": "shoal.train.lr_schedules.cosine:Cosine",
+        "wsd": "shoal.train.lr_schedules.wsd:WarmupStableDecay",
+    },
+)
+
+LAUNCHERS = PartTable(
+    "launch",
+    {
+        "torchrun": "shoal.train.launchers.torchrun:Torchrun",
+        "slurm": "shoal.train.launchers.slurm:Slurm",
+        "kubernetes": "shoal.train.launchers.kubernetes:Kubernetes",
+    },
+)

@@ -1,0 +1,96 @@
+"""Who is where: one small memory-mapped file per rank.
+
+A rank writes its step, the number of its newest collective and whether it is inside
+one; a supervisor, or a peer, reads it without asking the rank. A rank that hangs
+outside of a collective while the others wait inside is the one to blame.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.core.files import write_atomic
+
+__all__ = ["Beat", "Heartbeat", "blame"]
+
+_LAYOUT = struct.Struct("<qqqq")  # step, collective, inside, nanoseconds
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One reading of a heartbeat.
+
+    Args:
+        rank: whose.
+        step: global step it works on; -1 before the first.
+        collective: how many collectives it has entered.
+        inside: it has entered that one and not left it.
+        age_s: seconds since it last wrote.
+    """
+
+    rank: int
+    step: int
+    collective: int
+    inside: bool
+    age_s: float
+
+
+class Heartbeat:
+    """The file of one rank.
+
+    Args:
+        path: file to write; created here.
+        rank: whose it is.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path = path
+        self.rank = rank
+        write_atomic(path, _LAYOUT.pack(-1, 0, 0, time.time_ns()))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
+        self._step = -1
+        self._collective = 0
+
+    def step(self, step: int) -> None:
+        """The rank works on ``step`` now."""
+        self._step = step
+        self._write(inside=False)
+
+    def alive(self) -> None:
+        """The rank makes progress in something long that is no step."""
+        self._write(inside=False)
+
+    def enter(self) -> None:
+        """The rank enters its next collective."""
+        self._collective += 1
+        self._write(inside=True)
+
+    def leave(self) -> None:
+        """The rank has left the collective."""
+        self._write(inside=False)
+
+    def _write(self, *, inside: bool) -> None:
+        _LAYOUT.pack_into(self._map, 0, self._step, self._collective, inside, time.time_ns())
+
+    @staticmethod
+    def read(path: Path, rank: int) -> Beat | None:
+        """The newest beat of a rank, or None while it has none."""
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if len(raw) < _LAYOUT.size:
+            return None
+        step, collective, inside, stamp = _LAYOUT.unpack_from(raw)
+        age = max(0.0, (time.time_ns() - stamp) / 1e9)
+        return Beat(rank, step, collective, bool(inside), age)
+
+
+def blame(beats: list[Beat]) -> Beat:
+    """The rank that the others wait for: behind in collectives, else outside of one, else oldest."""
+    return min(beats, key=lambda beat: (beat.collective, beat.inside, -beat.age_s))

@@ -1,0 +1,1 @@
+"""Sharding parts: what each data-parallel rank holds."""

@@ -1,0 +1,40 @@
+"""What sharding puts on the wire, in the words of the ring formulas."""
+
+from __future__ import annotations
+
+from shoal.cost.arithmetic import parameters
+from shoal.ir import Estimate, Interval, Machine, Work
+
+__all__ = ["sharding_estimate"]
+
+
+def sharding_estimate(
+    work: Work, machine: Machine, *, sent_per_parameter_byte: float, messages: int
+) -> Estimate:
+    """Bytes and seconds of one step's parameter and gradient traffic of one rank.
+
+    Args:
+        work: the job; its ``parallel.dp`` is the number of ranks N.
+        machine: whose slowest link on the way is used.
+        sent_per_parameter_byte: how often a rank sends each parameter byte (4 bytes a
+            parameter, fp32), before the ring's factor (N - 1) / N.
+        messages: collectives of one step, each of which costs 2 (N - 1) latencies.
+    """
+    ranks = work.job.parallel.dp
+    shape = work.shape
+    share = 4.0 * parameters(shape) / (work.job.parallel.tp * work.job.parallel.pp)
+    sent = share * sent_per_parameter_byte * (ranks - 1) / ranks
+    scope = (
+        "node"
+        if machine.nodes > 1 and ranks > machine.devices_per_node
+        else ("device" if machine.device.kind == "gpu" else "loopback")
+    )
+    link = machine.link(scope) or machine.link("node") or machine.link("device")
+    seconds = 0.0
+    if ranks > 1 and link is not None:
+        seconds = sent / link.bandwidth + messages * 2 * (ranks - 1) * link.latency_s
+    return Estimate(
+        step_s=Interval.around(seconds, 0.3),
+        terms_s={"collective": seconds},
+        wire_bytes={scope: sent} if ranks > 1 else {},
+    )

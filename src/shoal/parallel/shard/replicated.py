@@ -1,0 +1,176 @@
+"""Replicated data parallelism: every rank holds the model; gradients are all-reduced.
+
+Gradients are packed into flat buckets in the order in which they become ready; a full
+bucket is reduced while backward goes on.
+
+Source: Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (bucketing, overlap).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir import Estimate, Machine, Work
+from shoal.parallel.protocols import Held
+from shoal.parallel.shard.cost import sharding_estimate
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shoal.parallel.comm import Pending, TorchComm
+    from shoal.parallel.protocols import Sharded
+
+__all__ = ["Replicated", "ReplicatedModel"]
+
+
+@part
+class Replicated:
+    """Every rank holds everything; choose it when the model fits.
+
+    Args:
+        bucket_mb: gradient bytes that travel together, in MiB.
+    """
+
+    bucket_mb: float = 8.0
+    divides: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.bucket_mb <= 4096,
+            "shard.replicated.bucket_mb",
+            self.bucket_mb,
+            expected="MiB above 0 and up to 4096",
+        )
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """One all-reduce of the gradients: each byte is sent twice."""
+        from shoal.cost.arithmetic import parameters
+
+        buckets = int(4 * parameters(work.shape) / (self.bucket_mb * 2**20)) + 1
+        return sharding_estimate(work, machine, sent_per_parameter_byte=2.0, messages=buckets)
+
+    def apply(self, model: nn.Module, comm: TorchComm, *, whole_matrices: bool) -> Sharded:
+        """Hook the model's gradients."""
+        return ReplicatedModel(model, comm, bucket_bytes=int(self.bucket_mb * 2**20))
+
+
+class _Bucket:
+    """Parameters whose gradients are views of one flat tensor."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        import torch
+
+        total = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
+        self.parameters = parameters
+        self.views: list[Tensor] = []
+        start = 0
+        for parameter in parameters:
+            view = self.flat[start : start + parameter.numel()].view_as(parameter)
+            self.views.append(view)
+            start += parameter.numel()
+        self.missing = len(parameters)
+        self.pending: Pending | None = None
+
+    def attach(self) -> None:
+        """Zero the gradients and point the parameters at them."""
+        self.flat.zero_()
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+        self.missing = len(self.parameters)
+        self.pending = None
+
+
+class ReplicatedModel:
+    """See :class:`~shoal.parallel.protocols.Sharded`."""
+
+    def __init__(self, model: nn.Module, comm: TorchComm, *, bucket_bytes: int) -> None:
+        self.model = model
+        self.comm = comm
+        self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._sync = False
+        self._fresh = True
+        self._buckets: list[_Bucket] = []
+        # Backward reaches the last parameters first, so buckets fill from the end.
+        waiting: list[nn.Parameter] = []
+        size = 0
+        for parameter in reversed(list(self._names.values())):
+            if waiting and (
+                size + parameter.nbytes > bucket_bytes or parameter.dtype != waiting[0].dtype
+            ):
+                self._buckets.append(_Bucket(waiting))
+                waiting, size = [], 0
+            waiting.append(parameter)
+            size += parameter.nbytes
+        if waiting:
+            self._buckets.append(_Bucket(waiting))
+        self._home = {
+            parameter: bucket for bucket in self._buckets for parameter in bucket.parameters
+        }
+        if comm.world > 1:
+            for parameter in self._names.values():
+                parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def _ready(self, parameter: Tensor) -> None:
+        if not self._sync:
+            return
+        bucket = self._home[parameter]  # type: ignore[index]
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            bucket.pending = self.comm.all_reduce(bucket.flat, tag="gradients")
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        """Around one micro-batch."""
+        if self._fresh:
+            for bucket in self._buckets:
+                bucket.attach()
+            self._fresh = False
+        self._sync = last
+        yield
+
+    def finish(self) -> None:
+        """Wait for all buckets; send those in which some parameter got no gradient."""
+        self._sync = False
+        self._fresh = True
+        for bucket in self._buckets:
+            if bucket.pending is None:
+                bucket.pending = self.comm.all_reduce(bucket.flat, tag="gradients")
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+
+    def owned(self) -> dict[str, Tensor]:
+        """All parameters."""
+        return dict(self._names)
+
+    def held(self) -> dict[str, Held]:
+        """Every parameter, whole."""
+        return {
+            name: Held(p.detach(), (0,) * p.dim(), tuple(p.shape))
+            for name, p in self._names.items()
+        }
+
+    def grad_norm(self) -> Tensor:
+        """Global L2 norm of all gradients."""
+        import torch
+
+        return torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(bucket.flat) for bucket in self._buckets])
+        )
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply every gradient by a scalar."""
+        for bucket in self._buckets:
+            bucket.flat.mul_(factor)
+
+    def publish(self) -> None:
+        """Nothing: every rank made the same update."""
+
+    def writes(self, name: str) -> bool:
+        """Ranks share the saving: parameter i is written by rank i mod N."""
+        return list(self._names).index(name) % self.comm.world == self.comm.rank

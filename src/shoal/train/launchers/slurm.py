@@ -1,0 +1,68 @@
+"""A batch script for Slurm."""
+
+from __future__ import annotations
+
+import re
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir import Plan
+from shoal.train.launchers.torchrun import ranks_per_node
+
+__all__ = ["Slurm"]
+
+_WORD = re.compile(r"^[A-Za-z0-9_.-]*$")
+
+
+@part
+class Slurm:
+    """``sbatch launch.sbatch``; the job is requeued and resumed when a node is lost.
+
+    Args:
+        partition: partition to ask for; empty for the cluster's default.
+        account: account to charge; empty for the user's default.
+        hours: time limit.
+        port: port of the rendezvous on the first node.
+    """
+
+    partition: str = ""
+    account: str = ""
+    hours: float = 24.0
+    port: int = 29500
+
+    def __post_init__(self) -> None:
+        for key in ("partition", "account"):
+            word = getattr(self, key)
+            require(bool(_WORD.match(word)), f"launch.slurm.{key}", word, expected="a plain word")
+        require(self.hours > 0, "launch.slurm.hours", self.hours, expected="hours above 0")
+        require(
+            1024 <= self.port <= 65535, "launch.slurm.port", self.port, expected="1024 to 65535"
+        )
+
+    def files(self, plan: Plan) -> dict[str, str]:
+        """``launch.sbatch``."""
+        nodes, ranks = ranks_per_node(plan)
+        minutes = max(1, round(self.hours * 60))
+        lines = [
+            "#!/bin/bash",
+            f"#SBATCH --job-name={plan.job.name}",
+            f"#SBATCH --nodes={nodes}",
+            "#SBATCH --ntasks-per-node=1",
+            f"#SBATCH --time={minutes}",
+            "#SBATCH --requeue",
+            "#SBATCH --signal=TERM@120",
+        ]
+        if plan.machine.device.kind == "gpu":
+            lines.append(f"#SBATCH --gpus-per-node={ranks}")
+        if self.partition:
+            lines.append(f"#SBATCH --partition={self.partition}")
+        if self.account:
+            lines.append(f"#SBATCH --account={self.account}")
+        lines += [
+            "set -eu",
+            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f"srun torchrun --nnodes {nodes} --nproc-per-node {ranks} \\",
+            f'  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head:{self.port}" \\',
+            f"  -m shoal train --plan plan.yaml --run runs/{plan.job.name} --resume",
+        ]
+        return {"launch.sbatch": "\n".join(lines) + "\n"}

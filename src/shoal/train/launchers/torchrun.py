@@ -1,0 +1,50 @@
+"""A shell script that starts a plan's ranks with torchrun."""
+
+from __future__ import annotations
+
+import shlex
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir import Plan
+
+__all__ = ["Torchrun", "ranks_per_node"]
+
+
+def ranks_per_node(plan: Plan) -> tuple[int, int]:
+    """(nodes, ranks of a node) that the plan's world needs on its machine."""
+    world = plan.job.parallel.world
+    per_node = min(world, max(1, plan.machine.devices_per_node))
+    if plan.machine.device.kind == "cpu":
+        per_node = -(-world // plan.machine.nodes)
+    return -(-world // per_node), per_node
+
+
+@part
+class Torchrun:
+    """One command a node; the nodes share a file system.
+
+    Args:
+        port: port of the rendezvous on the first node.
+    """
+
+    port: int = 29500
+
+    def __post_init__(self) -> None:
+        require(
+            1024 <= self.port <= 65535, "launch.torchrun.port", self.port, expected="1024 to 65535"
+        )
+
+    def files(self, plan: Plan) -> dict[str, str]:
+        """``launch.sh``, which takes the node's number and the first node's address."""
+        nodes, ranks = ranks_per_node(plan)
+        name = shlex.quote(plan.job.name)
+        script = f"""#!/bin/sh
+# Start {plan.job.name}: {nodes} node(s) with {ranks} rank(s) each.
+# Usage on node N (from 0): sh launch.sh N ADDRESS_OF_NODE_0
+set -eu
+exec torchrun --nnodes {nodes} --nproc-per-node {ranks} \\
+  --node-rank "${{1:-0}}" --master-addr "${{2:-127.0.0.1}}" --master-port {self.port} \\
+  -m shoal train --plan plan.yaml --run runs/{name} --resume
+"""
+        return {"launch.sh": script}

@@ -1,0 +1,75 @@
+"""What lies where in the directory of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["RunDir"]
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of one run.
+
+    Args:
+        root: the directory itself.
+    """
+
+    root: Path
+
+    @property
+    def plan(self) -> Path:
+        """The plan, written before the first step."""
+        return self.root / "plan.yaml"
+
+    @property
+    def events(self) -> Path:
+        """Everything that happened, a JSON object a line."""
+        return self.root / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoint store."""
+        return self.root / "checkpoints"
+
+    @property
+    def ranks(self) -> Path:
+        """Heartbeats, logs, stacks and errors of the ranks."""
+        return self.root / "ranks"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer that the run uses."""
+        return self.root / "tokenizer.json"
+
+    @property
+    def export(self) -> Path:
+        """The trained model as a Hugging Face directory."""
+        return self.root / "export"
+
+    @property
+    def report(self) -> Path:
+        """Prediction beside measurement."""
+        return self.root / "report.json"
+
+    @property
+    def page(self) -> Path:
+        """The report as a page with curves."""
+        return self.root / "report.html"
+
+    def beat(self, rank: int) -> Path:
+        """Heartbeat of a rank."""
+        return self.ranks / f"rank-{rank}.beat"
+
+    def log(self, rank: int) -> Path:
+        """Output of a rank."""
+        return self.ranks / f"rank-{rank}.log"
+
+    def stack(self, rank: int) -> Path:
+        """Stacks of a rank, written when it crashes or is asked."""
+        return self.ranks / f"rank-{rank}.stack"
+
+    def error(self, rank: int) -> Path:
+        """The error that a rank ended with."""
+        return self.ranks / f"rank-{rank}.error"

@@ -1,0 +1,50 @@
+"""Warm-up, stable, decay.
+
+Source: Hu et al., MiniCPM, 2024, section 4 (WSD); linear decay as in Hägele et al., 2024.
+"""
+
+from __future__ import annotations
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir import Estimate, Interval, Machine, Work
+
+__all__ = ["WarmupStableDecay"]
+
+
+@part
+class WarmupStableDecay:
+    """Choose it when a run may be prolonged: only the decay has to be run again.
+
+    Args:
+        warmup: share of the steps in which the rate rises linearly.
+        decay: share of the steps, at the end, in which it falls linearly.
+        floor: last factor.
+    """
+
+    warmup: float = 0.05
+    decay: float = 0.7
+    floor: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("warmup", "decay", "floor"):
+            share = getattr(self, name)
+            require(0 <= share <= 1, f"lr_schedule.wsd.{name}", share, expected="0 to 1")
+        require(
+            self.warmup + self.decay <= 1,
+            "lr_schedule.wsd.decay",
+            self.decay,
+            expected=f"at most 1 - warmup = {1 - self.warmup:g}",
+        )
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """It costs nothing."""
+        return Estimate(step_s=Interval(value=0, low=0, high=0))
+
+    def factor(self, step: int, total: int) -> float:
+        """Factor of the peak rate at ``step`` in [0, total)."""
+        warm, fall = self.warmup * total, self.decay * total
+        if step < warm:
+            return (step + 1) / (warm + 1)
+        left = (total - step) / fall if fall else 1.0
+        return self.floor + (1 - self.floor) * min(1.0, left)

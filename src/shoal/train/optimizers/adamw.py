@@ -1,0 +1,88 @@
+"""AdamW.
+
+Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.cost.arithmetic import parameters as count_parameters
+from shoal.ir import Estimate, Interval, Machine, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.train.protocols import Updater
+
+__all__ = ["AdamW"]
+
+
+@part
+class AdamW:
+    """The usual choice.
+
+    Matrices are decayed; vectors (norms, biases) are not.
+
+    Args:
+        lr: peak learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay of matrices, as a factor of the learning rate.
+    """
+
+    lr: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    whole_matrices: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "optimizer.adamw.lr", self.lr, expected="a number above 0")
+        for name in ("beta1", "beta2"):
+            beta = getattr(self, name)
+            require(0 <= beta < 1, f"optimizer.adamw.{name}", beta, expected="a number in [0, 1)")
+        require(self.eps > 0, "optimizer.adamw.eps", self.eps, expected="a number above 0")
+        require(
+            self.weight_decay >= 0,
+            "optimizer.adamw.weight_decay",
+            self.weight_decay,
+            expected="0 or more",
+        )
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Two fp32 moments; reads weight, gradient and moments, writes weight and moments."""
+        count = count_parameters(work.shape)
+        seconds = 7 * 4 * count / (machine.device.main_memory.read_bandwidth or 1e10)
+        return Estimate(
+            step_s=Interval.around(seconds, 0.3),
+            terms_s={"optimizer": seconds},
+            memory_bytes={"optimizer": 8.0 * count},
+        )
+
+    def build(self, parameters: Mapping[str, Tensor]) -> Updater:
+        """Torch's fused implementation."""
+        import torch
+
+        from shoal.train.optimizers.torch_state import TorchUpdater
+
+        groups = [
+            {
+                "params": [p for p in parameters.values() if p.dim() >= 2],
+                "weight_decay": self.weight_decay,
+            },
+            {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            eps=self.eps,
+            fused=True,
+        )
+        return TorchUpdater([optimizer], {p: name for name, p in parameters.items()})

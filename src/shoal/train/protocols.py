@@ -1,0 +1,65 @@
+"""What the parts of a training job promise to the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from shoal.ir import Estimate, Machine, Plan, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Launcher", "LrSchedule", "Optimizer", "Updater"]
+
+
+class Updater(Protocol):
+    """An optimizer at work on one rank's parameters."""
+
+    def step(self, factor: float) -> None:
+        """Update every parameter from its gradient; ``factor`` scales the learning rate."""
+        ...
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Parameter name -> state name -> tensor; a 0-d tensor is not split with the parameter."""
+        ...
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over a state with the same names and shapes."""
+        ...
+
+
+class Optimizer(Protocol):
+    """A part of kind ``optimizer``."""
+
+    lr: float
+    whole_matrices: ClassVar[bool]
+    """The update of a matrix needs all of it on one rank."""
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Unsharded state bytes of the model and seconds of its whole update on one rank."""
+        ...
+
+    def build(self, parameters: Mapping[str, Tensor]) -> Updater:
+        """Start on these parameters, by name; local parts where they are sharded."""
+        ...
+
+
+class LrSchedule(Protocol):
+    """A part of kind ``lr_schedule``."""
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Nothing."""
+        ...
+
+    def factor(self, step: int, total: int) -> float:
+        """The learning rate of ``step`` in [0, total) as a factor of the peak rate."""
+        ...
+
+
+class Launcher(Protocol):
+    """A part of kind ``launch``: writes what another system needs to start the ranks."""
+
+    def files(self, plan: Plan) -> dict[str, str]:
+        """File name -> content; the first is the one to start with."""
+        ...

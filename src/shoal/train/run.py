@@ -1,0 +1,203 @@
+"""A training run from a plan to a report.
+
+The plan is written before the first step, the ranks are started and watched, the
+trained model is exported, and what was predicted is put beside what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import ConfigError, RankError, require
+from shoal.core.files import write_atomic
+from shoal.corpora.tokens import prepare
+from shoal.cost.shapes import resolve as resolve_shape
+from shoal.ir import Machine, Plan, Report, TrainJob
+from shoal.train.layout import RunDir
+from shoal.train.report import make_report, write_page
+from shoal.train.supervise import Supervisor
+
+__all__ = ["Watch", "execute", "plan_job", "train"]
+
+Watch = Callable[[dict[str, Any]], None]
+"""Called with every event of a run as it happens."""
+
+
+def plan_job(job: TrainJob, machine: Machine, *, planner: str = "search") -> Plan:
+    """The best plan that keeps every choice the job has made.
+
+    Raises:
+        PlanError: there is none.
+    """
+    from shoal.plan import strategy
+
+    plans: list[Plan] = strategy.PLANNERS.build(planner).plan(job, machine)
+    return plans[0]
+
+
+def train(
+    job: TrainJob,
+    run_dir: Path,
+    ranks: int | None = None,
+    *,
+    machine: Machine | None = None,
+    resume: bool = False,
+    restarts: int = 0,
+    watch: Watch | None = None,
+) -> Report:
+    """Plan ``job`` for ``ranks`` data-parallel ranks on this machine and run it.
+
+    Args:
+        job: what to train.
+        run_dir: directory of the run, made here.
+        ranks: data-parallel ranks; the job's own if not given.
+        machine: what to plan for; the saved probe of this machine if not given.
+        resume: continue the run that lies in ``run_dir``.
+        restarts: how often a lost rank may restart the run from its last checkpoint.
+        watch: called with every event.
+
+    Raises:
+        ShoalError: the run cannot start, or a rank failed.
+    """
+    from shoal.machine.described import load
+
+    if ranks is not None:
+        changed = job.model_dump(mode="json")
+        changed["parallel"] = {"dp": ranks, "tp": 1, "pp": 1}
+        job = TrainJob.model_validate(changed)
+    plan = plan_job(job, machine or load("local"))
+    return execute(plan, run_dir, resume=resume, restarts=restarts, watch=watch)
+
+
+def execute(
+    plan: Plan,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    restarts: int = 0,
+    watch: Watch | None = None,
+    inject: Callable[[Supervisor, dict[str, Any]], None] | None = None,
+) -> Report:
+    """Run a plan on this host.
+
+    Args:
+        plan: what to run.
+        run_dir: directory of the run.
+        resume: continue from the newest checkpoint that verifies.
+        restarts: how often a lost rank may restart the run.
+        watch: called with every event.
+        inject: called with the supervisor and every event, to break something on purpose.
+
+    Raises:
+        ShoalError: the run cannot start, or a rank failed.
+    """
+    directory = RunDir(run_dir)
+    _prepare(plan, directory, resume=resume, watch=watch)
+    job = plan.job
+    threads = job.threads or max(1, (os.cpu_count() or 1) // job.parallel.world)
+    began = time.monotonic()
+    while True:
+        supervisor = Supervisor(
+            directory,
+            ranks=job.parallel.world,
+            threads=threads,
+            timeout_s=job.timeout_s,
+            resume=resume,
+        )
+        tail = _Tail(directory.events)
+
+        def tick(tail: _Tail = tail, supervisor: Supervisor = supervisor) -> None:
+            for event in tail:
+                if watch is not None:
+                    watch(event)
+                if inject is not None:
+                    inject(supervisor, event)
+
+        supervisor.start()
+        try:
+            supervisor.wait(tick)
+            break
+        except RankError as error:
+            if restarts <= 0:
+                raise
+            restarts -= 1
+            resume = True
+            if watch is not None:
+                watch({"kind": "restart", "message": str(error)})
+    return _conclude(plan, directory, time.monotonic() - began)
+
+
+def _prepare(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | None) -> None:
+    job = plan.job
+    if directory.plan.exists() and not resume:
+        raise ConfigError(
+            f"{directory.root}: a run lies there already; continue it with --resume, "
+            "or choose another name with --set name=..."
+        )
+    vocab = resolve_shape(job.model).vocab_size
+    tokenizer = str(directory.tokenizer) if directory.tokenizer.exists() else job.tokenizer
+    if tokenizer == "bpe" and Path(job.model, "tokenizer.json").is_file():
+        tokenizer = str(Path(job.model, "tokenizer.json"))
+
+    def progress(*state: Any) -> None:
+        if watch is not None:
+            watch({"kind": "prepare", "state": state})
+
+    tokens = prepare(job.data, tokenizer, vocab, progress=progress)
+    need = job.global_batch * job.seq_len + 1
+    require(
+        len(tokens.train.tokens) >= need,
+        "data",
+        str(job.data),
+        expected=f"at least {need:,} training tokens for one batch, and it has "
+        f"{len(tokens.train.tokens):,}",
+        hint="use more text, or a smaller global_batch or seq_len",
+    )
+    if not directory.tokenizer.exists():
+        write_atomic(directory.tokenizer, Path(tokens.tokenizer_path).read_bytes())
+    if not resume or not directory.plan.exists():
+        # Written before anything is measured: a prediction made afterwards is none.
+        plan.save(directory.plan, header="What will run, and what it is predicted to cost.")
+
+
+def _conclude(plan: Plan, directory: RunDir, seconds: float) -> Report:
+    from shoal.checkpoint.inspect import convert
+    from shoal.cost.score import Score
+
+    report = make_report(plan, directory, wall_s=seconds)
+    finished = report.measured.get("finished", 0.0) > 0
+    if finished:
+        shutil.rmtree(directory.export, ignore_errors=True)
+        convert(
+            directory.checkpoints, directory.export, to="huggingface", tokenizer=directory.tokenizer
+        )
+    write_atomic(directory.report, json.dumps(report.model_dump(mode="json"), indent=1) + "\n")
+    write_page(report, directory)
+    Score().append(report)
+    return report
+
+
+class _Tail:
+    """New whole lines of a file that is being written, as JSON."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = path.stat().st_size if path.exists() else 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data.rfind(b"\n") + 1
+        self._at += whole
+        for line in data[:whole].splitlines():
+            yield json.loads(line)

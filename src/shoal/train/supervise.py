@@ -1,0 +1,255 @@
+"""Start the ranks of a run on this host, watch them, and say who failed.
+
+A rank that dies is named with its signal, step and collective. A rank that makes no
+progress for ``timeout_s`` is found by the heartbeats: it is behind in collectives, or
+outside of one while the others wait; every rank is asked for its stacks before all
+are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.core import errors
+from shoal.core.errors import RankError, ShoalError
+from shoal.parallel.heartbeat import Beat, Heartbeat, blame
+from shoal.train.layout import RunDir
+
+__all__ = ["Supervisor"]
+
+_POLL_S = 0.05
+_GRACE_S = 3.0
+
+
+class Supervisor:
+    """The ranks of one run as child processes.
+
+    Args:
+        directory: the run's directory; its plan is written already.
+        ranks: how many to start.
+        threads: threads of each rank.
+        timeout_s: silence after which a rank counts as hanging.
+        start_s: time allowed before the first step.
+        resume: continue from the newest good checkpoint.
+    """
+
+    def __init__(
+        self,
+        directory: RunDir,
+        *,
+        ranks: int,
+        threads: int,
+        timeout_s: float,
+        start_s: float = 300.0,
+        resume: bool = False,
+    ) -> None:
+        self.directory = directory
+        self.ranks = ranks
+        self.threads = threads
+        self.timeout_s = timeout_s
+        self.start_s = start_s
+        self.resume = resume
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Start all ranks."""
+        self.directory.ranks.mkdir(parents=True, exist_ok=True)
+        meeting = self.directory.ranks / "rendezvous"
+        meeting.unlink(missing_ok=True)
+        for rank in range(self.ranks):
+            for path in (self.directory.beat(rank), self.directory.error(rank)):
+                path.unlink(missing_ok=True)
+            self.processes.append(self._spawn(rank, meeting))
+
+    def _spawn(self, rank: int, meeting: Path) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "SHOAL_RENDEZVOUS": f"file://{meeting.absolute()}",
+            "OMP_NUM_THREADS": str(self.threads),
+            "MKL_NUM_THREADS": str(self.threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            # Ranks of one host talk over its own interface and nobody else's.
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
+        command = [sys.executable, "-m", "shoal.train.worker", str(self.directory.root)]
+        if self.resume:
+            command.append("--resume")
+        with self.directory.log(rank).open("ab") as log:
+            return subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Ctrl-C goes to the supervisor alone, which asks the ranks to save and stop.
+                start_new_session=True,
+            )
+
+    def wait(self, tick: Callable[[], None]) -> None:
+        """Return when every rank ended well; call ``tick`` often meanwhile.
+
+        A first KeyboardInterrupt in here asks the ranks to save and stop; a second one
+        ends them.
+
+        Raises:
+            RankError: a rank died or hangs.
+            ShoalError: what a rank itself reported.
+        """
+        asked = False
+        began = time.monotonic()
+        try:
+            while True:
+                try:
+                    tick()
+                    if self._poll(began):
+                        tick()
+                        return
+                    time.sleep(_POLL_S)
+                except KeyboardInterrupt:
+                    if asked:
+                        raise
+                    asked = True
+                    self._signal(signal.SIGTERM)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+    def _poll(self, began: float) -> bool:
+        codes = [process.poll() for process in self.processes]
+        if all(code == 0 for code in codes):
+            return True
+        if any(code not in (None, 0) for code in codes):
+            self._explain_death()
+        beats = self._beats()
+        limit = self.timeout_s
+        if not beats or max(beat.step for beat in beats) < 0:
+            # Importing, tokenising and compiling come before the first step.
+            if time.monotonic() - began > self.start_s + self.timeout_s:
+                self._explain_hang(beats)
+            return False
+        # A hang is when nobody makes progress: one slow rank keeps the others waiting,
+        # and all of them fall silent.
+        if min(beat.age_s for beat in beats) > limit:
+            self._explain_hang(beats)
+        return False
+
+    def _beats(self) -> list[Beat]:
+        found = (
+            Heartbeat.read(self.directory.beat(rank), rank)
+            for rank in range(self.ranks)
+            if self.processes[rank].poll() is None
+        )
+        return [beat for beat in found if beat is not None]
+
+    def _explain_death(self) -> None:
+        # Let the peers' own errors arrive, then tell the first cause: a signal before
+        # an error, an error before a lost peer.
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and any(p.poll() is None for p in self.processes):
+            time.sleep(_POLL_S)
+
+        def order(rank: int) -> tuple[int, int]:
+            code = self.processes[rank].poll()
+            if code is None or code == 0:
+                return (9, rank)
+            if code < 0:
+                return (0, rank)
+            return ({2: 1, 3: 3}.get(code, 2), rank)
+
+        rank = min(range(self.ranks), key=order)
+        code = self.processes[rank].poll() or 0
+        told = self.directory.error(rank)
+        if code > 0 and told.exists():
+            record = json.loads(told.read_text())
+            cls = getattr(errors, record["type"], RankError)
+            prefix = f"rank {rank}: " if self.ranks > 1 and issubclass(cls, RankError) else ""
+            message = record["message"].removeprefix(f"rank {rank}: ")
+            raise _rebuild(cls, prefix + message)
+        beat = Heartbeat.read(self.directory.beat(rank), rank)
+        where = (
+            f" in step {beat.step} at collective {beat.collective}"
+            if beat is not None and beat.step >= 0
+            else " before its first step"
+        )
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with status {code}"
+        )
+        stack = _tail(self.directory.stack(rank), 12)
+        raise RankError(
+            f"rank {rank} of {self.ranks} (pid {self.processes[rank].pid}, host "
+            f"{socket.gethostname()}) {how}{where}; its output is in {self.directory.log(rank)}"
+            + (f"; its stack:\n{stack}\n" if stack else "; ")
+            + "continue with --resume"
+        )
+
+    def _explain_hang(self, beats: list[Beat]) -> None:
+        self._signal(signal.SIGUSR1)
+        time.sleep(_GRACE_S / 3)
+        if not beats:
+            raise RankError(
+                f"no rank reached its first step within {self.start_s + self.timeout_s:.0f} s; "
+                f"see {self.directory.ranks}"
+            )
+        worst = blame(beats)
+        process = self.processes[worst.rank]
+        stack = _tail(self.directory.stack(worst.rank), 30)
+        if not stack:
+            stack = f"  no stack: the process is {_state(process.pid)} and does not answer"
+        raise RankError(
+            f"rank {worst.rank} of {self.ranks} (pid {process.pid}, host {socket.gethostname()}) "
+            f"hangs in step {worst.step}, {'inside' if worst.inside else 'before'} collective "
+            f"{worst.collective + (0 if worst.inside else 1)}, silent for {worst.age_s:.0f} s; "
+            f"its stack:\n{stack}\nall ranks were ended; continue with --resume"
+        )
+
+
+def _rebuild(cls: type[ShoalError], message: str) -> ShoalError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    return error
+
+
+def _tail(path: Path, lines: int) -> str:
+    try:
+        text = path.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    return "\n".join(f"  {line}" for line in text.splitlines()[:lines])
+
+
+def _state(pid: int) -> str:
+    """What the kernel says a process is doing."""
+    names = {"T": "stopped", "t": "traced", "D": "waiting for a device", "Z": "dead"}
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+    return names.get(letter, "running")

@@ -1,0 +1,319 @@
+"""One rank of a training run: ``python -m shoal.train.worker RUN_DIR``.
+
+It reads the plan that lies in the run's directory, so a rank needs no other
+argument; under torchrun or Shoal's own supervisor the usual variables name it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.core.errors import CheckpointError, PlanError, RankError, ShoalError
+from shoal.core.files import write_json
+from shoal.train.layout import RunDir
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.store import Saved, Store
+    from shoal.core.meter import Meter
+    from shoal.corpora.tokens import TokenSet
+    from shoal.ir import Plan
+    from shoal.parallel.comm import TorchComm
+    from shoal.train.loop import Trainer
+
+__all__ = ["main", "run_rank"]
+
+USER_ERROR = 2
+PEER_ERROR = 3
+
+
+@dataclass
+class _Rank:
+    """Everything one rank holds while it trains."""
+
+    directory: RunDir
+    plan: Plan
+    meter: Meter
+    comm: TorchComm
+    tokens: TokenSet
+    trainer: Trainer
+    store: Store
+    total: int
+    peak_flops: float
+
+    @property
+    def chief(self) -> bool:
+        """This rank writes events, evaluation results and samples."""
+        return self.comm.rank == 0
+
+
+def run_rank(directory: RunDir, *, resume: bool) -> None:
+    """Train on this rank until the plan's last step, or until asked to stop.
+
+    Raises:
+        ShoalError: whatever the run cannot go on with.
+    """
+    asked = _catch_termination()
+    with _joined(directory) as rank:
+        first = _start(rank, resume=resume)
+        stopped = _train(rank, first, asked)
+        if not stopped:
+            _finish(rank)
+        if rank.chief:
+            rank.meter.event("stop" if stopped else "end", step=rank.total)
+
+
+def _catch_termination() -> Callable[[], bool]:
+    flag = {"asked": False}
+
+    def handle(_signal: int, _frame: object) -> None:
+        flag["asked"] = True
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+    return lambda: flag["asked"]
+
+
+@contextlib.contextmanager
+def _joined(directory: RunDir) -> Iterator[_Rank]:
+    import torch
+
+    from shoal.checkpoint.store import Store
+    from shoal.core.meter import Meter
+    from shoal.corpora.tokens import prepare
+    from shoal.ir import Plan
+    from shoal.parallel.comm import TorchComm
+    from shoal.plan.length import steps_of
+    from shoal.train.build import build_model
+    from shoal.train.loop import Trainer
+    from shoal.train.mfu import peak_flops
+
+    plan = Plan.load(directory.plan)
+    job = plan.job
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    number = int(os.environ.get("RANK", "0"))
+    if job.parallel.tp > 1 or job.parallel.pp > 1:
+        raise PlanError(
+            f"parallel.tp = {job.parallel.tp}, parallel.pp = {job.parallel.pp}: this version plans "
+            "tensor and pipeline parallelism and runs data parallelism; set both to 1"
+        )
+    if world != job.parallel.world:
+        raise PlanError(
+            f"parallel.dp = {job.parallel.dp}: the plan is for {job.parallel.world} ranks and "
+            f"{world} were started; start {job.parallel.world}, or plan for {world}"
+        )
+    threads = job.threads or max(1, (os.cpu_count() or 1) // local_world())
+    torch.set_num_threads(threads)
+    cuda = plan.machine.device.kind == "gpu" and torch.cuda.is_available()
+    device = "cuda" if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    sinks = []
+    if number == 0:
+        from shoal.core.meter import JsonlSink
+
+        sinks.append(JsonlSink(path=str(directory.events)))
+    with Meter(sinks) as meter:
+        comm = TorchComm.from_environment(
+            meter,
+            timeout_s=job.timeout_s,
+            beats=directory.ranks,
+            device=device,
+            rendezvous=os.environ.get("SHOAL_RENDEZVOUS", "env://"),
+        )
+        try:
+            model = build_model(job).to(device)
+            tokens = prepare(job.data, str(directory.tokenizer), model.config.vocab_size)
+            total = steps_of(plan)
+            trainer = Trainer(job, total, model, tokens, comm)
+            yield _Rank(
+                directory=directory,
+                plan=plan,
+                meter=meter,
+                comm=comm,
+                tokens=tokens,
+                trainer=trainer,
+                store=Store(directory.checkpoints, keep=job.checkpoint.keep),
+                total=total,
+                peak_flops=peak_flops(plan, threads),
+            )
+        finally:
+            comm.close()
+
+
+def local_world() -> int:
+    """Ranks on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def _identity(rank: _Rank) -> dict[str, Any]:
+    """What a checkpoint must agree with to be continued by this run."""
+    return dict(rank.trainer.model.config.model_dump(mode="json"))
+
+
+def _start(rank: _Rank, *, resume: bool) -> int:
+    """Load the newest good checkpoint if asked; returns the first step."""
+    first = 0
+    saved: Saved | None = None
+    if resume:
+        saved = rank.store.latest(
+            on_corrupt=lambda error: rank.meter.event("corrupt", message=str(error))
+        )
+    if saved is not None:
+        saved.expect_model(_identity(rank))
+        _expect_run(rank, saved)
+        rank.trainer.load(saved)
+        first = int(saved.meta["step"])
+    if rank.chief:
+        rank.meter.event(
+            "start",
+            step=first,
+            total=rank.total,
+            ranks=rank.comm.world,
+            resumed=saved is not None,
+            parameters=sum(p.numel() for p in rank.trainer.model.parameters()),
+        )
+    return first
+
+
+def _expect_run(rank: _Rank, saved: Saved) -> None:
+    """Refuse to continue on other data, with another seed or another batch."""
+    job = rank.plan.job
+    now = {
+        "data": rank.tokens.fingerprint,
+        "seed": job.seed,
+        "global_batch": job.global_batch,
+        "seq_len": job.seq_len,
+        "optimizer": job.optimizer.name,
+    }
+    then = saved.meta["run"]
+    for key, value in now.items():
+        if then.get(key) != value:
+            raise CheckpointError(
+                f"{rank.directory.checkpoints}: saved with {key} = {then.get(key)!r}, and the run "
+                f"has {value!r}; set it back, or start a new run under another name"
+            )
+
+
+def _save(rank: _Rank, step: int) -> None:
+    begin = time.perf_counter()
+    job = rank.plan.job
+    rank.store.save(
+        step,
+        rank.trainer.pieces(),
+        {
+            "step": step,
+            "model": _identity(rank),
+            "run": {
+                "data": rank.tokens.fingerprint,
+                "seed": job.seed,
+                "global_batch": job.global_batch,
+                "seq_len": job.seq_len,
+                "optimizer": job.optimizer.name,
+            },
+            "job": job.model_dump(mode="json"),
+        },
+        rank=rank.comm.rank,
+        world=rank.comm.world,
+        barrier=rank.comm.barrier,
+    )
+    if rank.chief:
+        rank.meter.event("checkpoint", step=step, seconds=time.perf_counter() - begin)
+
+
+def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
+    """Run the steps; returns whether the run was stopped before its end."""
+    from shoal.train.mfu import step_flops
+
+    job = rank.plan.job
+    flops = step_flops(rank.plan)
+    for step in range(first, rank.total):
+        result = rank.trainer.step(step, stop=asked())
+        if rank.chief and (step % job.log_every == 0 or step + 1 == rank.total):
+            rank.meter.event(
+                "step",
+                step=step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                step_s=result.seconds,
+                tokens_per_s=result.tokens / result.seconds,
+                mfu=flops / result.seconds / rank.peak_flops,
+                memory_bytes=rank.trainer.memory_bytes(),
+            )
+        done = step + 1
+        last = done == rank.total
+        due = job.checkpoint.every and done % job.checkpoint.every == 0
+        if last or due or result.stop:
+            _save(rank, done)
+        if job.evaluation.every and done % job.evaluation.every == 0 and not last:
+            _evaluate(rank, done, final=False)
+        if result.stop and not last:
+            return True
+    return False
+
+
+def _evaluate(rank: _Rank, step: int, *, final: bool) -> None:
+    from shoal.train.evaluate import bits_per_byte, sample
+
+    evaluation = rank.plan.job.evaluation
+    begin = time.perf_counter()
+    found = bits_per_byte(
+        rank.trainer, rank.tokens, max_tokens=None if final else evaluation.tokens
+    )
+    text = ""
+    if evaluation.sample_tokens and rank.plan.job.shard.name not in ("zero2", "zero3"):
+        text = sample(rank.trainer, rank.tokens, evaluation.sample_tokens) if rank.chief else ""
+    rank.comm.barrier()
+    if rank.chief:
+        rank.meter.event(
+            "eval", step=step, final=final, seconds=time.perf_counter() - begin, **found
+        )
+        if text:
+            rank.meter.event("sample", step=step, text=text)
+
+
+def _finish(rank: _Rank) -> None:
+    if rank.plan.job.evaluation.final:
+        _evaluate(rank, rank.total, final=True)
+    totals = rank.meter.totals()
+    if rank.chief:
+        rank.meter.event("totals", totals=totals)
+
+
+def main() -> int:
+    """Run the rank named by the environment; its status is the exit code."""
+    directory = RunDir(Path(sys.argv[1]))
+    number = int(os.environ.get("RANK", "0"))
+    with directory.stack(number).open("w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+        try:
+            run_rank(directory, resume="--resume" in sys.argv[2:])
+        except ShoalError as error:
+            write_json(
+                directory.error(number), {"type": type(error).__name__, "message": str(error)}
+            )
+            print(f"error: {error}", file=sys.stderr)
+            # A peer's death is told by the peer's own status, not by ours.
+            return PEER_ERROR if isinstance(error, RankError) else USER_ERROR
+        finally:
+            faulthandler.disable()
+            faulthandler.unregister(signal.SIGUSR1)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of a broken process group must not keep a rank alive.
+    os._exit(code)
