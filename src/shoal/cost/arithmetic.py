@@ -1,0 +1,223 @@
+"""Counts that follow from a shape alone: parameters, operations, bytes of activations.
+
+Legend: D hidden, H query heads, K key/value heads, d head_dim, F feed-forward width,
+V vocabulary, T tokens of a sequence, B sequences of a micro-batch, L layers.
+
+Sources: Kaplan et al., Scaling Laws, 2020, section 2.1 (operations); Korthikanti et al.,
+Reducing Activation Recomputation, 2022, section 4 (activations).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from shoal.ir import ModelShape
+
+__all__ = [
+    "Linear",
+    "active_parameters",
+    "activation_bytes",
+    "block_parameters",
+    "embedding_parameters",
+    "flops_by_op",
+    "flops_per_token",
+    "linears",
+    "logits_bytes",
+    "mixture_layers",
+    "parameters",
+]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """The matrix products of one kind: a weight [N, K] and the tokens that pass it.
+
+    Args:
+        name: qkv, attention_out, ffn_in, ffn_out, router, expert_in, expert_out, logits.
+        N: output width.
+        K: input width.
+        layers: layers that have it.
+        copies: weights of one layer (experts).
+        share: tokens that pass one copy, as a share of all tokens.
+        bias: it has a bias of N.
+    """
+
+    name: str
+    N: int
+    K: int
+    layers: int = 1
+    copies: int = 1
+    share: float = 1.0
+    bias: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Weights and biases of all copies in all layers."""
+        return self.layers * self.copies * (self.N * self.K + (self.N if self.bias else 0))
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOP of a forward pass for one token: two for each weight that the token meets."""
+        return 2.0 * self.N * self.K * self.layers * self.copies * self.share
+
+
+def mixture_layers(shape: ModelShape) -> int:
+    """Layers with experts."""
+    return shape.num_layers - shape.num_dense_layers if shape.num_experts else 0
+
+
+@functools.cache
+def linears(shape: ModelShape) -> tuple[Linear, ...]:
+    """Every linear layer of the model; projections that share an input are one product."""
+    D, L = shape.hidden, shape.num_layers
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    wide = 2 if shape.gated else 1
+    found = [
+        Linear("qkv", heads, D, L, bias=shape.attention_bias),
+        Linear("attention_out", D, shape.num_heads * shape.head_dim, L),
+    ]
+    sparse = mixture_layers(shape)
+    if L - sparse:
+        found.append(Linear("ffn_in", wide * shape.ffn_hidden, D, L - sparse))
+        found.append(Linear("ffn_out", D, shape.ffn_hidden, L - sparse))
+    if sparse:
+        X, E, S = shape.expert_hidden, shape.num_experts, shape.num_shared_experts
+        found.append(Linear("router", E, D, sparse))
+        share = shape.top_k / E
+        found.append(Linear("expert_in", wide * X, D, sparse, copies=E, share=share))
+        found.append(Linear("expert_out", D, X, sparse, copies=E, share=share))
+        if S:
+            found.append(Linear("shared_in", wide * X, D, sparse, copies=S))
+            found.append(Linear("shared_out", D, X, sparse, copies=S))
+    found.append(Linear("logits", shape.vocab_size, D))
+    return tuple(found)
+
+
+def _norms(shape: ModelShape) -> int:
+    head = 2 * shape.head_dim if shape.qk_norm else 0
+    return shape.num_layers * (2 * shape.hidden + head)
+
+
+def block_parameters(shape: ModelShape) -> int:
+    """Parameters of all blocks, without embedding, output matrix and final norm."""
+    return sum(x.parameters for x in linears(shape) if x.name != "logits") + _norms(shape)
+
+
+def embedding_parameters(shape: ModelShape) -> int:
+    """Parameters of embedding and output matrix; once if they are tied."""
+    return shape.vocab_size * shape.hidden * (1 if shape.tied else 2)
+
+
+def parameters(shape: ModelShape) -> int:
+    """All parameters, exactly, of an RMS-norm decoder of this shape.
+
+    Learned positions, biases of layer norms and of feed-forward layers, and latent
+    attention (MLA) are not in a shape and are not counted.
+    """
+    return block_parameters(shape) + embedding_parameters(shape) + shape.hidden
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Parameters that one token meets: all, less the experts it is not sent to."""
+    idle = sum(
+        x.layers * x.N * x.K * (x.copies - shape.top_k)
+        for x in linears(shape)
+        if x.name in ("expert_in", "expert_out")
+    )
+    return parameters(shape) - idle
+
+
+def flops_by_op(shape: ModelShape, seq_len: int, *, training: bool = True) -> dict[str, float]:
+    """FLOP for one token of a sequence of ``seq_len``, by operation.
+
+    ``linear`` is every block's matrices, ``attention`` both products of queries with
+    keys and weights with values over the causal half, ``logits`` the output matrix.
+    Backward costs twice the forward pass.
+    """
+    factor = 3.0 if training else 1.0
+    blocks = sum(x.flops_per_token for x in linears(shape) if x.name != "logits")
+    # A token at position t attends to t + 1 keys: (seq_len + 1) / 2 on average.
+    attention = (
+        4.0 * shape.num_layers * shape.num_heads * shape.head_dim * ((seq_len + 1) / 2)
+    )
+    logits = 2.0 * shape.vocab_size * shape.hidden
+    return {
+        "linear": factor * blocks,
+        "attention": factor * attention,
+        "logits": factor * logits,
+    }
+
+
+def flops_per_token(shape: ModelShape, seq_len: int, training: bool = True) -> float:
+    """FLOP for one token, all operations; recomputation is not counted (as in MFU)."""
+    return sum(flops_by_op(shape, seq_len, training=training).values())
+
+
+def activation_bytes(
+    shape: ModelShape,
+    seq_len: int,
+    microbatch: int,
+    *,
+    precision: str = "bf16",
+    recompute: str = "none",
+    tp: int = 1,
+    layers: int | None = None,
+) -> float:
+    """Bytes that the blocks keep from a forward pass for the backward pass of one micro-batch.
+
+    Attention is of the memory-saving kind: no [T, T] matrix is kept. The residual
+    stream is fp32 under bf16 compute; it and the norms are kept whole on every tensor
+    rank, all else is divided.
+
+    Args:
+        shape: the model.
+        seq_len: tokens of a sequence.
+        microbatch: sequences.
+        precision: fp32 or bf16.
+        recompute: none, or full: only each block's input is kept, and one block's all.
+        tp: tensor-parallel ranks.
+        layers: blocks on this rank; all if not given.
+    """
+    tokens = seq_len * microbatch
+    count = shape.num_layers if layers is None else layers
+    if recompute == "full":
+        one = _block_bytes(shape, precision, tp) * tokens
+        return count * tokens * shape.hidden * 4.0 + one
+    return count * _block_bytes(shape, precision, tp) * tokens
+
+
+def _block_bytes(shape: ModelShape, precision: str, tp: int) -> float:
+    """Bytes that one token leaves in one block, averaged over dense and mixture layers."""
+    c = 2.0 if precision == "bf16" else 4.0
+    D = shape.hidden
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    # Whole on every tensor rank: inputs of the two norms (the residual, fp32) with their
+    # reciprocal roots, and the two norms' outputs, which feed matrix products.
+    whole = 2 * (4.0 * D + 4.0) + 2 * c * D
+    # Rotated queries and keys, values, attention's output with its log-sum.
+    attention = c * (q + 2 * kv) + c * q + 4.0 * shape.num_heads
+    if shape.qk_norm:
+        attention += c * (q + kv) + 4.0 * (shape.num_heads + shape.num_kv_heads)
+    inner = (2 if shape.gated else 1) + (2 if shape.gated else 1)  # inputs, and silu, product
+    sparse = mixture_layers(shape)
+    dense_ffn = inner * c * shape.ffn_hidden
+    share = sparse / shape.num_layers
+    experts = shape.top_k + shape.num_shared_experts
+    sparse_ffn = (
+        experts * (inner * c * shape.expert_hidden + 2 * c * D) + 4.0 * shape.num_experts
+    )
+    ffn = (1 - share) * dense_ffn + share * sparse_ffn
+    return whole + (attention + ffn) / tp
+
+
+def logits_bytes(
+    shape: ModelShape, seq_len: int, microbatch: int, *, precision: str = "bf16", tp: int = 1
+) -> float:
+    """Bytes of the largest moment at the end of a forward pass: logits and their loss.
+
+    Logits in the compute type, in fp32, their log-softmax, and the gradient of each.
+    """
+    c = 2.0 if precision == "bf16" else 4.0
+    cells = float(seq_len * microbatch) * shape.vocab_size / tp
+    return cells * (2 * c + 8.0 if precision == "bf16" else 12.0)
