@@ -1,0 +1,48 @@
+# Two commands: `make demo` shows it, `make test` proves it.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+# Torch first and by its pin: a looser request pulls the CUDA libraries.
+TORCH   = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+MINUTES ?= 3
+
+.PHONY: demo test check slow claims docs bench clean
+.DEFAULT_GOAL := demo
+
+$(VENV)/run.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch ..."
+	@$(PIP) "$(TORCH)"
+	@echo "installing shoal-ml ..."
+	@$(PIP) -c constraints.txt -e '.[run]'
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	@echo "installing what the tests need ..."
+	@$(PIP) -c constraints.txt -e '.[run,cluster,bench,docs,dev]'
+	@touch $@
+
+demo: $(VENV)/run.stamp  ## probe, plan, train, lose a rank, resume, export, generate, report
+	$(BIN)/shoal demo --dir demo --minutes $(MINUTES)
+
+test: $(VENV)/dev.stamp  ## the quick tests
+	$(BIN)/pytest -m "not slow and not soak and not claim and not gpu"
+
+slow: $(VENV)/dev.stamp  ## the tests that `make test` leaves out
+	$(BIN)/pytest -m "slow and not soak and not claim and not gpu"
+
+check: $(VENV)/dev.stamp  ## format, lint, types, floors, spelling, docs
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+
+claims: $(VENV)/dev.stamp  ## every claim in full, into results/
+	$(BIN)/shoal claims run --all
+
+docs: $(VENV)/dev.stamp  ## the documentation site, offline
+	$(BIN)/mkdocs build --strict
+
+bench: $(VENV)/dev.stamp  ## ratios against named peers, into results/
+	$(BIN)/python benchmarks/training.py
+
+clean:
+	rm -rf $(VENV) demo site dist build
