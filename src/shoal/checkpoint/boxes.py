@@ -43,7 +43,7 @@ class Box:
     def inside(self, shape: tuple[int, ...]) -> bool:
         """Whether this is a box of a tensor of ``shape``."""
         return len(self.offset) == len(self.shape) == len(shape) and all(
-            0 <= o and 0 <= s and o + s <= n
+            o >= 0 and s >= 0 and o + s <= n
             for o, s, n in zip(self.offset, self.shape, shape, strict=True)
         )
 

@@ -46,7 +46,7 @@ ITEM_BYTES: dict[str, int] = {
 
 # The format's own limit; the header of the largest open models is below 1 MB.
 MAX_HEADER_BYTES = 100_000_000
-MAX_DIMS = 16
+MAX_DIMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
         end = begin + math.prod(shape) * ITEM_BYTES[dtype]
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
-    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the first tensor is aligned for every dtype
     return struct.pack("<Q", len(text)) + text
 

@@ -1,0 +1,285 @@
+"""One saved checkpoint: any box of any tensor, checked against its checksum.
+
+Files are memory-mapped, so only what is asked for is read; a piece is hashed the
+first time any part of it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.checkpoint.boxes import Box
+from shoal.checkpoint.index import INDEX_NAME, StoredPiece, Tensor, read_index
+from shoal.checkpoint.pieces import TORCH_NAMES
+from shoal.core.errors import CheckpointError, CorruptError, nearest, require
+from shoal.core.safetensors_header import StoredTensor, read_header
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+__all__ = ["Saved", "differences"]
+
+
+class Saved:
+    """A checkpoint that was opened; its index and headers are checked already.
+
+    Args:
+        path: the directory of the step.
+        advise: says what to do about damage, such as which other step to use.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is of a newer format.
+        CorruptError: index, a header or the size of a file is not what was written.
+    """
+
+    def __init__(self, path: Path, *, advise: Callable[[], str] = lambda: "") -> None:
+        self.path = path
+        self._advise = advise
+        self._places: dict[str, dict[str, StoredTensor]] = {}
+        self._maps: dict[str, np.ndarray] = {}
+        self._verified: set[tuple[str, str, str]] = set()
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such checkpoint; give the directory of a step")
+        try:
+            self.index = read_index(path / INDEX_NAME)
+        except CorruptError as cause:
+            raise CorruptError(f"{cause}{self._advice()}") from cause
+        held: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
+        for name, tensor in self.index.tensors.items():
+            for piece in tensor.pieces:
+                held.setdefault(piece.file, []).append((name, tensor.dtype, piece.shape))
+        for file in self.index.files:
+            self._places[file] = self._check_file(file, held.get(file, []))
+
+    @property
+    def step(self) -> int:
+        """The step after which this was saved."""
+        return self.index.step
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What was kept beside the tensors."""
+        return self.index.meta
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return tuple(self.index.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Global shape of a tensor."""
+        return self._entry(name).shape
+
+    def tensor(
+        self,
+        name: str,
+        offset: tuple[int, ...] | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        """A box of a tensor, assembled from the pieces that hold it.
+
+        Args:
+            name: which tensor.
+            offset: where the box begins; the origin if not given.
+            shape: size of the box; up to the end of the tensor if not given.
+
+        Returns:
+            A new tensor in host memory, of shape ``shape`` and the stored dtype.
+
+        Raises:
+            CheckpointError: no such tensor, or the box is not inside it.
+            CorruptError: a piece differs from what was written.
+        """
+        import torch
+
+        entry = self._entry(name)
+        start = tuple(offset) if offset is not None else (0,) * len(entry.shape)
+        size = (
+            tuple(shape)
+            if shape is not None
+            else tuple(n - o for n, o in zip(entry.shape, start, strict=False))
+        )
+        box = self._box(name, entry, start, size)
+        out = torch.empty(size, dtype=getattr(torch, TORCH_NAMES[entry.dtype]))
+        self._fill(name, entry, box, out)
+        return out
+
+    def read_into(
+        self, name: str, out: torch.Tensor, offset: tuple[int, ...] | None = None
+    ) -> None:
+        """Fill ``out`` with the box of its own shape at ``offset``, cast to its dtype.
+
+        Raises:
+            CheckpointError: no such tensor, or the box is not inside it.
+            CorruptError: a piece differs from what was written.
+        """
+        entry = self._entry(name)
+        start = tuple(offset) if offset is not None else (0,) * len(entry.shape)
+        self._fill(name, entry, self._box(name, entry, start, tuple(out.shape)), out)
+
+    def verify(self) -> None:
+        """Hash every piece now.
+
+        Raises:
+            CorruptError: the first piece that is not what was written, by tensor and file.
+        """
+        for problem in self.problems():
+            raise CorruptError(f"{problem}{self._advice()}")
+
+    def problems(self) -> Iterator[str]:
+        """Every piece that is not what was written, by tensor and file."""
+        for name, entry in self.index.tensors.items():
+            for piece in entry.pieces:
+                if not self._intact(name, piece):
+                    yield self._describe(name, piece)
+
+    def require_model(self, expected: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint of another model than ``expected``.
+
+        Raises:
+            CheckpointError: ``meta["model"]`` differs; names the fields.
+        """
+        found = self.meta.get("model")
+        if not isinstance(found, dict):
+            raise CheckpointError(
+                f"{self.path}: does not say which model it is of; it was not saved by training"
+            )
+        different = differences(found, expected)
+        if different:
+            raise CheckpointError(
+                f"{self.path}: a checkpoint of another model: "
+                + ", ".join(f"{key} = {there} there, {here} here" for key, there, here in different)
+                + "; use the configuration it was saved with, or another directory"
+            )
+
+    def _entry(self, name: str) -> Tensor:
+        entry = self.index.tensors.get(name)
+        if entry is None:
+            hint = nearest(name, self.index.tensors)
+            raise CheckpointError(
+                f"{self.path}: holds no tensor {name!r}; " + (hint or "see shoal model ls")
+            )
+        return entry
+
+    def _box(
+        self, name: str, entry: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
+    ) -> Box:
+        box = Box(offset, shape)
+        require(
+            box.inside(entry.shape),
+            f"{self.path}: tensor {name!r}",
+            f"offset {list(offset)}, shape {list(shape)}",
+            expected=f"a box of the whole shape {list(entry.shape)}",
+            error=CheckpointError,
+        )
+        return box
+
+    def _fill(self, name: str, entry: Tensor, box: Box, out: torch.Tensor) -> None:
+        import torch
+
+        dtype = getattr(torch, TORCH_NAMES[entry.dtype])
+        filled = 0
+        for piece in entry.pieces:
+            common = piece.box.intersect(box)
+            if common is None:
+                continue
+            if not self._intact(name, piece):
+                raise CorruptError(f"{self._describe(name, piece)}{self._advice()}")
+            stored = torch.from_numpy(self._bytes(name, piece)).view(dtype).view(piece.shape)
+            with torch.no_grad():
+                out[common.slices(box)].copy_(stored[common.slices(piece.box)])
+            filled += common.volume
+            if common.volume == box.volume:
+                break  # the rest can only be copies of the same elements
+        # The index was checked to cover the tensor, so every element was filled.
+        assert filled >= box.volume
+
+    def _check_file(
+        self, name: str, held: list[tuple[str, str, tuple[int, ...]]]
+    ) -> dict[str, StoredTensor]:
+        path, stored = self.path / name, self.index.files[name]
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError as cause:
+            raise CorruptError(f"{path}: missing{self._advice()}") from cause
+        except OSError as cause:
+            raise CheckpointError(f"{path}: cannot be read ({cause.strerror or cause})") from cause
+        if size != stored.bytes:
+            raise CorruptError(
+                f"{path}: {size} bytes where {stored.bytes} were written{self._advice()}"
+            )
+        try:
+            header = read_header(path, error=CorruptError)
+        except CorruptError as cause:
+            raise CorruptError(f"{cause}{self._advice()}") from cause
+        if hashlib.sha256(header.raw).hexdigest() != stored.header_sha256:
+            raise CorruptError(
+                f"{path}: its header is not what was written (SHA-256 differs){self._advice()}"
+            )
+        for tensor, dtype, shape in held:
+            place = header.tensors.get(tensor)
+            if place is None or (place.dtype, place.shape) != (dtype, shape):
+                raise CorruptError(
+                    f"{path}: tensor {tensor!r} is not there as the index says{self._advice()}"
+                )
+        return header.tensors
+
+    def _bytes(self, name: str, piece: StoredPiece) -> np.ndarray:
+        import numpy as np
+
+        if piece.file not in self._maps:
+            # Copy-on-write: torch wants writable memory, and the file stays untouched.
+            self._maps[piece.file] = np.memmap(self.path / piece.file, dtype=np.uint8, mode="c")
+        place = self._places[piece.file][name]
+        return np.asarray(self._maps[piece.file][place.start : place.stop])
+
+    def _intact(self, name: str, piece: StoredPiece) -> bool:
+        key = (name, piece.file, piece.sha256)
+        if key not in self._verified:
+            if hashlib.sha256(self._bytes(name, piece).data).hexdigest() != piece.sha256:
+                return False
+            self._verified.add(key)
+        return True
+
+    def _describe(self, name: str, piece: StoredPiece) -> str:
+        return (
+            f"tensor {name!r} in {self.path / piece.file}: its bytes are not those that were "
+            "written (SHA-256 differs)"
+        )
+
+    def _advice(self) -> str:
+        advice = self._advise()
+        return f"; {advice}" if advice else ""
+
+
+def drop_from_cache(path: Path) -> None:
+    """Ask the system to forget its copies of the files, so that reading asks the disk."""
+    for file in path.iterdir():
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def differences(
+    there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = ""
+) -> list[tuple[str, Any, Any]]:
+    """(dotted key, value there, value here) of every leaf in which two mappings differ."""
+    found: list[tuple[str, Any, Any]] = []
+    for key in [*there, *(key for key in here if key not in there)]:
+        a, b = there.get(key, "absent"), here.get(key, "absent")
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{prefix}{key}.")
+        elif _plain(a) != _plain(b):
+            found.append((f"{prefix}{key}", a, b))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    # JSON has no tuples: what was saved as one comes back as a list.
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
