@@ -287,7 +287,7 @@ class Store:
         if not victims:
             return
         drop_from_cache(self._final(newest))
-        Saved(self._final(newest)).verify()
+        self.open(newest)
         for step in victims:
             # Renamed first, so that an interruption leaves no half of a checkpoint in sight.
             dying = self._hidden(step, "tmp")

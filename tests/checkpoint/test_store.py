@@ -1,0 +1,634 @@
+"""The store: round trips, resharding, retention, refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.checkpoint.boxes import Box
+from shoal.checkpoint.index import INDEX_NAME, Index
+from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.store import Piece, Store
+from shoal.core.errors import CheckpointError, ConfigError, CorruptError
+
+MODEL = {"hidden": 64, "rope": {"base": 10000.0}, "layers": [1, 2]}
+META = {"model": MODEL, "seed": 7, "data": {"position": 12}, "optimizer": "adamw"}
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model.w": torch.randn(6, 5, generator=generator),
+        "model.b": torch.randn(7, generator=generator).bfloat16(),
+        "optimizer.count": torch.tensor(seed),
+    }
+
+
+def split(tensor: torch.Tensor, dim: int, parts: int) -> list[Piece]:
+    """Pieces as ``torch.chunk`` cuts them: the last ones may be smaller or missing."""
+    pieces, start = [], 0
+    for chunk in tensor.chunk(parts, dim):
+        offset = [0] * tensor.dim()
+        offset[dim] = start
+        start += chunk.shape[dim]
+        pieces.append(Piece(chunk, tuple(tensor.shape), tuple(offset)))
+    return pieces
+
+
+def save_on_ranks(
+    store: Store, step: int, per_rank: list[dict[str, Any]], meta: dict[str, Any] | None = None
+) -> list[Exception | None]:
+    """Save from one thread a rank; the outcome of each."""
+    world = len(per_rank)
+    meeting = threading.Barrier(world)
+    outcomes: list[Exception | None] = [None] * world
+
+    def run(rank: int) -> None:
+        try:
+            store.save(
+                step,
+                per_rank[rank],
+                META if meta is None else meta,
+                rank=rank,
+                world=world,
+                barrier=lambda: (meeting.wait(30), None)[1],
+            )
+        except Exception as cause:
+            outcomes[rank] = cause
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return outcomes
+
+
+def flip(path: Path, position: int, mask: int = 1) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= mask
+    path.write_bytes(raw)
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    given_tensors = {f"model.{d}": (torch.arange(12) % 2).view(3, 4).to(d) for d in DTYPES}
+    given_tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4)}
+    given_tensors["strided"] = torch.arange(12).view(3, 4).t()
+    given_tensors["grad"] = torch.nn.Parameter(torch.randn(3))
+    Store(tmp_path).save(100, given_tensors, META)
+    saved = Store(tmp_path).open(100)
+    assert set(saved.names()) == set(given_tensors)
+    for name, tensor in given_tensors.items():
+        again = saved.tensor(name)
+        assert again.dtype == tensor.dtype and torch.equal(again, tensor.detach())
+        assert saved.shape(name) == tuple(tensor.shape)
+    assert saved.meta == {**META, "step": 100}
+    assert sorted(p.name for p in (tmp_path / "step-00000100").iterdir()) == [
+        INDEX_NAME,
+        "rank-00000.safetensors",
+    ]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000100"]
+
+
+def test_the_file_is_plain_safetensors(tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    Store(tmp_path).save(1, tensors(), META)
+    again = load_file(str(tmp_path / "step-00000001" / "rank-00000.safetensors"))
+    for name, tensor in tensors().items():
+        assert torch.equal(again[name], tensor)
+
+
+def test_what_is_read_is_the_callers_own(tmp_path: Path) -> None:
+    Store(tmp_path).save(1, tensors(), META)
+    saved = Store(tmp_path).open(1)
+    saved.tensor("model.w").zero_()
+    assert torch.equal(saved.tensor("model.w"), tensors()["model.w"])
+    Saved(saved.path).verify()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_split_loads_into_any_other(data: st.DataObject, tmp_path_factory: Any) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3), label="shape"))
+    dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
+    whole = (torch.arange(torch.Size(shape).numel()) % 200).view(shape).to(dtype)
+    dim = data.draw(st.integers(0, len(shape) - 1), label="dim")
+    world = data.draw(st.sampled_from([1, 2, 4]), label="world")
+    replicated = data.draw(st.booleans(), label="replicated")
+    pieces = split(whole, dim, world)
+    per_rank: list[dict[str, Any]] = [
+        {"w": pieces[rank]} if rank < len(pieces) else {} for rank in range(world)
+    ]
+    if replicated:
+        per_rank[-1]["w"] = whole
+        per_rank[0].setdefault("w", whole)
+    root = tmp_path_factory.mktemp("split")
+    assert save_on_ranks(Store(root), 3, per_rank) == [None] * world
+    saved = Store(root).open(3)
+    offset = tuple(data.draw(st.integers(0, n)) for n in shape)
+    size = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True))
+    box = Box(offset, size)
+    expected = whole[box.slices(Box.whole(shape))]
+    assert torch.equal(saved.tensor("w", offset, size), expected)
+    into = torch.empty(size, dtype=torch.float64)
+    saved.read_into("w", into, offset)
+    assert torch.equal(into, expected.double())
+    assert torch.equal(saved.tensor("w"), whole)
+
+
+def test_one_to_two_to_four_to_one(tmp_path: Path) -> None:
+    whole = {"a": torch.randn(9, 4), "b": torch.randn(4, 6).bfloat16()}
+    store = Store(tmp_path, keep=9)
+    store.save(0, whole, META)
+    saved = store.open(0)
+    for step, world in enumerate((2, 4, 2, 1), start=1):
+        per_rank: list[dict[str, Any]] = [{} for _ in range(world)]
+        for name, dim in (("a", 0), ("b", 1)):
+            for rank, piece in enumerate(split(whole[name], dim, world)):
+                part = saved.tensor(name, piece.offset, tuple(piece.tensor.shape))
+                per_rank[rank][name] = Piece(part, piece.global_shape, piece.offset)
+        assert save_on_ranks(store, step, per_rank) == [None] * world
+        saved = store.open(step)
+        assert len(saved.index.files) == world
+    for name, tensor in whole.items():
+        assert torch.equal(saved.tensor(name), tensor)
+
+
+def test_flipping_any_byte_is_refused_by_name(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.save(1, tensors(1), META)
+    pieces = split(tensors(2)["model.w"], 0, 2)
+    others = {name: t for name, t in tensors(2).items() if name != "model.w"}
+    save_on_ranks(store, 2, [{"model.w": pieces[0], **others}, {"model.w": pieces[1]}])
+    folder = tmp_path / "step-00000002"
+    for path in sorted(folder.iterdir()):
+        size = path.stat().st_size
+        for position in range(size) if size < 2000 else range(0, size, 3):
+            mask = 1 << (position % 8)
+            flip(path, position, mask)
+            with pytest.raises(CorruptError, match=path.name) as caught:
+                store.open(2)
+            assert "step 1 in" in str(caught.value) and "is intact" in str(caught.value)
+            flip(path, position, mask)
+    store.open(2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(where=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255), which=st.integers(0, 1))
+def test_any_damage_anywhere_is_refused(
+    where: float, mask: int, which: int, tmp_path_factory: Any
+) -> None:
+    root = tmp_path_factory.getbasetemp() / "damaged"
+    store = Store(root)
+    if not root.exists():
+        store.save(1, tensors(1), META)
+        store.save(2, tensors(2), META)
+    path = sorted((root / "step-00000002").iterdir())[which]
+    position = int(where * path.stat().st_size)
+    flip(path, position, mask)
+    passed_over: list[CorruptError] = []
+    try:
+        with pytest.raises(CorruptError, match=path.name):
+            store.latest()
+        found = store.latest(on_corrupt=passed_over.append)
+        assert found is not None and found.step == 1
+        assert torch.equal(found.tensor("model.w"), tensors(1)["model.w"])
+        assert len(passed_over) == 1 and path.name in str(passed_over[0])
+    finally:
+        flip(path, position, mask)
+
+
+def test_damage_is_named_by_tensor_and_found_lazily(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.save(1, tensors(1), META)
+    store.save(2, tensors(2), META)
+    path = tmp_path / "step-00000002" / "rank-00000.safetensors"
+    flip(path, path.stat().st_size - 1)  # the last tensor is the narrowest: bfloat16
+    saved = store.open(2, verify=False)
+    assert torch.equal(saved.tensor("model.w"), tensors(2)["model.w"])
+    with pytest.raises(CorruptError, match=r"'model\.b' in .*rank-00000.*step 1 in .* is intact"):
+        saved.tensor("model.b")
+    assert [p for p in saved.problems() if "model.b" in p] == list(saved.problems())
+
+
+def test_only_intact_steps_are_offered(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step in (1, 2, 3):
+        store.save(step, tensors(step), META)
+    for step in (2, 3):
+        flip(tmp_path / f"step-{step:08d}" / "rank-00000.safetensors", -1)
+    with pytest.raises(CorruptError, match="step 1 in"):
+        store.open(3)
+    flip(tmp_path / "step-00000001" / INDEX_NAME, 100)
+    with pytest.raises(CorruptError, match="no earlier step is intact"):
+        store.open(3)
+    seen: list[CorruptError] = []
+    with pytest.raises(CorruptError, match="step-00000001"):
+        store.latest(on_corrupt=seen.append)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1, 60, 80, 400, -1])
+def test_a_torn_index_is_refused(keep_bytes: int, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.save(1, tensors(1), META)
+    store.save(2, tensors(2), META)
+    path = tmp_path / "step-00000002" / INDEX_NAME
+    path.write_bytes(path.read_bytes()[:keep_bytes])
+    with pytest.raises(CorruptError, match=r"index\.json.*step 1 in"):
+        store.open(2)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", INDEX_NAME])
+def test_a_missing_file_is_refused(name: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    save_on_ranks(store, 5, [{"a": torch.ones(3)}, {"b": torch.ones(3)}])
+    (tmp_path / "step-00000005" / name).unlink()
+    with pytest.raises(CorruptError, match=f"{name}: missing"):
+        store.open(5)
+
+
+def test_cut_and_lengthened_files_are_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.save(5, tensors(), META)
+    path = tmp_path / "step-00000005" / "rank-00000.safetensors"
+    raw = path.read_bytes()
+    for changed in (raw[:-1], raw + b"x", b""):
+        path.write_bytes(changed)
+        with pytest.raises(CorruptError, match=r"rank-00000\.safetensors.*bytes where"):
+            store.open(5)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change an index and give it a checksum that fits."""
+    import hashlib
+    import json
+
+    table = json.loads(path.read_bytes())
+    del table["sha256"]
+    change(table)
+    body = json.dumps(table).encode()[1:]
+    lead = b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n'
+    path.write_bytes(lead + body)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.save(5, tensors(), META)
+    rewrite(tmp_path / "step-00000005" / INDEX_NAME, lambda t: t.update(version=2, extra=1))
+    with pytest.raises(
+        CheckpointError, match=r"version 2 of the format.*install a newer"
+    ) as caught:
+        store.latest(on_corrupt=lambda _: None)
+    assert not isinstance(caught.value, CorruptError)
+
+
+def _piece(table: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = table["tensors"]["model.w"]["pieces"][0]
+    return found
+
+
+FORGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "a trillion elements": (
+        lambda t: t["tensors"]["model.w"].update(shape=[10**6, 10**6]),
+        "nobody holds",
+    ),
+    "a trillion elements in one piece": (
+        lambda t: (
+            t["tensors"]["model.w"].update(shape=[10**12]),
+            _piece(t).update(shape=[10**12], offset=[0], bytes=4 * 10**12),
+        ),
+        "not there as the index says",
+    ),
+    "a piece that sticks out": (lambda t: _piece(t).update(offset=[1, 0]), "no box"),
+    "a path that leaves": (lambda t: _piece(t).update(file="../../etc/passwd"), "not a possible"),
+    "a file nobody lists": (
+        lambda t: _piece(t).update(file="rank-00009.safetensors"),
+        "does not list",
+    ),
+    "bytes that do not fit": (lambda t: _piece(t).update(bytes=1), "cannot be"),
+    "a foreign dtype": (lambda t: t["tensors"]["model.w"].update(dtype="X"), "unknown dtype"),
+    "another dtype": (lambda t: t["tensors"]["model.w"].update(dtype="I32"), "not there as"),
+    "a changed meta": (lambda t: t["meta"].update(seed=8), "meta is not what was written"),
+    "a missing key": (lambda t: t.pop("step"), "not a possible index"),
+    "another format": (lambda t: t.update(format="zip"), "not the index"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_index_is_refused_without_allocating(case: str, tmp_path: Path) -> None:
+    change, expected = FORGED[case]
+    store = Store(tmp_path)
+    store.save(5, tensors(), META)
+    rewrite(tmp_path / "step-00000005" / INDEX_NAME, change)
+    with pytest.raises(CorruptError, match=expected):
+        store.open(5, verify=False)
+
+
+def test_another_model_is_refused_by_its_fields(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.save(1, tensors(), META)
+    store.open(1, expect_model={**MODEL, "layers": (1, 2)})
+    other = {"hidden": 128, "rope": {"base": 5e5}, "layers": [1, 2], "tied": True}
+    with pytest.raises(CheckpointError) as caught:
+        store.latest(expect_model=other)
+    message = str(caught.value)
+    assert "another model" in message and "hidden = 64 there, 128 here" in message
+    assert "rope.base = 10000.0 there, 500000.0 here" in message
+    assert "tied = absent there, True here" in message and "layers" not in message
+    store.save(2, tensors(), {})
+    with pytest.raises(CheckpointError, match="does not say which model"):
+        store.open(2, expect_model=MODEL)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ({"w": Piece(torch.ones(2), (3,), (0,))}, r"nobody holds the elements \[2:3\]"),
+        ({"w": Piece(torch.ones(2), (3,), (2,))}, "a box of the whole shape"),
+        ({"w": Piece(torch.ones(2), (2, 2), (0,))}, "a box of the whole shape"),
+        ({"w": torch.ones(2, dtype=torch.complex64)}, "dtype = 'torch.complex64'"),
+        ({"w": torch.ones(2, device="meta")}, "a dense tensor that has values"),
+        ({"w": torch.eye(2).to_sparse()}, "a dense tensor"),
+        ({"__metadata__": torch.ones(2)}, "a name of a tensor"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(pieces: Any, expected: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.save(1, tensors(), META)
+    with pytest.raises(CheckpointError, match=expected):
+        store.save(2, pieces, META)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    store.open(1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1, 2}, torch.ones(1)])
+def test_meta_is_plain_data(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="meta of step 2: not plain data"):
+        Store(tmp_path).save(2, tensors(), {"x": value})
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_questions_have_answers(tmp_path: Path) -> None:
+    store = Store(tmp_path / "absent")
+    assert store.latest() is None and store.steps() == ()
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are: none"):
+        store.open(4)
+    store.save(3, tensors(), META)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are: 3"):
+        store.open(4)
+    saved = store.open(3)
+    with pytest.raises(CheckpointError, match=r"no tensor 'model\.v'; did you mean 'model\.w'"):
+        saved.tensor("model.v")
+    for offset, shape in (((0, 0), (7, 5)), ((6, 5), (1, 0)), ((-1, 0), (1, 1)), ((0,), (1,))):
+        with pytest.raises(CheckpointError, match="a box of the whole shape"):
+            saved.tensor("model.w", offset, shape)
+    with pytest.raises(ConfigError, match="keep = 0"):
+        Store(tmp_path, keep=0)
+    with pytest.raises(CheckpointError, match="step = -1"):
+        store.save(-1, tensors(), META)
+    with pytest.raises(CheckpointError, match="barrier = None"):
+        store.save(1, tensors(), META, world=2)
+    with pytest.raises(CheckpointError, match="rank = 2"):
+        store.save(1, tensors(), META, rank=2, world=2)
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CheckpointError, match="cannot be saved"):
+        Store(file).save(1, tensors(), META)
+
+
+def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
+    outcomes = save_on_ranks(Store(tmp_path), 1, [{"w": torch.ones(2)}, {"w": torch.ones(3)}])
+    assert "rank 1 gives F32 [3]" in str(outcomes[0])
+    assert "another rank failed" in str(outcomes[1])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_failing_rank_fails_all_and_hangs_none(bad: int, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.save(1, tensors(1), META)
+    good = [{f"w{rank}": torch.ones(2)} for rank in range(3)]
+    good[bad] = {"w": torch.ones(1, dtype=torch.complex64)}
+    for step in (1, 2):  # step 1 would replace what is there
+        outcomes = save_on_ranks(store, step, good)
+        assert all(isinstance(one, CheckpointError) for one in outcomes)
+        assert "complex64" in str(outcomes[bad])
+        assert sum("its own error says why" in str(one) for one in outcomes) == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    latest = store.latest()
+    assert latest is not None and torch.equal(latest.tensor("model.w"), tensors(1)["model.w"])
+
+
+def test_many_ranks_write_at_once(tmp_path: Path) -> None:
+    whole = torch.randn(64, 33)
+    per_rank: list[dict[str, Any]] = [{"w": piece} for piece in split(whole, 0, 8)]
+    for rank in range(8):
+        per_rank[rank][f"only.{rank}"] = torch.full((5,), rank)
+    store = Store(tmp_path, keep=2)
+    for step in range(4):
+        assert save_on_ranks(store, step, per_rank) == [None] * 8
+    assert store.steps() == (2, 3)
+    saved = store.open(3)
+    assert torch.equal(saved.tensor("w"), whole) and len(saved.index.files) == 8
+    assert all(torch.equal(saved.tensor(f"only.{r}"), torch.full((5,), r)) for r in range(8))
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=1)
+    store.save(1, tensors(1), META)
+    store.save(1, tensors(2), META)
+    assert torch.equal(store.open(1).tensor("model.w"), tensors(2)["model.w"])
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_was_set_aside_is_found_and_put_back(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=5)
+    store.save(1, tensors(1), META)
+    os.rename(tmp_path / "step-00000001", tmp_path / ".step-00000001.old")
+    (tmp_path / ".step-00000002.tmp").mkdir()
+    (tmp_path / ".step-00000002.tmp" / "rank-00000.safetensors").write_bytes(b"half")
+    latest = store.latest()
+    assert latest is not None and latest.step == 1
+    store.save(3, tensors(3), META)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_two_processes_do_not_save_into_one_place(tmp_path: Path) -> None:
+    import fcntl
+
+    store = Store(tmp_path)
+    store.save(1, tensors(1), META)
+    (tmp_path / ".step-00000002.tmp").mkdir()  # the other's, half-way
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(CheckpointError, match="another process is saving here"):
+            store.save(2, tensors(2), META)
+        assert (tmp_path / ".step-00000002.tmp").is_dir()
+    finally:
+        os.close(fd)
+    store.save(2, tensors(2), META)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    keep=st.integers(1, 4),
+    steps=st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=8),
+)
+def test_retention_keeps_the_newest_and_always_one_that_loads(
+    keep: int, steps: list[tuple[int, bool]], tmp_path_factory: Any
+) -> None:
+    """Any order of steps, any of them damaged after being saved."""
+    root = tmp_path_factory.mktemp("retention")
+    store = Store(root, keep=keep)
+    for step, damage in steps:
+        before = set(store.steps())
+        store.save(step, {"w": torch.tensor([step])}, META)
+        after = set(store.steps())
+        assert step in after and len(after) <= max(keep, 1)
+        gone = before - after
+        kept_others = after - {step}
+        assert not gone or not kept_others or max(gone) < min(kept_others)
+        assert len(after) == min(keep, len(before | {step}))
+        found = store.latest(on_corrupt=lambda _: None)
+        assert found is not None and int(found.tensor("w")) == found.step
+        if damage and len(after) > 1:
+            flip(root / f"step-{step:08d}" / "rank-00000.safetensors", -1)
+            if not any(_loads(store, other) for other in after):
+                flip(root / f"step-{step:08d}" / "rank-00000.safetensors", -1)
+    shutil.rmtree(root)
+
+
+def _loads(store: Store, step: int) -> bool:
+    try:
+        store.open(step)
+    except CorruptError:
+        return False
+    return True
+
+
+def test_nothing_is_deleted_when_the_new_one_does_not_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path, keep=1)
+    store.save(1, tensors(1), META)
+    rename = os.rename
+
+    def rot(source: Any, target: Any) -> None:
+        rename(source, target)
+        if Path(target).name == "step-00000002":
+            flip(Path(target) / "rank-00000.safetensors", -1)
+
+    monkeypatch.setattr(os, "rename", rot)
+    with pytest.raises(CorruptError, match=r"step 1 in .* is intact"):
+        store.save(2, tensors(2), META)
+    assert store.steps() == (1, 2)
+    store.open(1)
+
+
+def test_the_commit_comes_after_everything_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(fd: int) -> None:
+        events.append(("fsync", Path(f"/proc/self/fd/{fd}").readlink().name))
+        fsync(fd)
+
+    def noted_rename(source: Any, target: Any) -> None:
+        events.append(("rename", Path(target).name))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    Store(tmp_path).save(1, tensors(), META)
+    commit = events.index(("rename", "step-00000001"))
+    before = [name for kind, name in events[:commit] if kind == "fsync"]
+    assert "rank-00000.safetensors" in before
+    assert any(name.startswith(".index.json.") for name in before)
+    assert before[-1] == ".step-00000001.tmp"
+    assert events[commit + 1] == ("fsync", tmp_path.name)
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size: str) -> Iterator[Path]:
+    place.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True
+    )
+    if done.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.decode().strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("free_space_lies", [False, True])
+def test_a_full_disk_leaves_the_old_one_valid(
+    free_space_lies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen beforehand, or met while writing because someone else took the space."""
+    with small_disk(tmp_path / "small", "1m") as disk:
+        store = Store(disk / "run")
+        store.save(1, {"w": torch.ones(100_000)}, META)
+        if free_space_lies:
+            import collections
+
+            usage = collections.namedtuple("usage", "total used free")
+            monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 0, 2**40))
+        with pytest.raises(CheckpointError) as caught:
+            store.save(2, {"w": torch.ones(200_000)}, META)
+        message = str(caught.value)
+        assert str(disk / "run") in message and "disk full while saving step 2" in message
+        assert "bytes are needed" in message and "are free" in message
+        assert "stay valid: 1" in message
+        assert [p.name for p in (disk / "run").iterdir()] == ["step-00000001"]
+        latest = store.latest()
+        assert latest is not None and torch.equal(latest.tensor("w"), torch.ones(100_000))
+        del latest
+
+
+def test_a_full_disk_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "1m") as disk:
+        store = Store(disk / "run")
+        store.save(1, {"a": torch.ones(10)}, META)
+        outcomes = save_on_ranks(store, 2, [{"a": torch.ones(10)}, {"b": torch.ones(300_000)}])
+        assert "rank 1 wrote nothing" in str(outcomes[0])
+        assert "disk full" in str(outcomes[1])
+        assert store.steps() == (1,)
+
+
+def test_the_index_vouches_for_itself(tmp_path: Path) -> None:
+    Store(tmp_path).save(1, tensors(), META)
+    raw = (tmp_path / "step-00000001" / INDEX_NAME).read_bytes()
+    import json
+
+    table = json.loads(raw)
+    del table["sha256"]
+    assert Index.model_validate(table).encode() == raw
