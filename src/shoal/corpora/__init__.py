@@ -1,1 +1,32 @@
-"""corpora."""
+"""corpora: real text, its tokenizer, memory-mapped tokens, and the order they are read in.
+
+The life of a corpus: a part of kind ``corpus`` yields documents
+(:mod:`~shoal.corpora.protocols`), :mod:`~shoal.corpora.tokenizer` learns or loads the
+vocabulary, :mod:`~shoal.corpora.tokens` writes shards once and maps them,
+:mod:`~shoal.corpora.order` says which windows make up a step, a part of kind
+``packing`` cuts them, and :mod:`~shoal.corpora.heldout` scores what was held out.
+
+Importing this room loads neither torch nor any reader of a file format.
+"""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["CORPORA", "PACKINGS"]
+
+CORPORA = PartTable(
+    "corpus",
+    {
+        "stdlib": "shoal.corpora.stdlib:Stdlib",
+        "text": "shoal.corpora.text:Text",
+        "jsonl": "shoal.corpora.jsonl:Jsonl",
+        "parquet": "shoal.corpora.parquet:Parquet",
+    },
+)
+
+PACKINGS = PartTable(
+    "packing",
+    {
+        "stream": "shoal.corpora.packing.stream:Stream",
+        "document": "shoal.corpora.packing.document:DocumentMask",
+    },
+)

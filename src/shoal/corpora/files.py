@@ -1,0 +1,180 @@
+"""Finding and opening the user's files, local or in an object store, through fsspec."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import lzma
+import posixpath
+import zlib
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from typing import IO, Any, NamedTuple
+
+from shoal.core.errors import DataError, MissingExtraError
+from shoal.core.parts import Choice
+
+__all__ = ["File", "Listing", "find_files", "from_path"]
+
+# Up to here a corpus is fingerprinted by its bytes; beyond, by size and version mark.
+HASHED_BYTES = 256 * 2**20
+BLOCK = 2**20
+
+_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+
+
+class File(NamedTuple):
+    """One file of a corpus.
+
+    Args:
+        name: path relative to the corpus; the base name if that is one file.
+        path: path inside the file system.
+        num_bytes: size as stored.
+        mark: version mark of the store: etag or time of change.
+    """
+
+    name: str
+    path: str
+    num_bytes: int
+    mark: str
+
+
+class Listing:
+    """The files of a corpus, in the order of their names.
+
+    Args:
+        where: the path as the user gave it, for errors.
+        store: the fsspec file system.
+        files: what was found.
+        single: whether the path names one file.
+    """
+
+    def __init__(self, where: str, store: Any, files: list[File], single: bool) -> None:
+        self.where = where
+        self.files = files
+        self.single = single
+        self._store = store
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes as stored."""
+        return sum(file.num_bytes for file in self.files)
+
+    def url(self, file: File) -> str:
+        """What to call the file in a message."""
+        return str(self._store.unstrip_protocol(file.path)).removeprefix("file://")
+
+    @contextlib.contextmanager
+    def open(self, file: File, *, decompress: bool = True) -> Iterator[IO[bytes]]:
+        """Open for reading; ``.gz``, ``.bz2``, ``.xz`` are decompressed on the way.
+
+        Raises:
+            DataError: the file cannot be opened or read, or is damaged.
+        """
+        try:
+            with self._store.open(
+                file.path, "rb", compression="infer" if decompress else None
+            ) as stream:
+                yield stream
+        except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as cause:
+            raise DataError(
+                f"{self.url(file)}: cannot be read ({_reason(cause)}); repair or remove the file"
+            ) from cause
+
+    def fingerprint(self) -> str:
+        """Digest of names and contents, or of names, sizes and version marks when large.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        digest = hashlib.sha256()
+        by_content = self.num_bytes <= HASHED_BYTES
+        for file in self.files:
+            digest.update(f"{file.name}\0{file.num_bytes}\0".encode())
+            if not by_content:
+                digest.update(f"{file.mark}\0".encode())
+                continue
+            with self.open(file, decompress=False) as stream:
+                while block := stream.read(BLOCK):
+                    digest.update(block)
+        return digest.hexdigest()
+
+
+def find_files(path: str, pattern: str, *, option: str) -> Listing:
+    """List what a corpus reads.
+
+    Args:
+        path: a file or directory; any url that fsspec knows (``memory://``, ``s3://``).
+        pattern: what file names in a directory must match, relative to it; ``*`` also
+            spans ``/``. Names that start with a dot are left out.
+        option: name of the option that gave the path, for errors.
+
+    Raises:
+        DataError: nothing is there, nothing matches, or all files are empty.
+        MissingExtraError: fsspec is not installed.
+    """
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise MissingExtraError("fsspec", "run", "reading data files") from None
+    try:
+        store, root = url_to_fs(path)
+        if not store.exists(root):
+            raise DataError(
+                f"{option} = {path!r}: no such file or directory; give a path that exists, "
+                "or leave out data to train on the Python standard library"
+            )
+        if store.isfile(root):
+            files = [_file(posixpath.basename(root), root, store.info(root))]
+            single = True
+        else:
+            base = root.rstrip("/")
+            found = {
+                str(name).removeprefix(base).lstrip("/"): info
+                for name, info in store.find(root, detail=True).items()
+            }
+            files = [
+                _file(name, info["name"], info)
+                for name, info in sorted(found.items())
+                if fnmatch(name, pattern)
+                and not any(piece.startswith(".") for piece in name.split("/"))
+            ]
+            single = False
+            if not files:
+                raise DataError(
+                    f"{option} = {path!r}: no file matches {pattern!r} among {len(found)}; "
+                    "give another pattern or directory"
+                )
+    except (OSError, ValueError, ImportError) as cause:
+        raise DataError(f"{option} = {path!r}: cannot be opened ({_reason(cause)})") from cause
+    listing = Listing(path, store, files, single)
+    if listing.num_bytes == 0:
+        what = "the file is empty" if single else f"all {len(files)} files are empty"
+        raise DataError(f"{option} = {path!r}: {what}; give a file with text in it")
+    return listing
+
+
+def from_path(path: str) -> Choice:
+    """The corpus that reads ``path``, by the suffix of the file or of a directory's first file.
+
+    Raises:
+        DataError: nothing is there.
+    """
+    listing = find_files(path, "*", option="data")
+    name = listing.files[0].name
+    for ending in (".gz", ".bz2", ".xz", ".zst"):
+        name = name.removesuffix(ending)
+    corpus = _SUFFIXES.get(posixpath.splitext(name)[1].lower(), "text")
+    return Choice(name=corpus, options={"path": path})
+
+
+def _file(name: str, path: str, info: dict[str, Any]) -> File:
+    mark = next(
+        (info[key] for key in ("etag", "ETag", "mtime", "LastModified", "created") if key in info),
+        "",
+    )
+    return File(name, str(path), int(info.get("size") or 0), str(mark))
+
+
+def _reason(cause: BaseException) -> str:
+    return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__

@@ -1,0 +1,132 @@
+"""JSON Lines: one JSON object a line, its text in one field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from shoal.core.errors import DataError, require
+from shoal.core.parts import part
+from shoal.corpora.files import Listing, find_files
+from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, data_time, split_of
+from shoal.corpora.text import check_options
+from shoal.ir.estimate import Estimate
+from shoal.ir.machine import Machine
+from shoal.ir.plan import Work
+
+__all__ = ["Jsonl"]
+
+MAX_LINE = 64 * 2**20
+
+
+@part
+class Jsonl:
+    """A document a line; blank lines are passed over.
+
+    Held out: ``sha256(name) % heldout_every == 0``, where the name is the value of
+    ``id_field``, or without one ``file#line`` with lines counted from 0.
+
+    Args:
+        path: file or directory; any url that fsspec knows.
+        field: the key that holds the text.
+        id_field: a key whose value names the row, or empty.
+        pattern: what a directory's file names must match; ``*`` also spans ``/``.
+        heldout_every: one document in so many is held out.
+    """
+
+    path: str
+    field: str = "text"
+    id_field: str = ""
+    pattern: str = "*.jsonl*"
+    heldout_every: int = HELDOUT_EVERY
+
+    def __post_init__(self) -> None:
+        check_options("jsonl", self.path, self.heldout_every)
+        require(bool(self.field), "data.jsonl.field", self.field, expected="the name of a key")
+
+    def documents(self, split: Split | None = None) -> Iterator[Document]:
+        """The documents of one split, or of both, in the order of files and lines.
+
+        Raises:
+            DataError: a line is not a JSON object with text; names file and line.
+        """
+        listing = self._listing()
+        for file in listing.files:
+            where = listing.url(file)
+            with listing.open(file) as stream:
+                number = 0
+                while line := stream.readline(MAX_LINE + 1):
+                    if line.strip():
+                        row = _object(line, f"{where}, line {number + 1}")
+                        text = self._text(row, self.field, f"{where}, line {number + 1}")
+                        name = f"{file.name}#{number}"
+                        if self.id_field:
+                            name = self._name(row, f"{where}, line {number + 1}")
+                        place = split_of(name, self.heldout_every)
+                        if split in (None, place):
+                            yield Document(name, text, place)
+                    number += 1
+
+    def fingerprint(self) -> str:
+        """Digest of the files; see :meth:`Listing.fingerprint`."""
+        return self._listing().fingerprint()
+
+    def num_bytes(self) -> int:
+        """Bytes of all files, as stored."""
+        return self._listing().num_bytes
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Tokens come from memory-mapped shards, 2 to 4 bytes each once they are cached."""
+        return data_time(work, machine, bytes_per_token=4, fixed_s=0.0)
+
+    def _listing(self) -> Listing:
+        return find_files(self.path, self.pattern, option="data.path")
+
+    def _text(self, row: dict[str, Any], key: str, where: str) -> str:
+        if key not in row:
+            raise DataError(
+                f"{where}: no key {key!r}; it has {', '.join(map(repr, list(row)[:8])) or 'none'}; "
+                "name the right one in data.field"
+            )
+        value = row[key]
+        if not isinstance(value, str):
+            raise DataError(
+                f"{where}: {key!r} is {type(value).__name__}, not text; name another data.field"
+            )
+        return whole_unicode(value)
+
+    def _name(self, row: dict[str, Any], where: str) -> str:
+        value = row.get(self.id_field)
+        if not isinstance(value, str | int):
+            raise DataError(
+                f"{where}: {self.id_field!r} is {type(value).__name__}, not text or a whole "
+                "number; name another data.id_field, or leave it out"
+            )
+        return whole_unicode(str(value))
+
+
+def whole_unicode(text: str) -> str:
+    r"""``text`` with each half of a surrogate pair, which JSON can spell, made U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    if len(line) > MAX_LINE:
+        raise DataError(f"{where}: longer than {MAX_LINE // 2**20} MiB; is this JSON Lines?")
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as cause:
+        raise DataError(
+            f"{where}: byte {cause.start} of the line is not UTF-8; this file is binary or in "
+            "another encoding; give JSON Lines in UTF-8"
+        ) from cause
+    except (ValueError, RecursionError) as cause:
+        raise DataError(f"{where}: not JSON ({cause}); give one JSON object a line") from cause
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{where}: {type(row).__name__}, not an object; give one JSON object a line"
+        )
+    return row

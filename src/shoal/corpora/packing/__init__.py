@@ -1,0 +1,1 @@
+"""packing: how documents fill sequences, one way a file. The table is the room's ``PACKINGS``."""

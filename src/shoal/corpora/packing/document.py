@@ -1,0 +1,87 @@
+"""Windows in which every token knows its document, so that nothing crosses documents.
+
+Source: Dubey et al., The Llama 3 Herd of Models, 2024, section 3.2 (document mask).
+Shapes: N windows of T + 1 tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shoal.core.parts import part
+from shoal.core.random import seed64
+from shoal.corpora.protocols import data_time
+from shoal.ir.estimate import Estimate
+from shoal.ir.machine import Machine
+from shoal.ir.plan import Work
+
+if TYPE_CHECKING:
+    from shoal.corpora.tokens import TokenSplit
+
+__all__ = ["DocumentMask"]
+
+
+@part
+class DocumentMask:
+    """Attention and loss stay inside a document.
+
+    A document is laid out as end of text, its tokens, end of text: its first token is
+    predicted from the one and its end is predicted as the other, exactly as when it is
+    scored alone. Windows are cut as by ``stream``; the ids count documents in the
+    window from 0.
+    """
+
+    def num_windows(self, split: TokenSplit, seq_len: int) -> int:
+        """Windows of one epoch."""
+        return max(0, len(split) + split.num_documents - 1) // seq_len
+
+    def fill(
+        self, split: TokenSplit, windows_N: np.ndarray, *, seq_len: int, seed: int, epoch: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int64 [N, T+1] and document ids int32 [N, T+1]."""
+        starts = split.offsets  # [documents + 1], without the opening end of text
+        count = split.num_documents
+        size = len(split) + count
+        offset = seed64(seed, purpose="document offset", step=epoch) % size
+        tokens = np.empty((len(windows_N), seq_len + 1), dtype=np.int64)
+        documents = np.empty((len(windows_N), seq_len + 1), dtype=np.int32)
+        for row, window in enumerate(windows_N.tolist()):
+            position = (offset + window * seq_len) % size
+            # Document d opens at starts[d] + d; both grow, so bisection finds it.
+            document = _document_at(starts, count, position)
+            done = 0
+            number = 0
+            while done <= seq_len:
+                begin = int(starts[document])
+                inside = position - (begin + document)
+                length = int(starts[document + 1]) - begin + 1
+                take = min(length - inside, seq_len + 1 - done)
+                piece = tokens[row, done : done + take]
+                if inside == 0:
+                    piece[0] = split.end_of_text
+                    split.read(begin, piece[1:])
+                else:
+                    split.read(begin + inside - 1, piece)
+                documents[row, done : done + take] = number
+                done += take
+                number += 1
+                document = (document + 1) % count
+                position = int(starts[document]) + document
+        return tokens, documents
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Each token is read as 2 to 4 bytes and written as 8, its document id as 4."""
+        return data_time(work, machine, bytes_per_token=14, fixed_s=2e-4)
+
+
+def _document_at(starts: np.ndarray, count: int, position: int) -> int:
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if int(starts[middle]) + middle <= position:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,512 @@
+"""Tokens on disk: written once per corpus and tokenizer, mapped into memory by every rank.
+
+::
+
+    <cache>/<fingerprint>/
+    ├── index.json               sizes and sha256 of everything below
+    ├── tokenizer.json
+    ├── train-00000.bin ...      token ids, little-endian uint16 or uint32
+    ├── train.offsets.bin        int64 [documents + 1]: where each document starts
+    ├── train.bytes.bin          int64 [documents]: UTF-8 bytes of each document
+    ├── heldout-00000.bin, heldout.offsets.bin, heldout.bytes.bin
+    └── heldout.text.bin         the held-out text itself, for baselines
+
+Every document is its tokens and one end of text. All shards but the last have the
+same number of tokens. The directory appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from shoal.core.config import Value, parse
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import shoal_home, write_atomic, write_dir_atomic, write_json
+from shoal.core.parts import Choice
+from shoal.corpora import CORPORA
+from shoal.corpora import tokenizer as bpe
+from shoal.corpora.protocols import Corpus, Document
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["Progress", "TokenSet", "TokenSplit", "open_tokens", "prepare"]
+
+Progress = Callable[[int, int, str], None]
+
+# Raised when the files change, so that caches of older versions are not read.
+FORMAT = 1
+SHARD_BYTES = 256 * 2**20
+BATCH_BYTES = 4 * 2**20
+# Up to here every open verifies all checksums; beyond, only sizes.
+VERIFIED_BYTES = 256 * 2**20
+INDEX = "index.json"
+MAX_INDEX_BYTES = 64 * 2**20
+
+_FileName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9.-]{0,63}$")]
+
+
+class StoredFile(Value):
+    """One file of a token set."""
+
+    file: _FileName
+    num_bytes: NonNegativeInt
+    sha256: str
+
+
+class SplitIndex(Value):
+    """The files of one split."""
+
+    tokens: NonNegativeInt
+    documents: NonNegativeInt
+    text_bytes: NonNegativeInt
+    shards: tuple[StoredFile, ...]
+    offsets: StoredFile
+    sizes: StoredFile
+
+
+class Index(Value):
+    """What ``index.json`` holds."""
+
+    format: Literal[1]
+    corpus: str
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: PositiveInt
+    end_of_text: NonNegativeInt
+    shard_tokens: PositiveInt
+    tokenizer: StoredFile
+    train: SplitIndex
+    heldout: SplitIndex
+    heldout_text: StoredFile
+
+    def files(self) -> Iterator[StoredFile]:
+        """Every file but the index."""
+        yield self.tokenizer
+        yield self.heldout_text
+        for split in (self.train, self.heldout):
+            yield from (*split.shards, split.offsets, split.sizes)
+
+
+class TokenSplit:
+    """The tokens of one split, mapped into memory.
+
+    Args:
+        name: train or heldout.
+        directory: of the token set.
+        index: of the token set.
+    """
+
+    def __init__(self, name: Literal["train", "heldout"], directory: Path, index: Index) -> None:
+        entry: SplitIndex = getattr(index, name)
+        dtype = np.dtype(index.dtype).newbyteorder("<")
+        self.name = name
+        self.end_of_text = index.end_of_text
+        self.text_bytes = entry.text_bytes
+        self.offsets = _mapped(directory / entry.offsets.file, np.dtype("<i8"))
+        self.bytes_per_document = _mapped(directory / entry.sizes.file, np.dtype("<i8"))
+        self._shards = [_mapped(directory / shard.file, dtype) for shard in entry.shards]
+        self._shard_tokens = index.shard_tokens
+        self._size = entry.tokens
+
+    def __len__(self) -> int:
+        """Tokens, an end of text for each document included."""
+        return self._size
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, empty ones included."""
+        return len(self.bytes_per_document)
+
+    def read(self, start: int, out_N: np.ndarray) -> None:
+        """Fill ``out_N`` with the tokens from ``start`` on; after the last comes the first."""
+        done = 0
+        while done < len(out_N):
+            shard, inside = divmod((start + done) % self._size, self._shard_tokens)
+            piece = self._shards[shard][inside : inside + len(out_N) - done]
+            out_N[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def document(self, number: int) -> np.ndarray:
+        """The tokens of one document, int64, with the end of text."""
+        start = int(self.offsets[number])
+        tokens = np.empty(int(self.offsets[number + 1]) - start, dtype=np.int64)
+        self.read(start, tokens)
+        return tokens
+
+
+class TokenSet:
+    """A corpus as one model reads it.
+
+    Args:
+        path: the directory.
+        index: its index, already checked.
+    """
+
+    def __init__(self, path: Path, index: Index) -> None:
+        self.path = path
+        self.fingerprint = path.name
+        self.corpus = index.corpus
+        self.vocab_size = index.vocab_size
+        self.end_of_text = index.end_of_text
+        self.tokenizer_path = path / index.tokenizer.file
+        self.train = TokenSplit("train", path, index)
+        self.heldout = TokenSplit("heldout", path, index)
+        self._heldout_text = path / index.heldout_text.file
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded now."""
+        return bpe.load(self.tokenizer_path)
+
+    def heldout_texts(self) -> Iterator[bytes]:
+        """The held-out documents in UTF-8, in their order."""
+        with self._heldout_text.open("rb") as file:
+            for size in self.heldout.bytes_per_document.tolist():
+                yield file.read(size)
+
+
+def prepare(
+    data: Choice | str | Mapping[str, Any],
+    tokenizer: str = "bpe",
+    vocab_size: int = 4096,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> TokenSet:
+    """The tokens of a corpus: from the cache, or made now.
+
+    Several processes may call this at once; one does the work and the others wait.
+
+    Args:
+        data: the corpus.
+        tokenizer: ``bpe`` to learn one, or the path of a ``tokenizer.json`` or of a
+            directory with one.
+        vocab_size: rows of the model's embedding, and the size of a learned vocabulary.
+        cache: directory of token sets; ``$SHOAL_HOME/corpora`` if not given.
+        progress: called with bytes done, bytes in all and what is being done.
+        shard_bytes: largest size of a shard.
+
+    Raises:
+        DataError: the corpus cannot be read or has no text, or the cache cannot be
+            written; nothing half-written stays.
+        ConfigError: the tokenizer cannot be used or has ids that the model lacks.
+    """
+    corpus: Corpus = CORPORA.build(data, where="data")
+    say = progress or _silent
+    root = cache if cache is not None else shoal_home() / "corpora"
+    given: Path | None = None
+    if tokenizer == "bpe":
+        marks = [f"bpe {vocab_size}"]
+    else:
+        given = Path(tokenizer)
+        loaded = bpe.load(given)
+        bpe.check_vocab(loaded, vocab_size, tokenizer)
+        marks = [loaded.to_str(), str(bpe.end_of_text(loaded, given))]
+    marks += [corpus.fingerprint(), repr(corpus), str(FORMAT), str(shard_bytes)]
+    key = hashlib.sha256("\0".join(marks).encode()).hexdigest()[:32]
+    path = root / key
+    if path.exists():
+        with contextlib.suppress(_DamagedError):  # told and repaired under the lock below
+            return _checked(path)
+    with _lock(root, key, lambda: say(0, 0, "waiting for another process to prepare the data")):
+        if path.exists():
+            try:
+                return _checked(path)
+            except _DamagedError as cause:
+                say(0, 0, f"{cause}; building it again")
+                _remove(path)
+        for leftover in root.glob(f".{key}.*"):  # of a process that was killed
+            _remove(leftover)
+        _build(path, corpus, given, vocab_size, shard_bytes, say)
+        return open_tokens(path)
+
+
+def open_tokens(path: Path, vocab_size: int | None = None) -> TokenSet:
+    """Map an existing token set.
+
+    Args:
+        path: its directory.
+        vocab_size: of the model that will read it; None to not check.
+
+    Raises:
+        DataError: a file is missing or is not what was written; names the directory.
+        ConfigError: the tokens have ids that the model lacks.
+    """
+    try:
+        tokens = _checked(path)
+    except _DamagedError as cause:
+        raise DataError(f"{cause}; delete {path} and run again") from cause
+    if vocab_size is not None and tokens.vocab_size > vocab_size:
+        raise ConfigError(
+            f"{path}: its tokenizer has {tokens.vocab_size} ids, the model's vocab_size is "
+            f"{vocab_size}; choose a model with a larger vocabulary or another tokenizer"
+        )
+    return tokens
+
+
+class _DamagedError(Exception):
+    """A token set that is not what was written."""
+
+
+def _silent(_done: int, _total: int, _what: str) -> None:
+    return None
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    if path.stat().st_size == 0:  # nothing cannot be mapped
+        return np.zeros(0, dtype=dtype)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def _checked(path: Path) -> TokenSet:
+    try:
+        source = path / INDEX
+        if source.stat().st_size > MAX_INDEX_BYTES:
+            raise _DamagedError(f"{source}: too large for an index")
+        index = parse(Index, json.loads(source.read_bytes()), where=str(source))
+        files = list(index.files())
+        verify = sum(file.num_bytes for file in files) <= VERIFIED_BYTES
+        for file in files:
+            stored = path / file.file
+            size = stored.stat().st_size
+            if size != file.num_bytes:
+                raise _DamagedError(f"{stored}: {size} bytes, not the {file.num_bytes} written")
+            if verify and _sha256(stored) != file.sha256:
+                raise _DamagedError(f"{stored}: its bytes are not those that were written")
+        _check_sizes(path, index)
+        return TokenSet(path, index)
+    except (OSError, ValueError, RecursionError, ConfigError) as cause:
+        raise _DamagedError(f"{path}: cannot be used ({cause})") from cause
+
+
+def _check_sizes(path: Path, index: Index) -> None:
+    item = np.dtype(index.dtype).itemsize
+    full = index.shard_tokens * item
+    for split in (index.train, index.heldout):
+        sizes = [shard.num_bytes for shard in split.shards]
+        whole = all(size == full for size in sizes[:-1]) and all(0 < s <= full for s in sizes[-1:])
+        if not (
+            whole
+            and sum(sizes) == split.tokens * item
+            and split.offsets.num_bytes == 8 * (split.documents + 1)
+            and split.sizes.num_bytes == 8 * split.documents
+        ):
+            raise _DamagedError(f"{path / INDEX}: its sizes contradict each other")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _remove(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as cause:
+        raise DataError(
+            f"{path}: damaged, and cannot be removed ({cause.strerror}); delete it and run again"
+        ) from cause
+
+
+@contextlib.contextmanager
+def _lock(root: Path, key: str, waiting: Callable[[], None]) -> Iterator[None]:
+    # The lock belongs to the open file: it ends with the process, however that ends.
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        file = (root / f"{key}.lock").open("wb")
+    except OSError as cause:
+        raise DataError(
+            f"{root}: cannot be written ({cause.strerror}); set SHOAL_HOME to a directory that can"
+        ) from cause
+    with file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waiting()
+                time.sleep(0.1)
+        yield
+
+
+def _build(
+    path: Path,
+    corpus: Corpus,
+    given: Path | None,
+    vocab_size: int,
+    shard_bytes: int,
+    say: Progress,
+) -> None:
+    total = corpus.num_bytes()
+    say(0, total, "reading the corpus")
+    if given is None:
+        texts = (document.text for document in corpus.documents("train"))
+        say(0, total, "learning the tokenizer")
+        tokenizer = bpe.train(bpe.sample(texts, total), vocab_size)
+        end = bpe.end_of_text(tokenizer)
+    else:
+        tokenizer = bpe.load(given)
+        end = bpe.end_of_text(tokenizer, given)
+    size = bpe.check_vocab(tokenizer, vocab_size, str(given or "bpe"))
+    dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
+    shard_tokens = max(1, shard_bytes // dtype.itemsize)
+    with write_dir_atomic(path, error=DataError) as directory, contextlib.ExitStack() as stack:
+        # Not tokenizer.save: it hides why a disk refused.
+        text_json = tokenizer.to_str(pretty=True)
+        write_atomic(directory / "tokenizer.json", text_json, error=DataError)
+        splits = {
+            name: stack.enter_context(_SplitWriter(directory, name, dtype, shard_tokens))
+            for name in ("train", "heldout")
+        }
+        text = stack.enter_context(_HashedFile(directory / "heldout.text.bin"))
+        done = 0
+        for documents in _batches(corpus.documents()):
+            found = tokenizer.encode_batch_fast(
+                [document.text for document in documents], add_special_tokens=False
+            )
+            for document, encoding in zip(documents, found, strict=True):
+                raw = document.text.encode()
+                splits[document.split].add(np.array([*encoding.ids, end], dtype=dtype), len(raw))
+                if document.split == "heldout":
+                    text.write(raw)
+                done += len(raw)
+            say(done, max(done, total), "tokenising")
+        train, heldout = (splits[name].close() for name in ("train", "heldout"))
+        if train.text_bytes == 0:
+            raise DataError(
+                f"data = {corpus}: no text to train on in {train.documents + heldout.documents} "
+                "documents; give more text"
+            )
+        index = Index(
+            format=FORMAT,
+            corpus=repr(corpus),
+            dtype="uint16" if dtype.itemsize == 2 else "uint32",
+            vocab_size=size,
+            end_of_text=end,
+            shard_tokens=shard_tokens,
+            tokenizer=_stored(directory / "tokenizer.json"),
+            train=train,
+            heldout=heldout,
+            heldout_text=text.close(),
+        )
+        write_json(directory / INDEX, index.model_dump(mode="json"), error=DataError)
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    held: list[Document] = []
+    size = 0
+    for document in documents:
+        held.append(document)
+        size += len(document.text)
+        if size >= BATCH_BYTES:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
+
+
+def _stored(path: Path) -> StoredFile:
+    return StoredFile(file=path.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
+
+
+class _HashedFile:
+    """A file that is written front to back, and its checksum."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._digest = hashlib.sha256()
+        self._size = 0
+        self._file: IO[bytes] = path.open("wb")
+
+    def __enter__(self) -> _HashedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self._size += len(data)
+
+    def close(self) -> StoredFile:
+        self._file.close()
+        return StoredFile(
+            file=self._path.name, num_bytes=self._size, sha256=self._digest.hexdigest()
+        )
+
+
+class _SplitWriter:
+    """Appends documents to the files of one split."""
+
+    def __init__(self, directory: Path, name: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
+        self._directory = directory
+        self._name = name
+        self._item = dtype.itemsize
+        self._shard_tokens = shard_tokens
+        self._shards: list[StoredFile] = []
+        self._shard: _HashedFile | None = None
+        self._room = 0
+        self._tokens = 0
+        self._documents = 0
+        self._text_bytes = 0
+        self._offsets = _HashedFile(directory / f"{name}.offsets.bin")
+        self._sizes = _HashedFile(directory / f"{name}.bytes.bin")
+        self._offsets.write(_int64(0))
+
+    def __enter__(self) -> _SplitWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self._offsets, self._sizes, self._shard):
+            if file is not None:
+                file.close()
+
+    def add(self, tokens: np.ndarray, text_bytes: int) -> None:
+        """Append one document of so many UTF-8 bytes."""
+        self._tokens += len(tokens)
+        self._documents += 1
+        self._text_bytes += text_bytes
+        self._offsets.write(_int64(self._tokens))
+        self._sizes.write(_int64(text_bytes))
+        while len(tokens):
+            if self._shard is None:
+                name = f"{self._name}-{len(self._shards):05d}.bin"
+                self._shard = _HashedFile(self._directory / name)
+                self._room = self._shard_tokens
+            self._shard.write(tokens[: self._room].tobytes())
+            taken = min(self._room, len(tokens))
+            tokens = tokens[taken:]
+            self._room -= taken
+            if self._room == 0:
+                self._shards.append(self._shard.close())
+                self._shard = None
+
+    def close(self) -> SplitIndex:
+        """What was written."""
+        if self._shard is not None:
+            self._shards.append(self._shard.close())
+            self._shard = None
+        return SplitIndex(
+            tokens=self._tokens,
+            documents=self._documents,
+            text_bytes=self._text_bytes,
+            shards=tuple(self._shards),
+            offsets=self._offsets.close(),
+            sizes=self._sizes.close(),
+        )
+
+
+def _int64(number: int) -> bytes:
+    return number.to_bytes(8, "little")
