@@ -21,7 +21,15 @@ import numpy as np
 from shoal.core.errors import NoisyMachineError, require
 from shoal.core.random import generator
 
-__all__ = ["Paired", "Spread", "bootstrap", "check_quiet", "interleave", "noise_reasons"]
+__all__ = [
+    "Paired",
+    "Spread",
+    "bootstrap",
+    "check_quiet",
+    "interleave",
+    "noise_reasons",
+    "num_cores",
+]
 
 Statistic = Callable[[np.ndarray], np.ndarray]
 
@@ -159,6 +167,13 @@ def interleave(
     return Paired({name: tuple(taken) for name, taken in seconds.items()}, seed, tuple(order))
 
 
+def num_cores() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def check_quiet(*, wait_s: float = 0.0, poll_s: float = 2.0) -> None:
     """Refuse a machine that is busy with something else.
 
@@ -190,8 +205,7 @@ def noise_reasons(*, spin: Callable[[], float] | None = None, window_s: float = 
         spin: seconds of one run of a fixed amount of work.
         window_s: s over which the use of the processors is observed.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = cores or 1
+    cores = num_cores()
     reasons = []
     before, own_before = _cpu_times(), _own_seconds()
     time.sleep(window_s)
