@@ -1,0 +1,169 @@
+"""``results/<claim>.json``: everything needed to recompute a verdict."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import JsonValue
+
+from shoal.claims.judge import judge
+from shoal.claims.protocols import Attempt, Experiment, Metric, Samples, Verdict
+from shoal.core.config import Value, parse
+from shoal.core.errors import ConfigError, StoreError
+from shoal.core.files import write_json
+
+__all__ = ["Record", "digest_of", "read", "recheck", "sealed", "verdict_of", "write"]
+
+MAX_BYTES = 256 * 2**20
+
+
+class Record(Value):
+    """One run of a claim.
+
+    Args:
+        format: version of this file's form.
+        claim: name of the experiment.
+        rows: catalogue rows it is about.
+        options: the experiment's options that differ from its defaults.
+        quick: a quick run, which judges only the quick metrics.
+        command: how to run it again.
+        commit: the code's commit; empty outside a checkout.
+        dirty: the checkout had changes.
+        started: time of the start, UTC.
+        seconds: s the run took, A/A run included.
+        seed: seed of the run and of the bootstrap.
+        data: the user's own data, if any.
+        model: the user's own model, if any.
+        metrics: what was claimed then.
+        attempts: what had been tried.
+        samples: what the run saw.
+        aa: what the run with the part replaced by its baseline saw.
+        fingerprint: the machine.
+        versions: package -> version.
+        verdict: what follows from all this.
+        digest: sha256 of everything else in this file.
+    """
+
+    format: Literal[1] = 1
+    claim: str
+    rows: tuple[int, ...]
+    options: dict[str, JsonValue] = {}
+    quick: bool = False
+    command: str
+    commit: str = ""
+    dirty: bool = False
+    started: str
+    seconds: float
+    seed: int
+    data: str | None = None
+    model: str | None = None
+    metrics: tuple[Metric, ...]
+    attempts: tuple[Attempt, ...] = ()
+    samples: Samples
+    aa: Samples | None = None
+    fingerprint: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    verdict: Verdict
+    digest: str = ""
+
+
+def digest_of(record: Record) -> str:
+    """sha256 of the record without its digest."""
+    raw = record.model_dump(mode="json", exclude={"digest"})
+    text = json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed(record: Record) -> Record:
+    """The record with its digest."""
+    return record.model_copy(update={"digest": digest_of(record)})
+
+
+def verdict_of(record: Record) -> Verdict:
+    """The verdict, computed again from the record's samples and thresholds."""
+    if record.verdict.status == "skipped" and not record.samples.metrics:
+        return record.verdict  # nothing was measured: there is only the reason
+    return judge(
+        record.metrics,
+        record.samples,
+        aa=record.aa,
+        quick=record.quick,
+        seed=record.seed,
+        attempts=record.attempts,
+    )
+
+
+def write(record: Record, path: Path) -> None:
+    """Write a sealed record.
+
+    Raises:
+        StoreError: the file system refuses.
+    """
+    write_json(path, record.model_dump(mode="json"), error=StoreError)
+
+
+def read(path: Path) -> Record:
+    """Read a record without judging it.
+
+    Raises:
+        StoreError: the file cannot be read or is no record.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise StoreError(f"{path}: larger than {MAX_BYTES} bytes; that is no results file")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return parse(Record, raw, where=str(path))
+    except OSError as cause:
+        raise StoreError(f"{path}: cannot be read ({cause.strerror})") from cause
+    except ValueError as cause:
+        raise StoreError(f"{path}: not JSON ({cause}); run the claim again") from cause
+    except ConfigError as cause:
+        raise StoreError(f"{cause}; run the claim again") from cause
+
+
+def recheck(path: Path, experiment: type[Experiment] | None = None) -> Record:
+    """Read a record and compute its verdict again.
+
+    Args:
+        path: a results file.
+        experiment: the experiment as it is now, whose thresholds must be the file's.
+
+    Returns:
+        Record: with the recomputed verdict.
+
+    Raises:
+        StoreError: the file was edited, its verdict does not follow from its samples, or
+            its thresholds are not those of the experiment.
+    """
+    record = read(path)
+    try:
+        verdict = verdict_of(record)
+    except ConfigError as cause:
+        raise StoreError(f"{path}: {cause}; run the claim again") from cause
+    if not _same(verdict.model_dump(), record.verdict.model_dump()):
+        raise StoreError(
+            f"{path}: its verdict {record.verdict.status!r} does not follow from its samples, "
+            f"which give {verdict.status!r}; run the claim again"
+        )
+    if record.digest != digest_of(record):
+        raise StoreError(f"{path}: was edited after it was written; run the claim again")
+    if experiment is not None and record.metrics != tuple(experiment.metrics):
+        raise StoreError(
+            f"{path}: its thresholds are not those of the claim {record.claim!r} any more; "
+            "run the claim again"
+        )
+    return record.model_copy(update={"verdict": verdict})
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal but for the last digits, which may differ between versions of NumPy."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) <= 1e-9 * max(abs(a), abs(b))
+    return bool(a == b)
