@@ -1,1 +1,1 @@
-"""app."""
+"""app: the command line. It has no logic of its own."""

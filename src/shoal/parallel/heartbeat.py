@@ -92,5 +92,5 @@ class Heartbeat:
 
 
 def blame(beats: list[Beat]) -> Beat:
-    """The rank that the others wait for: behind in collectives, else outside of one, else oldest."""
+    """The rank that the others wait for: behind in collectives, else outside, else silent."""
     return min(beats, key=lambda beat: (beat.collective, beat.inside, -beat.age_s))

@@ -44,6 +44,11 @@ class RunDir:
         return self.root / "tokenizer.json"
 
     @property
+    def tokens(self) -> Path:
+        """Where the prepared corpus lies, for the ranks."""
+        return self.root / "tokens.json"
+
+    @property
     def export(self) -> Path:
         """The trained model as a Hugging Face directory."""
         return self.root / "export"

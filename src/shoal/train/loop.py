@@ -86,6 +86,8 @@ class Trainer:
         shard = table("shard").build(job.shard)
         self.peak_lr: float = optimizer.lr
         self.sharded: Sharded = shard.apply(model, comm, whole_matrices=optimizer.whole_matrices)
+        # A forward pass of a sharded model is itself collective: all ranks make the same ones.
+        self.gathers = bool(shard.divides & {"gradients", "weights"})
         self.model = model
         self.updater: Updater = optimizer.build(self.sharded.owned())
         self.loss_sum = torch.compile(model.loss_sum) if job.compile else model.loss_sum
@@ -109,7 +111,7 @@ class Trainer:
         if self.comm.beat is not None:
             self.comm.beat.step(step)
         inputs, targets, documents = self._batch(step)
-        count = self._global_count(targets)
+        count = self._global_count(targets, documents)
         loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
         chunks = range(0, len(inputs), self.microbatch)
         for start in chunks:
@@ -175,8 +177,8 @@ class Trainer:
         crossing = documents[:, 1:] != documents[:, :-1]
         return inputs, targets.masked_fill(crossing, IGNORED), documents[:, :-1]
 
-    def _global_count(self, targets: torch.Tensor) -> float:
-        if not table_masks(self.packing):
+    def _global_count(self, targets: torch.Tensor, documents: torch.Tensor | None) -> float:
+        if documents is None:
             return float(self.job.global_batch * self.job.seq_len)
         count = (targets != IGNORED).sum().to(torch.float32)
         self.comm.all_reduce(count, tag="count").wait()
@@ -230,11 +232,6 @@ class Trainer:
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def table_masks(packing: object) -> bool:
-    """Whether the packing leaves some tokens out of the loss."""
-    return bool(getattr(packing, "masks", False))
 
 
 def _box(

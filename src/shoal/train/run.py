@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError, RankError, require
-from shoal.core.files import write_atomic
+from shoal.core.files import write_atomic, write_json
 from shoal.corpora.tokens import prepare
 from shoal.cost.shapes import resolve as resolve_shape
 from shoal.ir import Machine, Plan, Report, TrainJob
@@ -23,7 +22,7 @@ from shoal.train.layout import RunDir
 from shoal.train.report import make_report, write_page
 from shoal.train.supervise import Supervisor
 
-__all__ = ["Watch", "execute", "plan_job", "train"]
+__all__ = ["Watch", "conclude", "execute", "plan_job", "prepare_run", "train"]
 
 Watch = Callable[[dict[str, Any]], None]
 """Called with every event of a run as it happens."""
@@ -80,6 +79,7 @@ def execute(
     run_dir: Path,
     *,
     resume: bool = False,
+    from_step: int | None = None,
     restarts: int = 0,
     watch: Watch | None = None,
     inject: Callable[[Supervisor, dict[str, Any]], None] | None = None,
@@ -89,7 +89,8 @@ def execute(
     Args:
         plan: what to run.
         run_dir: directory of the run.
-        resume: continue from the newest checkpoint that verifies.
+        resume: continue from the newest checkpoint.
+        from_step: continue from this checkpoint instead, when the newest is damaged.
         restarts: how often a lost rank may restart the run.
         watch: called with every event.
         inject: called with the supervisor and every event, to break something on purpose.
@@ -98,10 +99,10 @@ def execute(
         ShoalError: the run cannot start, or a rank failed.
     """
     directory = RunDir(run_dir)
-    _prepare(plan, directory, resume=resume, watch=watch)
+    resume = resume or from_step is not None
+    prepare_run(plan, directory, resume=resume, watch=watch)
     job = plan.job
     threads = job.threads or max(1, (os.cpu_count() or 1) // job.parallel.world)
-    began = time.monotonic()
     while True:
         supervisor = Supervisor(
             directory,
@@ -109,6 +110,7 @@ def execute(
             threads=threads,
             timeout_s=job.timeout_s,
             resume=resume,
+            from_step=from_step,
         )
         tail = _Tail(directory.events)
 
@@ -127,13 +129,18 @@ def execute(
             if restarts <= 0:
                 raise
             restarts -= 1
-            resume = True
+            resume, from_step = True, None
             if watch is not None:
                 watch({"kind": "restart", "message": str(error)})
-    return _conclude(plan, directory, time.monotonic() - began)
+    return conclude(plan, directory)
 
 
-def _prepare(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | None) -> None:
+def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | None = None) -> None:
+    """Tokenise, check that there is enough text, and write the plan.
+
+    Raises:
+        ShoalError: the run cannot start; nothing of it was written.
+    """
     job = plan.job
     if directory.plan.exists() and not resume:
         raise ConfigError(
@@ -141,8 +148,9 @@ def _prepare(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | None
             "or choose another name with --set name=..."
         )
     vocab = resolve_shape(job.model).vocab_size
-    tokenizer = str(directory.tokenizer) if directory.tokenizer.exists() else job.tokenizer
+    tokenizer = job.tokenizer
     if tokenizer == "bpe" and Path(job.model, "tokenizer.json").is_file():
+        # A model that is trained on goes on with the tokenizer it knows.
         tokenizer = str(Path(job.model, "tokenizer.json"))
 
     def progress(*state: Any) -> None:
@@ -152,32 +160,41 @@ def _prepare(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | None
     tokens = prepare(job.data, tokenizer, vocab, progress=progress)
     need = job.global_batch * job.seq_len + 1
     require(
-        len(tokens.train.tokens) >= need,
+        len(tokens.train) >= need,
         "data",
         str(job.data),
         expected=f"at least {need:,} training tokens for one batch, and it has "
-        f"{len(tokens.train.tokens):,}",
+        f"{len(tokens.train):,}",
         hint="use more text, or a smaller global_batch or seq_len",
     )
-    if not directory.tokenizer.exists():
-        write_atomic(directory.tokenizer, Path(tokens.tokenizer_path).read_bytes())
-    if not resume or not directory.plan.exists():
-        # Written before anything is measured: a prediction made afterwards is none.
-        plan.save(directory.plan, header="What will run, and what it is predicted to cost.")
+    write_atomic(directory.tokenizer, tokens.tokenizer_path.read_bytes())
+    write_json(directory.tokens, {"path": str(tokens.path.absolute())})
+    if directory.plan.exists():
+        old = directory.plan.read_bytes()
+        number = len(list(directory.root.glob("plan.*.yaml")))
+        write_atomic(directory.root / f"plan.{number}.yaml", old)
+    # Written before anything is measured: a prediction made afterwards is none.
+    plan.save(directory.plan, header="What will run, and what it is predicted to cost.")
 
 
-def _conclude(plan: Plan, directory: RunDir, seconds: float) -> Report:
+def conclude(plan: Plan, directory: RunDir) -> Report:
+    """Export the trained model, write the report and add it to the score."""
     from shoal.checkpoint.inspect import convert
+    from shoal.corpora import heldout
+    from shoal.corpora.tokens import open_tokens
     from shoal.cost.score import Score
 
-    report = make_report(plan, directory, wall_s=seconds)
-    finished = report.measured.get("finished", 0.0) > 0
-    if finished:
+    report = make_report(plan, directory)
+    if report.measured["finished"]:
         shutil.rmtree(directory.export, ignore_errors=True)
         convert(
             directory.checkpoints, directory.export, to="huggingface", tokenizer=directory.tokenizer
         )
-    write_atomic(directory.report, json.dumps(report.model_dump(mode="json"), indent=1) + "\n")
+    if "bits_per_byte" in report.measured:
+        tokens = open_tokens(Path(json.loads(directory.tokens.read_text())["path"]))
+        report.measured["gzip_bits_per_byte"] = heldout.gzip_bits_per_byte(tokens)
+        report.measured["xz_bits_per_byte"] = heldout.xz_bits_per_byte(tokens)
+    write_json(directory.report, report.model_dump(mode="json"))
     write_page(report, directory)
     Score().append(report)
     return report

@@ -39,7 +39,8 @@ class Supervisor:
         threads: threads of each rank.
         timeout_s: silence after which a rank counts as hanging.
         start_s: time allowed before the first step.
-        resume: continue from the newest good checkpoint.
+        resume: continue from the newest checkpoint.
+        from_step: continue from this checkpoint instead.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Supervisor:
         timeout_s: float,
         start_s: float = 300.0,
         resume: bool = False,
+        from_step: int | None = None,
     ) -> None:
         self.directory = directory
         self.ranks = ranks
@@ -58,6 +60,7 @@ class Supervisor:
         self.timeout_s = timeout_s
         self.start_s = start_s
         self.resume = resume
+        self.from_step = from_step
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -87,6 +90,8 @@ class Supervisor:
         command = [sys.executable, "-m", "shoal.train.worker", str(self.directory.root)]
         if self.resume:
             command.append("--resume")
+        if self.from_step is not None:
+            command.append(f"--from-step={self.from_step}")
         with self.directory.log(rank).open("ab") as log:
             return subprocess.Popen(
                 command,

@@ -1,4 +1,4 @@
-"""One rank of a training run: ``python -m shoal.train.worker RUN_DIR``.
+"""One rank of a training run: ``python -m shoal.train.worker RUN_DIR [--resume]``.
 
 It reads the plan that lies in the run's directory, so a rank needs no other
 argument; under torchrun or Shoal's own supervisor the usual variables name it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -55,7 +56,7 @@ class _Rank:
         return self.comm.rank == 0
 
 
-def run_rank(directory: RunDir, *, resume: bool) -> None:
+def run_rank(directory: RunDir, *, resume: bool, from_step: int | None = None) -> None:
     """Train on this rank until the plan's last step, or until asked to stop.
 
     Raises:
@@ -63,7 +64,7 @@ def run_rank(directory: RunDir, *, resume: bool) -> None:
     """
     asked = _catch_termination()
     with _joined(directory) as rank:
-        first = _start(rank, resume=resume)
+        first = _start(rank, resume=resume, from_step=from_step)
         stopped = _train(rank, first, asked)
         if not stopped:
             _finish(rank)
@@ -87,8 +88,8 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     import torch
 
     from shoal.checkpoint.store import Store
-    from shoal.core.meter import Meter
-    from shoal.corpora.tokens import prepare
+    from shoal.core.meter import SINKS, Meter
+    from shoal.corpora.tokens import open_tokens
     from shoal.ir import Plan
     from shoal.parallel.comm import TorchComm
     from shoal.plan.length import steps_of
@@ -118,9 +119,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     sinks = []
     if number == 0:
-        from shoal.core.meter import JsonlSink
-
-        sinks.append(JsonlSink(path=str(directory.events)))
+        sinks.append(SINKS.build({"name": "jsonl", "path": str(directory.events)}))
     with Meter(sinks) as meter:
         comm = TorchComm.from_environment(
             meter,
@@ -131,7 +130,8 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
         )
         try:
             model = build_model(job).to(device)
-            tokens = prepare(job.data, str(directory.tokenizer), model.config.vocab_size)
+            place = Path(json.loads(directory.tokens.read_text())["path"])
+            tokens = open_tokens(place, model.config.vocab_size)
             total = steps_of(plan)
             trainer = Trainer(job, total, model, tokens, comm)
             yield _Rank(
@@ -159,16 +159,16 @@ def _identity(rank: _Rank) -> dict[str, Any]:
     return dict(rank.trainer.model.config.model_dump(mode="json"))
 
 
-def _start(rank: _Rank, *, resume: bool) -> int:
-    """Load the newest good checkpoint if asked; returns the first step."""
+def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
+    """Load a checkpoint if asked, the newest or a named one; returns the first step."""
     first = 0
     saved: Saved | None = None
-    if resume:
-        saved = rank.store.latest(
-            on_corrupt=lambda error: rank.meter.event("corrupt", message=str(error))
-        )
+    if from_step is not None:
+        saved = rank.store.open(from_step)
+    elif resume:
+        saved = rank.store.latest()
     if saved is not None:
-        saved.expect_model(_identity(rank))
+        saved.require_model(_identity(rank))
         _expect_run(rank, saved)
         rank.trainer.load(saved)
         first = int(saved.meta["step"])
@@ -270,7 +270,7 @@ def _evaluate(rank: _Rank, step: int, *, final: bool) -> None:
         rank.trainer, rank.tokens, max_tokens=None if final else evaluation.tokens
     )
     text = ""
-    if evaluation.sample_tokens and rank.plan.job.shard.name not in ("zero2", "zero3"):
+    if evaluation.sample_tokens and not rank.trainer.gathers:
         text = sample(rank.trainer, rank.tokens, evaluation.sample_tokens) if rank.chief else ""
     rank.comm.barrier()
     if rank.chief:
@@ -284,9 +284,6 @@ def _evaluate(rank: _Rank, step: int, *, final: bool) -> None:
 def _finish(rank: _Rank) -> None:
     if rank.plan.job.evaluation.final:
         _evaluate(rank, rank.total, final=True)
-    totals = rank.meter.totals()
-    if rank.chief:
-        rank.meter.event("totals", totals=totals)
 
 
 def main() -> int:
@@ -297,7 +294,13 @@ def main() -> int:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         try:
-            run_rank(directory, resume="--resume" in sys.argv[2:])
+            words = sys.argv[2:]
+            named = [w.removeprefix("--from-step=") for w in words if w.startswith("--from-step=")]
+            run_rank(
+                directory,
+                resume="--resume" in words,
+                from_step=int(named[0]) if named else None,
+            )
         except ShoalError as error:
             write_json(
                 directory.error(number), {"type": type(error).__name__, "message": str(error)}

@@ -14,6 +14,10 @@ from shoal.train.launchers.torchrun import ranks_per_node
 
 __all__ = ["Kubernetes"]
 
+_INDEX = "batch.kubernetes.io/job-completion-index"
+# A container's own is 64 MiB, too small for NCCL.
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108
+
 
 @part
 class Kubernetes:
@@ -65,17 +69,13 @@ class Kubernetes:
             "env": [
                 {
                     "name": "JOB_COMPLETION_INDEX",
-                    "valueFrom": {
-                        "fieldRef": {
-                            "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-                        }
-                    },
+                    "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}},
                 }
             ],
             "ports": [{"containerPort": self.port}],
             "volumeMounts": [
                 {"name": "data", "mountPath": "/data"},
-                {"name": "shm", "mountPath": "/dev/shm"},
+                {"name": "shm", "mountPath": _SHARED_MEMORY},
             ],
             "securityContext": {"allowPrivilegeEscalation": False},
         }

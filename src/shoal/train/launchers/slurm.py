@@ -62,7 +62,8 @@ class Slurm:
             "set -eu",
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             f"srun torchrun --nnodes {nodes} --nproc-per-node {ranks} \\",
-            f'  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head:{self.port}" \\',
+            '  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" \\',
+            f'  --rdzv-endpoint "$head:{self.port}" \\',
             f"  -m shoal train --plan plan.yaml --run runs/{plan.job.name} --resume",
         ]
         return {"launch.sbatch": "\n".join(lines) + "\n"}

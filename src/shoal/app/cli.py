@@ -1,0 +1,74 @@
+"""The command ``shoal``.
+
+Each verb is a function in ``commands/`` that imports what it needs when it runs, so
+``shoal --help`` is quick. A user's error is one line and status 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from shoal import __version__
+from shoal.app.commands import claims, demo, doctor, model, plan, probe, score, train
+from shoal.core.errors import ShoalError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="shoal",
+    help="Predict what a large-model job will cost on your machines, run it there, keep score.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shoal {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the trace of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of every verb."""
+    if debug:
+        os.environ["SHOAL_DEBUG"] = "1"
+
+
+app.command("probe")(probe.probe)
+app.command("doctor")(doctor.doctor)
+app.add_typer(plan.app, name="plan")
+app.command("train")(train.train)
+app.add_typer(model.app, name="model")
+app.command("score")(score.score)
+app.add_typer(claims.app, name="claims")
+app.command("demo")(demo.demo)
+
+
+def main() -> None:
+    """Run the command line; errors of the user are one line on stderr and status 2."""
+    try:
+        app()
+    except ShoalError as error:
+        if os.environ.get("SHOAL_DEBUG"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output has gone; there is nobody left to tell.
+        sys.stderr.close()
+        sys.exit(141)

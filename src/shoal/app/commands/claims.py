@@ -1,0 +1,103 @@
+"""``shoal claims``: do the papers' claims hold on this machine?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.app.show import Format
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Check the papers' claims on this machine.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_(
+    room: Annotated[str | None, typer.Option(help="Only this room.")] = None,
+    status: Annotated[str | None, typer.Option(help="Only this status.")] = None,
+    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+) -> None:
+    """List all papers of the catalogue with status, evidence, threshold and measurement.
+
+    **Examples**
+
+        shoal claims list --status works
+
+        shoal claims list -o json
+    """
+    from shoal.app.show import as_json, table
+    from shoal.claims.catalogue import listing
+
+    rows = [
+        row
+        for row in listing()
+        if (room is None or row.room == room) and (status is None or row.status == status)
+    ]
+    if output is Format.json:
+        as_json([row.model_dump(mode="json") for row in rows])
+        return
+    table(
+        "",
+        ("id", "name", "year", "room", "status", "evidence", "measured"),
+        [(r.id, r.name, r.year, r.room, r.status, r.evidence, r.summary) for r in rows],
+        numeric="r",
+    )
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.status] = counts.get(row.status, 0) + 1
+    typer.echo(", ".join(f"{number} {name}" for name, number in sorted(counts.items())))
+
+
+@app.command("run")
+def run(
+    names: Annotated[list[str] | None, typer.Argument(help="Claims by name.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every claim that can run.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Counts only, at most 10 s.")] = False,
+    data: Annotated[Path | None, typer.Option(help="Directory of public data.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A model directory of your own.")] = None,
+    results: Annotated[Path, typer.Option(help="Where results are written.")] = Path("results"),
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict only.")] = False,
+) -> None:
+    """Run claims, judge them from their raw samples and record both; exit 1 when one falls short.
+
+    **Examples**
+
+        shoal claims run dissect
+
+        shoal claims run --all --quick
+    """
+    from shoal.app.show import WorkBar
+    from shoal.claims import CLAIMS
+    from shoal.claims.run import run as judge
+    from shoal.core.errors import ConfigError
+
+    wanted = list(CLAIMS) if all_ else list(names or [])
+    if not wanted:
+        raise ConfigError(f"no claim named; give --all, or some of {', '.join(CLAIMS)}")
+    short = False
+    for name in wanted:
+        with WorkBar(name, quiet=quiet) as bar:
+            result = judge(name, quick=quick, data=data, model=model, results=results, progress=bar)
+        typer.echo(str(result))
+        short |= result.verdict.status in ("falls_short", "noisy")
+    if short:
+        raise typer.Exit(1)
+
+
+@app.command("check")
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Files under results/.")],
+) -> None:
+    """Recompute verdicts from raw samples; exit 2 for a file whose verdict does not follow.
+
+    **Examples**
+
+        shoal claims check results/dissect.json
+    """
+    from shoal.claims.record import recheck
+
+    for file in files:
+        typer.echo(f"{file}: {recheck(file)}")

@@ -1,0 +1,37 @@
+"""``shoal demo``: the whole line, from a probe to a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["demo"]
+
+
+def demo(
+    directory: Annotated[Path, typer.Option("--dir", help="Where everything goes.")] = Path("demo"),
+    minutes: Annotated[float, typer.Option(help="Minutes of training.", min=0.05)] = 3.0,
+    ranks: Annotated[int, typer.Option(help="Ranks.", min=1, max=64)] = 2,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Probe, plan, train, lose a rank, resume, export, generate, report.
+
+    **Examples**
+
+        shoal demo
+
+        shoal demo --minutes 20
+    """
+    from shoal.app.show import TrainingBar, WorkBar
+    from shoal.train.demo import run_demo
+
+    run_demo(
+        directory,
+        minutes=minutes,
+        ranks=ranks,
+        say=typer.echo,
+        work=lambda title: WorkBar(title, quiet=quiet),
+        training=lambda: TrainingBar(quiet=quiet),
+    )

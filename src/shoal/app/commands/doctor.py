@@ -1,0 +1,41 @@
+"""``shoal doctor``: is this machine ready, and what would make it so?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shoal.app.show import Format
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+) -> None:
+    """Check what Shoal needs on this machine; exit 1 when something must be mended.
+
+    **Examples**
+
+        shoal doctor
+
+        shoal doctor -o json
+    """
+    from dataclasses import asdict
+
+    from shoal.app.show import as_json, table
+    from shoal.machine.doctor import doctor as examine
+
+    checks = examine()
+    if output is Format.json:
+        as_json([asdict(check) for check in checks])
+    else:
+        signs = {"ok": "ok", "warn": "warn", "fail": "FAIL"}
+        table(
+            "",
+            ("check", "status", "found", "what to do"),
+            [(c.name, signs[c.status], c.detail, c.fix) for c in checks],
+        )
+    if any(check.status == "fail" for check in checks):
+        raise typer.Exit(1)

@@ -1,0 +1,142 @@
+"""``shoal plan``: what will it cost, and what should I do?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.app.show import Format
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shoal.ir import Plan
+
+__all__ = ["app", "show_plans"]
+
+app = typer.Typer(help="Say what a job will cost and what to do.", no_args_is_help=True)
+
+
+@app.command("train")
+def train(
+    model: Annotated[str, typer.Argument(help="A model's name, directory, or a job in YAML.")],
+    machine: Annotated[
+        str, typer.Option("--machine", "-m", help="local, 16xH100, 8xA100@IB200, or a file.")
+    ] = "local",
+    tokens: Annotated[
+        str | None, typer.Option(help="Training tokens, such as 300M or 20B.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences of a step.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
+    planner: Annotated[str, typer.Option(help="search or rules.")] = "search",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
+    top: Annotated[int, typer.Option(help="Plans to show.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Save the best plan.")] = None,
+    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+) -> None:
+    """Rank the ways to train a model on a machine; nothing runs and no torch is needed.
+
+    **Examples**
+
+        shoal plan train shoal-4m --tokens 2M
+
+        shoal plan train Qwen3-14B --machine 16xH100 --tokens 20B
+
+        shoal plan train Llama-3-70B -m 8xA100@IB200 --set optimizer=muon --out plan.yaml
+    """
+    from shoal.app.show import as_json
+    from shoal.core.config import resolve
+    from shoal.core.errors import PlanError
+    from shoal.ir import TrainJob
+    from shoal.machine.described import load
+    from shoal.plan.strategy import PLANNERS
+
+    file = Path(model) if model.endswith((".yaml", ".yml")) else None
+    flags: dict[str, object] = {
+        "model": None if file else model,
+        "tokens": _count(tokens) if tokens else None,
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "precision": precision,
+    }
+    target = load(machine)
+    if file is None and target.device.kind == "gpu":
+        # What people train on such machines, unless they say otherwise.
+        flags["seq_len"] = seq_len or 4096
+        flags["global_batch"] = global_batch or max(128, target.num_devices)
+    job = resolve(TrainJob, file=file, flags=flags, sets=set_ or []).value
+    plans = PLANNERS.build(planner, where="--planner").plan(job, target)
+    if not plans:
+        raise PlanError(f"{model} on {machine}: no legal plan")
+    if out is not None:
+        plans[0].save(out, header="The best plan; run it with `shoal train --plan`.")
+        typer.echo(f"saved {out}", err=True)
+    if output is Format.json:
+        as_json([plan.model_dump(mode="json", exclude_none=True) for plan in plans[:top]])
+    else:
+        show_plans(plans[:top])
+
+
+@app.command("scaling")
+def scaling(
+    curve: Annotated[Path, typer.Argument(help="CSV with columns x,error[,sigma].")],
+    target: Annotated[
+        float | None, typer.Option(help="An error: how much data does it take?")
+    ] = None,
+    law: Annotated[str | None, typer.Option(help="power, power_floor or three_regime.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the fit as SVG.")] = None,
+    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+) -> None:
+    """Fit a learning curve, and say how much data a target error needs.
+
+    **Examples**
+
+        shoal plan scaling curve.csv
+
+        shoal plan scaling curve.csv --target 1.9 --picture curve.svg
+    """
+    from shoal.app.show import as_json, table
+    from shoal.core.files import write_atomic
+    from shoal.cost.scaling.curves import fit_curve, read_curve
+
+    found = fit_curve(read_curve(curve), law=law, target=target)
+    if picture is not None:
+        write_atomic(picture, found.picture())
+    if output is Format.json:
+        as_json(found.as_dict())
+    else:
+        table(f"{found.law}", ("", "value", "90 % interval"), found.rows())
+
+
+def show_plans(plans: Sequence[Plan]) -> None:
+    """Print ranked plans, why the first wins, and what it costs."""
+    from shoal.app.show import table
+    from shoal.plan.explain import details, explain
+
+    columns, rows = explain(plans)
+    table("plans, best first", columns, rows, numeric=" " + "r" * (len(columns) - 1))
+    table("the best plan", ("", ""), details(plans[0]))
+    if plans[0].why:
+        typer.echo(plans[0].why)
+    for note in plans[0].notes:
+        typer.echo(f"note: {note}")
+
+
+def _count(text: str) -> int:
+    from shoal.core.errors import ConfigError
+
+    factors = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    number, factor = text.strip().upper(), 1.0
+    if number[-1:] in factors:
+        factor = factors[number[-1]]
+        number = number[:-1]
+    try:
+        count = int(float(number) * factor)
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise ConfigError(f"--tokens = {text!r}: expected a number such as 300M or 20B")
+    return count

@@ -1,0 +1,184 @@
+"""``shoal train``: run a training job here, or write what starts it elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from shoal.core.config import Resolved
+    from shoal.ir import Plan, Report, TrainJob
+
+__all__ = ["train"]
+
+EXAMPLES = """
+**Examples**
+
+    shoal train --minutes 3 --ranks 2             # a small model on real text, here and now
+
+    shoal train job.yaml --set optimizer=muon     # your own job
+
+    shoal train --plan plan.yaml                  # what `shoal plan train --out` wrote
+
+    shoal train --run runs/run --resume           # go on where it stopped
+
+    shoal train job.yaml --launch slurm           # write what starts it on a cluster
+
+    torchrun --nproc-per-node 2 -m shoal train job.yaml --ranks 2
+"""
+
+
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(help="A job in YAML; without one, the defaults.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Data-parallel ranks to start.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Run this plan instead of a job.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Directory of the run; runs/NAME by default.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue that run.")] = False,
+    from_step: Annotated[
+        int | None, typer.Option(help="Continue from this checkpoint, not from the newest.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Length by the plan's own estimate.")
+    ] = None,
+    machine: Annotated[str, typer.Option(help="What to plan for.")] = "local",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="path=value, over everything else.")
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(help="Lost ranks after which the run restarts by itself.")
+    ] = 0,
+    launch: Annotated[
+        str | None, typer.Option(help="Write launch files for torchrun, slurm or kubernetes.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the configuration and the plan; run nothing.")
+    ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of a job, for editors.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+) -> None:
+    """Train a model: plan it, run it over ranks, report prediction beside measurement."""
+    from shoal.app.show import TrainingBar, as_json
+    from shoal.ir import Plan, TrainJob
+
+    if schema:
+        as_json(TrainJob.model_json_schema())
+        return
+    chosen: Plan
+    resolved: Resolved[TrainJob] | None = None
+    old = run / "plan.yaml" if run is not None and (resume or from_step is not None) else None
+    if plan is not None:
+        chosen = Plan.load(plan)
+    elif old is not None and config is None and old.exists() and ranks is None and not set_:
+        chosen = Plan.load(old)
+    else:
+        resolved = _resolve(config, old, ranks, steps, minutes, set_ or [])
+        chosen = _plan(resolved.value, machine)
+    directory = run or Path("runs") / chosen.job.name
+    if launch is not None:
+        _write_launch(chosen, launch, directory)
+        return
+    if dry_run:
+        _show(resolved, chosen)
+        return
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from shoal.train.torchrun import execute_under_torchrun
+
+        execute_under_torchrun(chosen, directory, resume=resume)
+        return
+    from shoal.train.run import execute
+
+    with TrainingBar(quiet=quiet) as bar:
+        report = execute(
+            chosen,
+            directory,
+            resume=resume,
+            from_step=from_step,
+            restarts=restarts,
+            watch=bar,
+        )
+    show_report(report, directory)
+
+
+def _resolve(
+    config: Path | None,
+    old: Path | None,
+    ranks: int | None,
+    steps: int | None,
+    minutes: float | None,
+    sets: list[str],
+) -> Resolved[TrainJob]:
+    from shoal.core.config import resolve
+    from shoal.ir import Plan, TrainJob
+
+    flags = {"parallel.dp": ranks, "steps": steps, "minutes": minutes}
+    if old is not None and config is None and old.exists():
+        base = resolve(TrainJob, environment={})
+        base.value = Plan.load(old).job
+        changes = {path: value for path, value in flags.items() if value is not None}
+        changed = base.replace({**changes, "microbatch": None}, "flag")
+        for word in sets:
+            path, _, text = word.partition("=")
+            changed = changed.replace({path: text}, f"--set {path}")
+        return changed
+    found = resolve(TrainJob, file=config, flags=flags, sets=sets)
+    job = found.value
+    if job.steps is None and job.tokens is None and job.minutes is None:
+        found = found.replace({"minutes": 3.0}, "default: three minutes")
+    return found
+
+
+def _plan(job: TrainJob, machine: str) -> Plan:
+    from shoal.machine.described import load
+    from shoal.train.run import plan_job
+
+    return plan_job(job, load(machine))
+
+
+def _show(resolved: Resolved[TrainJob] | None, plan: Plan) -> None:
+    from shoal.app.commands.plan import show_plans
+    from shoal.app.show import table
+
+    if resolved is not None:
+        table("configuration", ("key", "value", "why"), list(resolved.lines()))
+    show_plans([plan])
+
+
+def _write_launch(plan: Plan, name: str, directory: Path) -> None:
+    from shoal.core.files import write_atomic
+    from shoal.core.parts import table
+
+    files = table("launch").build(name, where="--launch").files(plan)
+    plan.save(directory / "plan.yaml")
+    for file, text in files.items():
+        write_atomic(directory / file, text)
+        typer.echo(f"wrote {directory / file}")
+    typer.echo(f"wrote {directory / 'plan.yaml'}")
+
+
+def show_report(report: Report, directory: Path) -> None:
+    """Print prediction beside measurement."""
+    from shoal.app.show import table
+    from shoal.train.report import rows
+
+    table(
+        "prediction beside measurement",
+        ("", "predicted", "measured", "error"),
+        rows(report),
+        numeric=" rrr",
+    )
+    typer.echo(f"report: {directory / 'report.html'}")
+    if (directory / "export").is_dir():
+        typer.echo(f"model:  {directory / 'export'} (a Hugging Face directory)")
+
+
+train.__doc__ = f"{train.__doc__}\n{EXAMPLES}"

@@ -1,0 +1,207 @@
+"""How the command line shows things: tables, JSON, progress."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+__all__ = ["Format", "TrainingBar", "WorkBar", "as_json", "console", "human_bytes", "table"]
+
+
+class Format(str, Enum):
+    """Output formats."""
+
+    text = "text"
+    json = "json"
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console; plain text when the output is no terminal."""
+    from rich.console import Console
+
+    # A pipe has no width; 80 columns would cut tables that people grep.
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 160, highlight=False)
+
+
+def as_json(value: Any) -> None:
+    """Print JSON for other programs."""
+    print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, numeric: str = ""
+) -> None:
+    """Print a table; ``numeric`` has an r for each right-aligned column."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    shown = Table(title=title or None, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for index, column in enumerate(columns):
+        right = numeric[index : index + 1] == "r"
+        shown.add_column(column, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*("" if cell is None else str(cell) for cell in row))
+    console().print(shown)
+
+
+def human_bytes(number: float) -> str:
+    """``1.5 GiB`` and the like."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(number) < 1024 or unit == "TiB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    raise AssertionError("unreachable")
+
+
+class WorkBar:
+    """A bar for long work that reports (done, total, text); plain lines in a pipe."""
+
+    def __init__(self, title: str, *, quiet: bool = False) -> None:
+        self._title = title
+        self._quiet = quiet
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._line = 0.0
+
+    def __enter__(self) -> WorkBar:
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        if not self._quiet and sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(show_speed=True),
+                TimeRemainingColumn(),
+                console=console(stderr=True),
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self._title, total=None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: float, total: float, text: str = "") -> None:
+        """Show progress."""
+        if self._bar is not None and self._task is not None:
+            description = f"{self._title}: {text}" if text else self._title
+            self._bar.update(self._task, completed=done, total=total, description=description)
+        elif not self._quiet and time.monotonic() - self._line > 5:
+            self._line = time.monotonic()
+            share = f" {100 * done / total:.0f} %" if total else ""
+            print(f"{self._title}{share} {text}".rstrip(), file=sys.stderr, flush=True)
+
+
+class TrainingBar:
+    """Shows the events of a run: a live bar on a terminal, a line now and then in a pipe."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._total = 0
+        self._line = 0.0
+        self._prepare = WorkBar("reading text", quiet=quiet)
+
+    def __enter__(self) -> TrainingBar:
+        self._prepare.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._prepare.__exit__()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        """Show one event."""
+        kind = event["kind"]
+        if kind == "prepare":
+            self._prepare(*event["state"])
+        elif kind == "start":
+            self._prepare.__exit__()
+            self._start(event)
+        elif kind == "step":
+            self._step(event)
+        elif kind == "eval":
+            label = "held-out text, whole" if event["final"] else "held-out text"
+            self._say(
+                f"step {event['step']}: {label}: {event['bits_per_byte']:.3f} bits per byte, "
+                f"loss {event['loss']:.3f}"
+            )
+        elif kind == "checkpoint":
+            self._say(f"step {event['step']}: checkpoint in {event['seconds']:.2f} s", minor=True)
+        elif kind == "corrupt":
+            self._say(f"refused: {event['message']}")
+        elif kind == "restart":
+            self._say(f"{event['message']}\nrestarting from the newest checkpoint")
+
+    def _start(self, event: dict[str, Any]) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._total = event["total"]
+        word = "resumed" if event["resumed"] else "training"
+        self._say(
+            f"{word} at step {event['step']} of {event['total']}: "
+            f"{event['parameters'] / 1e6:.2f} M parameters on {event['ranks']} rank(s)"
+        )
+        if self._quiet or not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=console(stderr=True),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("training", total=self._total, note="")
+        assert self._task is not None
+        self._bar.update(self._task, completed=event["step"])
+
+    def _step(self, event: dict[str, Any]) -> None:
+        note = (
+            f"loss {event['loss']:.3f}  {event['tokens_per_s']:,.0f} tok/s  "
+            f"{100 * event['mfu']:.0f} % MFU  {event['memory_bytes'] / 2**20:,.0f} MiB"
+        )
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=event["step"] + 1, note=note)
+        elif time.monotonic() - self._line > 10:
+            self._line = time.monotonic()
+            left = (self._total - event["step"] - 1) * event["step_s"]
+            self._say(f"step {event['step'] + 1}/{self._total}  {note}  {left:.0f} s left")
+
+    def _say(self, text: str, *, minor: bool = False) -> None:
+        if self._quiet:
+            return
+        if self._bar is not None:
+            if not minor:
+                self._bar.console.print(text)
+        elif not minor:
+            print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,79 @@
+"""Held-out loss in bits per byte, over all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal.corpora import heldout
+
+if TYPE_CHECKING:
+    from shoal.corpora.tokens import TokenSet
+    from shoal.train.loop import Trainer
+
+__all__ = ["bits_per_byte", "sample"]
+
+# Enough rows a pass that per-operator overhead is small, few enough that logits fit.
+_BATCH_TOKENS = 8192
+
+
+@torch.no_grad()
+def bits_per_byte(
+    trainer: Trainer, tokens: TokenSet, *, max_tokens: int | None
+) -> dict[str, float]:
+    """Score held-out documents, each with a context of its own; ranks share the batches.
+
+    Args:
+        trainer: whose model.
+        tokens: whose held-out split.
+        max_tokens: about how many tokens; None for all.
+
+    Returns:
+        ``loss`` (nats a token), ``bits_per_byte`` and ``tokens``, equal on all ranks.
+    """
+    model, comm = trainer.model, trainer.comm
+    context = min(model.config.max_position, max(512, trainer.job.seq_len))
+    sums = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+    model.eval()
+    batches = list(
+        heldout.heldout_chunks(
+            tokens.heldout,
+            context=context,
+            batch_tokens=_BATCH_TOKENS,
+            max_tokens=max_tokens,
+            rank=comm.rank if not trainer.gathers else 0,
+            world=comm.world if not trainer.gathers else 1,
+        )
+    )
+    for batch in batches:
+        if comm.beat is not None:
+            comm.beat.alive()
+        data = torch.from_numpy(batch.tokens).to(trainer.device)
+        scored = torch.from_numpy(batch.scored).to(trainer.device)
+        targets = data[:, 1:].masked_fill(~scored, -100)
+        with trainer.autocast():
+            sums[0] += model.loss_sum(data[:, :-1], targets).double()
+        sums[1] += scored.sum()
+    model.train()
+    if not trainer.gathers:
+        comm.all_reduce(sums, tag="evaluation").wait()
+    nll, count = sums.tolist()
+    return {
+        "loss": nll / count,
+        "bits_per_byte": heldout.bits_per_byte(nll, int(count), tokens.heldout),
+        "tokens": count,
+    }
+
+
+def sample(trainer: Trainer, tokens: TokenSet, length: int) -> str:
+    """A continuation of the first held-out document's opening, greedily."""
+    from shoal.model.generate import generate
+
+    tokenizer = tokens.tokenizer()
+    opening = tokens.heldout.document(0)[:16].tolist()
+    trainer.model.eval()
+    with torch.no_grad():
+        ids = generate(trainer.model, [tokens.end_of_text, *opening], length)
+    trainer.model.train()
+    return str(tokenizer.decode([*opening, *ids]))

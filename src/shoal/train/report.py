@@ -1,0 +1,274 @@
+"""Prediction beside measurement: the report of a run, as data and as a page."""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.core.errors import StoreError
+from shoal.core.files import write_atomic
+from shoal.core.meter import read_events
+from shoal.ir import Plan, Report
+from shoal.train.layout import RunDir
+
+__all__ = ["make_report", "rows", "write_page"]
+
+# The first steps after a start pay for page faults, thread pools and compilation.
+_WARM_UP = 5
+
+
+def make_report(plan: Plan, directory: RunDir) -> Report:
+    """Put what the events of a run say beside its plan.
+
+    Raises:
+        StoreError: the run has no steps.
+    """
+    from shoal.machine.fingerprint import versions
+
+    events = list(read_events(directory.events))
+    steps = _kept_steps(events)
+    if not steps:
+        raise StoreError(f"{directory.events}: no step was finished, so there is nothing to report")
+    steady = _steady(events)
+    measured: dict[str, float] = {
+        "step_s": statistics.median(event["step_s"] for event in steady),
+        "steps": float(len(steps)),
+        "train_s": sum(event["step_s"] for event in steps.values()),
+        "memory_bytes": max(event["memory_bytes"] for event in steps.values()),
+        "mfu": statistics.median(event["mfu"] for event in steady),
+        "loss": steps[max(steps)]["loss"],
+        "lost_s": _lost_seconds(events),
+        "starts": float(sum(event["kind"] == "start" for event in events)),
+        "finished": float(any(event["kind"] == "end" for event in events)),
+    }
+    tokens = plan.job.global_batch * plan.job.seq_len
+    measured["tokens_per_s"] = tokens / measured["step_s"]
+    finals = [event for event in events if event["kind"] == "eval" and event["final"]]
+    if finals:
+        measured["bits_per_byte"] = finals[-1]["bits_per_byte"]
+        measured["heldout_loss"] = finals[-1]["loss"]
+    wire = _wire_bytes(events)
+    if wire is not None:
+        measured["wire_bytes"] = wire
+    return Report(plan=plan, measured=measured, errors=_errors(plan, measured), versions=versions())
+
+
+def predictions(plan: Plan) -> dict[str, float]:
+    """Quantity -> predicted value, under the names of ``Report.measured``."""
+    estimate = plan.estimate
+    if estimate is None:
+        return {}
+    found = {
+        "step_s": estimate.step_s.value,
+        "tokens_per_s": estimate.tokens_per_s,
+        "memory_bytes": estimate.memory_total,
+    }
+    if estimate.wire_bytes:
+        found["wire_bytes"] = sum(estimate.wire_bytes.values())
+    if estimate.total_s is not None:
+        found["train_s"] = estimate.total_s.value
+    return found
+
+
+def rows(report: Report) -> list[tuple[str, str, str, str]]:
+    """(quantity, predicted, measured, error) as people read them."""
+    predicted = predictions(report.plan)
+    units: list[tuple[str, str, float, str]] = [
+        ("step_s", "step time", 1e3, "ms"),
+        ("tokens_per_s", "tokens per second", 1, ""),
+        ("memory_bytes", "memory of a rank", 1 / 2**20, "MiB"),
+        ("wire_bytes", "bytes a rank sends in a step", 1 / 2**20, "MiB"),
+        ("train_s", "time in steps", 1, "s"),
+        ("lost_s", "time lost with ranks", 1, "s"),
+        ("mfu", "model FLOPs utilisation", 100, "%"),
+        ("loss", "training loss, last step", 1, "nats/token"),
+        ("heldout_loss", "held-out loss", 1, "nats/token"),
+        ("bits_per_byte", "held-out bits per byte", 1, ""),
+        ("gzip_bits_per_byte", "  gzip -9 on the same files", 1, ""),
+        ("xz_bits_per_byte", "  xz -9e on the same files", 1, ""),
+    ]
+    found: list[tuple[str, str, str, str]] = []
+    for key, label, factor, unit in units:
+        if key not in report.measured:
+            continue
+        before = predicted.get(key)
+        error = report.errors.get(key)
+        found.append(
+            (
+                label,
+                "" if before is None else f"{before * factor:,.4g} {unit}".strip(),
+                f"{report.measured[key] * factor:,.4g} {unit}".strip(),
+                "" if error is None else f"{100 * error:+.1f} %",
+            )
+        )
+    return found
+
+
+def _kept_steps(events: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Step -> its event; a step that was lost and done again counts once."""
+    return {event["step"]: event for event in events if event["kind"] == "step"}
+
+
+def _steady(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Step events without the first few after each start, unless there are no others."""
+    kept: list[dict[str, Any]] = []
+    everything: list[dict[str, Any]] = []
+    since = 0
+    for event in events:
+        if event["kind"] == "start":
+            since = 0
+        elif event["kind"] == "step":
+            everything.append(event)
+            if since >= _WARM_UP:
+                kept.append(event)
+            since += 1
+    return kept or everything
+
+
+def _lost_seconds(events: Sequence[dict[str, Any]]) -> float:
+    """Time of steps that were done again after a rank was lost."""
+    last: dict[int, float] = {}
+    lost = 0.0
+    for event in events:
+        if event["kind"] == "step":
+            lost += last.get(event["step"], 0.0)
+            last[event["step"]] = event["step_s"]
+    return lost
+
+
+def _wire_bytes(events: Sequence[dict[str, Any]]) -> float | None:
+    """Bytes that rank 0 sent in a step for gradients and parameters, from the last start on."""
+    totals = [event for event in events if event["kind"] == "totals"]
+    starts = [event["step"] for event in events if event["kind"] == "start"]
+    ends = [event["step"] for event in events if event["kind"] == "step"]
+    if not totals or not starts or not ends:
+        return None
+    sent = sum(
+        value
+        for key, value in totals[-1]["counters"].items()
+        if key.startswith("wire_bytes") and ("tag=gradients" in key or "tag=parameters" in key)
+    )
+    return float(sent) / max(1, ends[-1] + 1 - starts[-1])
+
+
+def _errors(plan: Plan, measured: dict[str, float]) -> dict[str, float]:
+    return {
+        key: measured[key] / value - 1
+        for key, value in predictions(plan).items()
+        if key in measured and value
+    }
+
+
+def write_page(report: Report, directory: RunDir) -> None:
+    """Write ``report.html``: curves, the comparison, what the plan said, a sample."""
+    from shoal.core.svg import Series, line_chart
+
+    events = list(read_events(directory.events))
+    steps = [event for event in events if event["kind"] == "step"]
+    evaluations = [event for event in events if event["kind"] == "eval"]
+    restarts = [event["step"] for event in events if event["kind"] == "start" and event["resumed"]]
+    loss = [Series("training loss", [(e["step"], e["loss"]) for e in steps])]
+    if evaluations:
+        loss.append(Series("held-out loss", [(e["step"], e["loss"]) for e in evaluations]))
+    charts = [
+        line_chart(loss, title="Loss over steps", x_label="step", y_label="loss (nats per token)"),
+        line_chart(
+            [
+                Series("measured", [(e["step"], 1e3 * e["step_s"]) for e in steps]),
+                *_predicted_series(report.plan, steps),
+            ],
+            title="Step time over steps",
+            x_label="step",
+            y_label="step time (ms)",
+        ),
+        line_chart(
+            [Series("memory of rank 0", [(e["step"], e["memory_bytes"] / 2**20) for e in steps])],
+            title="Memory over steps",
+            x_label="step",
+            y_label="memory (MiB)",
+        ),
+    ]
+    samples = [event for event in events if event["kind"] == "sample"]
+    job, plan = report.plan.job, report.plan
+    facts = [
+        ("model", f"{job.model}, {plan.shape.hidden} wide, {plan.shape.num_layers} layers"),
+        ("data", str(job.data)),
+        ("ranks", str(job.parallel.world)),
+        ("optimizer", str(job.optimizer)),
+        ("sharding", str(job.shard)),
+        ("precision", job.precision),
+        ("batch", f"{job.global_batch} sequences of {job.seq_len} tokens"),
+        ("machine", f"{plan.machine.name}: {plan.machine.device.name}"),
+        ("resumed at steps", ", ".join(map(str, restarts)) or "never"),
+        ("why this plan", plan.why),
+    ]
+    write_atomic(
+        directory.page,
+        _page(
+            f"Run {job.name}",
+            _table(("", "predicted", "measured", "error"), rows(report)),
+            "".join(f"<figure>{chart}</figure>" for chart in charts),
+            _table(("", ""), facts),
+            _table(("package", "version"), sorted(report.versions.items())),
+            f"<pre>{html.escape(samples[-1]['text'])}</pre>" if samples else "",
+        ),
+    )
+
+
+def _predicted_series(plan: Plan, steps: Sequence[dict[str, Any]]) -> list[Any]:
+    from shoal.core.svg import Series
+
+    if plan.estimate is None or not steps:
+        return []
+    interval = plan.estimate.step_s
+    ends = (steps[0]["step"], steps[-1]["step"])
+    return [
+        Series(label, [(x, 1e3 * value) for x in ends])
+        for label, value in (
+            ("predicted", interval.value),
+            ("90 % low", interval.low),
+            ("90 % high", interval.high),
+        )
+    ]
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th scope=col>{html.escape(cell)}</th>" for cell in head)
+    lines = "".join(
+        "<tr>"
+        + f"<th scope=row>{html.escape(str(first))}</th>"
+        + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in rest)
+        + "</tr>"
+        for first, *rest in body
+    )
+    shown = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
+    return f"<table>{shown}<tbody>{lines}</tbody></table>"
+
+
+def _page(title: str, comparison: str, charts: str, facts: str, versions: str, sample: str) -> str:
+    written = f"<h2>What it writes</h2>{sample}" if sample else ""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<style>
+:root {{ color-scheme: light dark; --line: #8884; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; margin: 1rem 0; }}
+th, td {{ padding: .3rem .8rem; border-bottom: 1px solid var(--line); text-align: left; }}
+td {{ font-variant-numeric: tabular-nums; }}
+th[scope=row] {{ font-weight: 500; white-space: pre; vertical-align: top; }}
+figure {{ margin: 1.5rem 0; }} svg {{ max-width: 100%; height: auto; }}
+pre {{ overflow-x: auto; border: 1px solid var(--line); padding: 1rem; }}
+</style></head><body>
+<main>
+<h1>{html.escape(title)}</h1>
+<h2>Prediction beside measurement</h2>{comparison}
+<h2>Curves</h2>{charts}
+{written}
+<h2>What ran</h2>{facts}
+<details><summary>Versions</summary>{versions}</details>
+</main></body></html>
+"""

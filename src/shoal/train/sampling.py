@@ -1,0 +1,46 @@
+"""Continue a text with a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.core.errors import ModelError
+
+__all__ = ["continue_text"]
+
+
+def continue_text(
+    directory: Path,
+    prompt: str,
+    tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> str:
+    """What the model writes after ``prompt``.
+
+    Raises:
+        ModelError: the directory has no tokenizer, or the text is too long for the model.
+    """
+    from shoal.corpora import tokenizer as bpe
+    from shoal.model import huggingface
+    from shoal.model.generate import generate
+
+    model = huggingface.read(directory).eval()
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"{directory}: no tokenizer.json; copy the model's own beside its weights")
+    tokenizer = bpe.load(file)
+    ids = [bpe.end_of_text(tokenizer, file), *tokenizer.encode(prompt).ids]
+    longest = model.config.max_position
+    if len(ids) + tokens > longest:
+        raise ModelError(
+            f"--prompt has {len(ids)} tokens and --tokens is {tokens}: together more than "
+            f"{longest}, the longest position of {directory}; ask for fewer"
+        )
+    found = generate(
+        model, ids, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    return str(tokenizer.decode(found))
