@@ -418,6 +418,15 @@ def test_wrong_questions_have_answers(tmp_path: Path) -> None:
         Store(file).save(1, tensors(), META)
 
 
+def test_a_distributed_tensor_is_not_taken_for_its_local_part(tmp_path: Path) -> None:
+    class Distributed(torch.Tensor):
+        def to_local(self) -> torch.Tensor:
+            return self.as_subclass(torch.Tensor)
+
+    with pytest.raises(CheckpointError, match=r"the local part .* to_local\(\)"):
+        Store(tmp_path).save(1, {"w": torch.ones(2).as_subclass(Distributed)}, META)
+
+
 def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
     outcomes = save_on_ranks(Store(tmp_path), 1, [{"w": torch.ones(2)}, {"w": torch.ones(3)}])
     assert "rank 1 gives F32 [3]" in str(outcomes[0])

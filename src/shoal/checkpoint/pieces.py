@@ -99,6 +99,14 @@ def as_pieces(given: Mapping[str, Piece | torch.Tensor]) -> dict[str, tuple[Piec
             error=CheckpointError,
         )
         require(
+            not hasattr(piece.tensor, "to_local"),
+            where,
+            type(piece.tensor).__name__,
+            expected="the local part of a distributed tensor",
+            hint="give a Piece of to_local() with its offset",
+            error=CheckpointError,
+        )
+        require(
             piece.tensor.layout == torch.strided and piece.tensor.device.type != "meta",
             where,
             f"{piece.tensor.layout} on {piece.tensor.device}",

@@ -61,6 +61,18 @@ class Store:
         """Saved steps, oldest first; none of them needs to be intact."""
         return tuple(sorted(self._folders()))
 
+    def folder(self, step: int) -> Path:
+        """The directory of a saved step.
+
+        Raises:
+            CheckpointError: no such step; lists those that there are.
+        """
+        found = self._folders()
+        if step not in found:
+            there = ", ".join(map(str, sorted(found))) or "none"
+            raise CheckpointError(f"{self.root}: no checkpoint of step {step}; there are: {there}")
+        return found[step]
+
     def save(
         self,
         step: int,
@@ -159,11 +171,7 @@ class Store:
             CheckpointError: no such step, or it is of another model; names what differs.
             CorruptError: it is damaged; names tensor and file and the step to use instead.
         """
-        folder = self._folders().get(step)
-        if folder is None:
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointError(f"{self.root}: no checkpoint of step {step}; there are: {there}")
-        saved = Saved(folder, advise=lambda: self._advice(step))
+        saved = Saved(self.folder(step), advise=lambda: self._advice(step))
         if expect_model is not None:
             saved.require_model(expect_model)
         if verify:
@@ -220,7 +228,7 @@ class Store:
     def _advice(self, step: int) -> str:
         for older in reversed([one for one in self.steps() if one < step]):
             try:
-                Saved(self._folders()[older]).verify()
+                Saved(self.folder(older)).verify()
             except CheckpointError:
                 continue  # damaged as well: it is not offered
             return f"step {older} in {self.root} is intact; resume from it"
