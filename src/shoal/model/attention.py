@@ -1,0 +1,207 @@
+"""Causal grouped-query attention, with a document mask or a cache of keys and values.
+
+Shapes: B batch, T queries, S keys, H query heads, K key/value heads, G = H / K,
+d head_dim.
+
+Source: Ainslie et al., GQA, 2023.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.model.config import ModelConfig
+from shoal.model.norm import RMSNorm
+from shoal.model.rope import rotate, rotate_split
+
+__all__ = ["Attention", "KVCache", "attend", "document_mask"]
+
+# Scores of one sequence that the backward pass may hold at a time; beyond, the tiled
+# kernel is used both ways.
+_MAX_SCORES = 2**25
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, in buffers of a fixed size.
+
+    Args:
+        config: the model.
+        batch: sequences B.
+        capacity: most tokens a sequence can have.
+        dtype: of the keys and values.
+        device: where they live.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        size = (config.num_layers, 2, batch, capacity, config.num_kv_heads, config.head_dim)
+        self._store = torch.empty(size, dtype=dtype, device=device)
+        self.capacity = capacity
+        self.length = 0
+
+    def append(self, layer: int, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new tokens of one layer; returns all of its keys and values [B, S, K, d].
+
+        :attr:`length` is moved on by the model, once for all layers.
+        """
+        stop = self.length + k_BTKd.shape[1]
+        if stop > self.capacity:
+            raise ValueError(f"{stop} tokens in a cache for {self.capacity}")
+        keys, values = self._store[layer]
+        keys[:, self.length : stop] = k_BTKd
+        values[:, self.length : stop] = v_BTKd
+        return keys[:, :stop], values[:, :stop]
+
+
+def document_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive mask [B, 1, T, T]: a token sees itself and what came before it in its document."""
+    length = documents_BT.shape[1]
+    same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+    hidden = same.tril_().logical_not_().unsqueeze(1)
+    mask = torch.zeros(len(documents_BT), 1, length, length, dtype=dtype, device=same.device)
+    return mask.masked_fill_(hidden, float("-inf"))
+
+
+def _causal_mask(length: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((1, 1, length, length), float("-inf"), dtype=dtype).triu_(1)
+
+
+class _Attend(torch.autograd.Function):
+    """The tiled kernel forward, plain matrix products backward.
+
+    PyTorch's tiled backward kernel for CPUs leaves the matrix units idle in reduced
+    precision; computing the scores of a few sequences again with ordinary products takes
+    about half the time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, _ = kernel(q, k, v, 0.0, mask is None, attn_mask=mask)
+        ctx.save_for_backward(q, k, v, mask)
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, mask = ctx.saved_tensors
+        batch, heads, length, dim = q.shape
+        kv_heads = k.shape[1]
+        # Gradients in the layout [B, T, heads, d] that the projections have.
+        grads = [torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v)]
+        if mask is None:
+            mask = _causal_mask(length, q.dtype)
+        rows = max(1, _MAX_SCORES // (heads * length * length))
+        for first in range(0, batch, rows):
+            part = slice(first, first + rows)
+            group = (-1, length * heads // kv_heads, dim)
+            query = (q[part] * dim**-0.5).reshape(group)
+            key = k[part].reshape(-1, length, dim)
+            value = v[part].reshape(-1, length, dim)
+            out_grad = grad[part].reshape(group)
+            scores = torch.bmm(query, key.transpose(1, 2))
+            per_head = scores.view(-1, heads, length, length)
+            per_head.add_(mask[part] if len(mask) > 1 else mask)
+            weights = torch.softmax(scores, -1)
+            weights_grad = torch.bmm(out_grad, value.transpose(1, 2))
+            scores_grad = torch.ops.aten._softmax_backward_data(
+                weights_grad, weights, -1, weights.dtype
+            )
+            q_grad = torch.bmm(scores_grad, key).view(-1, heads, length, dim)
+            torch.mul(q_grad, dim**-0.5, out=grads[0][part])
+            k_grad = torch.bmm(scores_grad.transpose(1, 2), query)
+            grads[1][part] = k_grad.view(-1, kv_heads, length, dim)
+            v_grad = torch.bmm(weights.transpose(1, 2), out_grad)
+            grads[2][part] = v_grad.view(-1, kv_heads, length, dim)
+        return grads[0], grads[1], grads[2], None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """Softmax attention of grouped queries.
+
+    Args:
+        q: [B, H, T, d].
+        k: [B, K, S, d].
+        v: [B, K, S, d].
+        mask: additive, broadcastable to [B, H, T, S], or None.
+        causal: a query sees the keys up to its own place; needs T = S and no mask.
+
+    Returns:
+        [B, H, T, d].
+    """
+    square = q.shape[2] == k.shape[2]
+    if (
+        q.device.type == "cpu"
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and torch.is_grad_enabled()
+        and square
+        and (causal or mask is not None)
+        and q.shape[1] * q.shape[2] ** 2 <= _MAX_SCORES
+        and not torch.compiler.is_compiling()
+    ):
+        out: Tensor = _Attend.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
+        return out
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with one matrix for queries, keys and values.
+
+    Rows of ``qkv_proj``: H heads of queries, K of keys, K of values.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv_proj = nn.Linear(config.hidden, rows, bias=config.attention_bias)
+        self.o_proj = nn.Linear(
+            config.num_heads * config.head_dim, config.hidden, bias=config.output_bias
+        )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Mix each token with those before it; ``mask`` replaces the causal one."""
+        batch, length, _ = x_BTD.shape
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = self.qkv_proj(x_BTD).view(batch, length, heads + 2 * kv_heads, self.head_dim)
+        if self.q_norm is None or self.k_norm is None:
+            q, k, v = rotate_split(qkv, cos, sin, heads, kv_heads)
+        else:
+            q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 2)
+            q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        out = attend(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            mask,
+            causal=mask is None and length > 1,
+        )
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return mixed

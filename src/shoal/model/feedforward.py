@@ -1,0 +1,76 @@
+"""Feed-forward layers: SwiGLU, dense and as a mixture of experts.
+
+Shapes: N tokens, D hidden, F ffn_hidden, E experts.
+
+Source: Shazeer, GLU Variants Improve Transformer, 2020; Jiang et al., Mixtral of
+Experts, 2024.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.model.config import ModelConfig
+
+__all__ = ["Experts", "SwiGLU"]
+
+
+def _gate(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))``; rows of ``gate_up_proj``: F of gate, F of up."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden, 2 * config.ffn_hidden, bias=config.ffn_bias)
+        self.down_proj = nn.Linear(config.ffn_hidden, config.hidden, bias=config.ffn_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Each token by itself."""
+        out: Tensor = self.down_proj(_gate(self.gate_up_proj(x_BTD)))
+        return out
+
+
+class Experts(nn.Module):
+    """SwiGLU experts, of which each token visits ``top_k``.
+
+    No token is dropped. Tokens are sorted by expert, so that every expert is two matrix
+    products; the sums are taken in a fixed order, so that a pass can be repeated exactly.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = config.num_experts, config.top_k
+        self.normalise = config.norm_topk_prob
+        self.router = nn.Linear(config.hidden, config.num_experts, bias=False)
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(config.num_experts, 2 * config.ffn_hidden, config.hidden)
+        )
+        self.down_proj = nn.Parameter(
+            torch.empty(config.num_experts, config.hidden, config.ffn_hidden)
+        )
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts, token by token."""
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        probability_NE = torch.softmax(self.router(x_ND).float(), -1)
+        weight_NK, expert_NK = torch.topk(probability_NE, self.top_k, dim=-1)
+        if self.normalise:
+            weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
+        expert = expert_NK.reshape(-1)
+        order = torch.argsort(expert, stable=True)
+        counts = torch.bincount(expert, minlength=self.num_experts).tolist()
+        token = order // self.top_k
+        outputs = [
+            F.linear(_gate(F.linear(rows, self.gate_up_proj[e])), self.down_proj[e])
+            for e, rows in enumerate(torch.split(x_ND[token], counts))
+            if counts[e]
+        ]
+        weighted = torch.cat(outputs) * weight_NK.reshape(-1, 1)[order].to(outputs[0].dtype)
+        out_ND = torch.zeros_like(x_ND).index_add(0, token, weighted.to(x_ND.dtype))
+        return out_ND.view_as(x_BTD)

@@ -1,0 +1,155 @@
+"""Text from a model: greedy, or sampled with temperature, top-k and top-p.
+
+Source of top-p: Holtzman et al., The Curious Case of Neural Text Degeneration, 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import ModelError, require
+from shoal.core.random import generator
+from shoal.model.attention import KVCache
+from shoal.model.transformer import Transformer
+
+__all__ = ["generate", "sample", "stream"]
+
+
+def sample(
+    logits_V: Tensor,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    uniform: float = 0.0,
+) -> int:
+    """Choose the next token.
+
+    Args:
+        logits_V: scores of all tokens.
+        temperature: 0 takes the best token.
+        top_k: only so many of the best tokens.
+        top_p: only the best tokens that together have this probability.
+        uniform: the random number in [0, 1) that decides.
+    """
+    if temperature == 0:
+        return int(logits_V.argmax())
+    scores, order = (logits_V.double() / temperature).sort(descending=True, stable=True)
+    if top_k is not None:
+        scores = scores[:top_k]
+    p = torch.softmax(scores, -1)
+    if top_p is not None:
+        p = p[: int((p.cumsum(-1) - p < top_p).sum())]
+    cumulative = p.cumsum(-1)
+    place = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+    return int(order[min(place, len(p) - 1)])
+
+
+def stream(
+    model: Transformer,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    eos: Sequence[int] | None = None,
+) -> Iterator[int]:
+    """Yield new tokens as they come; see :func:`generate`."""
+    config = model.config
+    eos = config.eos_ids if eos is None else eos
+    require(
+        len(prompt_ids) > 0,
+        "prompt",
+        list(prompt_ids),
+        expected="at least one token",
+        hint="begin with the token that begins a text",
+        error=ModelError,
+    )
+    for token in prompt_ids:
+        require(
+            0 <= token < config.vocab_size,
+            "prompt",
+            token,
+            expected=f"token ids below vocab_size = {config.vocab_size}",
+            hint="use the tokenizer that belongs to the model",
+            error=ModelError,
+        )
+    require(temperature >= 0, "temperature", temperature, expected="0 or more", error=ModelError)
+    require(top_k is None or top_k > 0, "top_k", top_k, expected="1 or more", error=ModelError)
+    require(top_p is None or 0 < top_p <= 1, "top_p", top_p, expected="(0, 1]", error=ModelError)
+    require(
+        len(prompt_ids) + max_new_tokens <= config.max_position,
+        "max_new_tokens",
+        max_new_tokens,
+        expected=f"at most {max(0, config.max_position - len(prompt_ids))} after a prompt of "
+        f"{len(prompt_ids)} tokens; max_position = {config.max_position}",
+        error=ModelError,
+    )
+    weight = model.embed.weight
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(weight.device.type):
+        dtype = torch.get_autocast_dtype(weight.device.type)
+    cache = KVCache(config, 1, len(prompt_ids) + max_new_tokens, dtype=dtype, device=weight.device)
+    tokens = list(prompt_ids)
+    for index in range(max_new_tokens):
+        with torch.no_grad():
+            fed = torch.tensor([tokens], dtype=torch.int64, device=weight.device)
+            hidden = model.hidden(fed, cache=cache)[0, -1]
+            logits = hidden @ model.output_weight.T.to(hidden.dtype)
+        uniform = 0.0
+        if temperature:
+            uniform = float(generator(seed, purpose="generate", step=index).random())
+        token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, uniform=uniform)
+        yield token
+        if token in eos:
+            return
+        tokens = [token]
+
+
+def generate(
+    model: Transformer,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    eos: Sequence[int] | None = None,
+) -> list[int]:
+    """Continue a prompt, with a cache of keys and values.
+
+    Args:
+        model: runs where its weights are.
+        prompt_ids: tokens to continue, at least one.
+        max_new_tokens: most tokens to add.
+        temperature: 0 takes the best token each time.
+        top_k: sample from so many of the best tokens.
+        top_p: sample from the best tokens that together have this probability.
+        seed: the same seed gives the same text.
+        eos: tokens that end the text; the model's own if not given. The ending token is
+            the last one returned.
+
+    Returns:
+        The new tokens.
+
+    Raises:
+        ModelError: an empty prompt, an unknown token, or more tokens than positions.
+    """
+    return list(
+        stream(
+            model,
+            prompt_ids,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            eos=eos,
+        )
+    )

@@ -1,0 +1,179 @@
+"""Rotary position embedding and its scalings.
+
+Shapes: B batch, T positions, N heads, C = head_dim / 2 pairs.
+
+Source: Su et al., RoFormer, 2021. Scalings: Chen et al., Position Interpolation,
+2023 (linear); NTK-aware interpolation, 2023 (dynamic); Peng et al., YaRN, 2023;
+Dubey et al., The Llama 3 Herd of Models, 2024 (llama3).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.model.config import ModelConfig, RopeScaling
+
+__all__ = ["frequencies", "rotate", "rotate_split", "tables"]
+
+
+def frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:
+    """Angle per position of every pair of dimensions.
+
+    Args:
+        config: the model.
+        length: tokens in the context so far, which dynamic scaling looks at.
+
+    Returns:
+        Frequencies [C] in fp32 on the CPU, and the factor on cosine and sine.
+    """
+    dim, base, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+    if scaling is not None and scaling.rope_type == "dynamic":
+        longest = max(length, config.max_position)
+        stretch = scaling.factor * longest / config.max_position - (scaling.factor - 1)
+        base = base * stretch ** (dim / (dim - 2))
+    wave = base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    freq_C = 1.0 / wave
+    if scaling is None or scaling.rope_type == "dynamic":
+        return freq_C, 1.0
+    if scaling.rope_type == "linear":
+        return freq_C / scaling.factor, 1.0
+    if scaling.rope_type == "llama3":
+        return _llama3(freq_C, scaling), 1.0
+    return _yarn(freq_C, wave, config, scaling)
+
+
+def _llama3(freq_C: Tensor, scaling: RopeScaling) -> Tensor:
+    original = scaling.original_max_position_embeddings or 0
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    length_C = 2 * math.pi / freq_C
+    blend = (original / length_C - low) / (high - low)
+    mixed = (1 - blend) * freq_C / scaling.factor + blend * freq_C
+    slow = torch.where(length_C > original / low, freq_C / scaling.factor, freq_C)
+    middle = (length_C >= original / high) & (length_C <= original / low)
+    return torch.where(middle, mixed, slow)
+
+
+def _yarn(
+    freq_C: Tensor, wave_C: Tensor, config: ModelConfig, scaling: RopeScaling
+) -> tuple[Tensor, float]:
+    dim, base, factor = config.head_dim, config.rope_theta, scaling.factor
+    original = scaling.original_max_position_embeddings or config.max_position
+
+    def border(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = border(scaling.beta_fast), border(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(
+        0, 1
+    )
+    mixed = 1.0 / (factor * wave_C) * ramp + freq_C * (1 - ramp)
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    scale = scaling.attention_factor
+    if scale is None:
+        if scaling.mscale and scaling.mscale_all_dim:
+            scale = mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+        else:
+            scale = mscale(1.0)
+    return mixed, scale
+
+
+def tables(
+    config: ModelConfig, start: int, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [T, 1, C] of positions ``start .. start + length``.
+
+    They are made anew in every pass, in fp32: it takes microseconds, leaves nothing to
+    save or to move between devices, and is right under every dtype.
+    """
+    freq_C, scale = frequencies(config, start + length)
+    position_T = torch.arange(start, start + length, dtype=torch.float32, device=device)
+    angle_TC = torch.outer(position_T, freq_C.to(device))
+    cos, sin = angle_TC.cos() * scale, angle_TC.sin() * scale
+    return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
+
+
+def rotate(x_BTNd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn every pair (first half, second half) of each head by its angle."""
+    first, second = x_BTNd.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _rotate_into(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: float) -> None:
+    first, second = x.chunk(2, -1)
+    out_first, out_second = out.chunk(2, -1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
+
+
+class _RotateSplit(torch.autograd.Function):
+    """Rotation of queries and keys and the split into three, in one buffer each way.
+
+    Autograd's own split, rotation and concatenation pass over the memory twice as often.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_BTNd: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        turned = num_heads + num_kv_heads
+        out = torch.empty_like(qkv_BTNd[:, :, :turned])
+        _rotate_into(qkv_BTNd[:, :, :turned], cos, sin, out, 1.0)
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = (num_heads, num_kv_heads)
+        # The values are a view: marked so, autograd would refuse; hence the alias.
+        return (
+            out[:, :, :num_heads],
+            out[:, :, num_heads:],
+            qkv_BTNd[:, :, turned:].clone(),
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> tuple[Tensor, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        num_heads, num_kv_heads = ctx.heads
+        turned = num_heads + num_kv_heads
+        batch, length, _, dim = grad_q.shape
+        grad = grad_q.new_empty(batch, length, turned + num_kv_heads, dim)
+        _rotate_into(grad_q, cos, sin, grad[:, :, :num_heads], -1.0)
+        _rotate_into(grad_k, cos, sin, grad[:, :, num_heads:turned], -1.0)
+        grad[:, :, turned:] = grad_v
+        return grad, None, None, None, None
+
+
+def rotate_split(
+    qkv_BTNd: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the fused projection and rotate queries and keys.
+
+    Args:
+        qkv_BTNd: [B, T, H + 2K, head_dim], queries first, values last.
+        cos: [T, 1, C].
+        sin: [T, 1, C].
+        num_heads: H.
+        num_kv_heads: K.
+
+    Returns:
+        q [B, T, H, head_dim], k and v [B, T, K, head_dim].
+    """
+    if torch.compiler.is_compiling():
+        q, k, v = torch.split(qkv_BTNd, [num_heads, num_kv_heads, num_kv_heads], 2)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+    q, k, v = _RotateSplit.apply(  # type: ignore[no-untyped-call]
+        qkv_BTNd, cos, sin, num_heads, num_kv_heads
+    )
+    return q, k, v

@@ -1,0 +1,156 @@
+"""One decoder-only transformer for the families Llama, Qwen2, Qwen3 and Mixtral.
+
+It knows arithmetic and nothing of ranks, meters or files. Shapes: B batch, T
+positions, D hidden, V vocabulary.
+
+The residual stream has the dtype of the computation: under autocast the embedding is
+cast once, and no operator falls back to fp32 except statistics and softmax.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.core.errors import ModelError, require
+from shoal.model.attention import Attention, KVCache, document_mask
+from shoal.model.config import ModelConfig
+from shoal.model.feedforward import Experts, SwiGLU
+from shoal.model.loss import token_loss_sum
+from shoal.model.norm import RMSNorm
+from shoal.model.rope import tables
+
+__all__ = ["Block", "Transformer"]
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on the normalised stream and added to it."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden, config.rms_norm_eps)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = RMSNorm(config.hidden, config.rms_norm_eps)
+        self.mlp = Experts(config) if config.num_experts else SwiGLU(config)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """One step of the residual stream."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin, mask, cache)
+        out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return out
+
+
+class Transformer(nn.Module):
+    """The model. Weights are as PyTorch leaves them; see :func:`shoal.model.init.init_weights`.
+
+    Args:
+        config: what to build.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden, config.rms_norm_eps)
+        self.output = (
+            None if config.tied else nn.Linear(config.hidden, config.vocab_size, bias=False)
+        )
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output matrix [V, D]: the embedding where tied."""
+        return self.embed.weight if self.output is None else self.output.weight
+
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        *,
+        documents_BT: Tensor | None = None,
+        cache: KVCache | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Final normalised hidden states [B, T, D], in the dtype of the computation.
+
+        Args:
+            tokens_BT: token ids, int64.
+            documents_BT: number of the document each token is of; tokens of different
+                documents do not see each other.
+            cache: keys and values of the tokens before these; is moved on.
+            recompute: keep only the input of every block for the backward pass.
+
+        Raises:
+            ModelError: more positions than the model has, or documents with a cache.
+        """
+        config = self.config
+        length = tokens_BT.shape[1]
+        start = 0 if cache is None else cache.length
+        stretches = config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"
+        require(
+            start + length <= config.max_position or stretches,
+            "sequence length",
+            start + length,
+            expected=f"at most max_position = {config.max_position} of model {config.name}",
+            hint="use shorter sequences, or a model with rope scaling",
+            error=ModelError,
+        )
+        if cache is not None and documents_BT is not None:
+            raise ModelError("documents and a cache are given; a cache holds one document a row")
+        x_BTD = self.embed(tokens_BT)
+        device = x_BTD.device.type
+        if torch.is_autocast_enabled(device):
+            x_BTD = x_BTD.to(torch.get_autocast_dtype(device))
+        cos, sin = tables(config, start, length, x_BTD.device, x_BTD.dtype)
+        mask = None
+        if documents_BT is not None:
+            mask = document_mask(documents_BT, x_BTD.dtype)
+        elif start and length > 1:
+            mask = torch.full(
+                (length, start + length), float("-inf"), dtype=x_BTD.dtype, device=x_BTD.device
+            ).triu_(start + 1)
+        for block in self.blocks:
+            if recompute and torch.is_grad_enabled():
+                x_BTD = checkpoint(block, x_BTD, cos, sin, mask, use_reentrant=False)
+            else:
+                x_BTD = block(x_BTD, cos, sin, mask, cache)
+        if cache is not None:
+            cache.length += length
+        normed: Tensor = self.norm(x_BTD)
+        return normed
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        *,
+        documents_BT: Tensor | None = None,
+        cache: KVCache | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Logits [B, T, V] in the dtype of the computation; arguments as of :meth:`hidden`."""
+        hidden = self.hidden(tokens_BT, documents_BT=documents_BT, cache=cache, recompute=recompute)
+        return F.linear(hidden, self.output_weight)
+
+    def loss_sum(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        *,
+        documents_BT: Tensor | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Sum of the cross-entropies of ``targets_BT``, in nats and fp32, logits never kept.
+
+        Targets equal to -100 count nothing. With sharded weights, register this method as
+        a forward method, and keep the output matrix in the outermost group.
+        """
+        hidden = self.hidden(tokens_BT, documents_BT=documents_BT, recompute=recompute)
+        return token_loss_sum(hidden, self.output_weight, targets_BT)
