@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -72,10 +73,11 @@ def die_at(number: int) -> None:
 
 def at_every_call(root: Path) -> int:
     """Children that die at each call in turn; returns how many did."""
+    for step in (1, 2):
+        save(root / "before", step)
     for number in range(1, 10_000):
         place = root / str(number)
-        for step in (1, 2):
-            save(place, step)
+        shutil.copytree(root / "before", place)
         child = os.fork()
         if child == 0:
             die_at(number)
