@@ -138,9 +138,7 @@ def flops_by_op(shape: ModelShape, seq_len: int, *, training: bool = True) -> di
     factor = 3.0 if training else 1.0
     blocks = sum(x.flops_per_token for x in linears(shape) if x.name != "logits")
     # A token at position t attends to t + 1 keys: (seq_len + 1) / 2 on average.
-    attention = (
-        4.0 * shape.num_layers * shape.num_heads * shape.head_dim * ((seq_len + 1) / 2)
-    )
+    attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * ((seq_len + 1) / 2)
     logits = 2.0 * shape.vocab_size * shape.hidden
     return {
         "linear": factor * blocks,
@@ -204,9 +202,7 @@ def _block_bytes(shape: ModelShape, precision: str, tp: int) -> float:
     dense_ffn = inner * c * shape.ffn_hidden
     share = sparse / shape.num_layers
     experts = shape.top_k + shape.num_shared_experts
-    sparse_ffn = (
-        experts * (inner * c * shape.expert_hidden + 2 * c * D) + 4.0 * shape.num_experts
-    )
+    sparse_ffn = experts * (inner * c * shape.expert_hidden + 2 * c * D) + 4.0 * shape.num_experts
     ffn = (1 - share) * dense_ffn + share * sparse_ffn
     return whole + (attention + ffn) / tp
 

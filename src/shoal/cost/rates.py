@@ -1,0 +1,241 @@
+"""What one rank gets of a machine: its rates, its links, its share of a shared host.
+
+A GPU is one rank's own. The ranks of a CPU host share its cores, its memory bandwidth
+and its memory. Rates that a probe measured at several sizes are interpolated on the
+logarithm of the size; without such measurements the device's single numbers serve.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shoal.core.errors import MachineError
+from shoal.ir import Link, Machine, Measurement, Parallel
+
+__all__ = ["Curve", "Rates", "data_link", "ranks_per_host", "tensor_link"]
+
+# Share of a level's plain bandwidth that a framework's elementwise operator reaches when
+# nobody measured it: it allocates its result, and it cannot prefetch across operators.
+STREAM_SHARE = {"cpu": 0.5, "gpu": 0.8}
+# On a CPU, a product whose operands must be repacked (transposed bf16) runs at half rate.
+REPACKED = {"bf16": 0.5}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A measured rate over size, interpolated on log size and flat outside."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def __call__(self, size: float) -> float:
+        """The rate at ``size``."""
+        points = self.points
+        if size <= points[0][0]:
+            return points[0][1]
+        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+            if size <= x1:
+                share = math.log(size / x0) / math.log(x1 / x0)
+                return math.exp((1 - share) * math.log(y0) + share * math.log(y1))
+        return points[-1][1]
+
+    def scaled(self, factor: float) -> Curve:
+        """Every rate times ``factor``."""
+        return Curve(tuple((x, y * factor) for x, y in self.points))
+
+
+def ranks_per_host(machine: Machine, parallel: Parallel) -> int:
+    """Ranks that share one host, filled evenly."""
+    return max(1, math.ceil(parallel.world / machine.nodes))
+
+
+def _threads_of(measurement: Measurement) -> int | None:
+    found = re.search(r"threads?\s*[=:]?\s*(\d+)|(\d+)\s*threads?", measurement.note)
+    return int(found.group(1) or found.group(2)) if found else None
+
+
+def _curve(measurements: Iterable[Measurement], threads: int | None) -> Curve | None:
+    points = sorted(
+        {m.at: m.median for m in measurements if m.at and _threads_of(m) == threads}.items()
+    )
+    return Curve(tuple(points)) if points else None
+
+
+def _tokens(text: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", text.lower()))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of one rank.
+
+    Args:
+        machine: the machine.
+        parallel: the ranks.
+        threads: threads of one rank; 0 shares the cores among the ranks of a host.
+    """
+
+    machine: Machine
+    parallel: Parallel
+    threads: int = 0
+
+    @property
+    def cores(self) -> int:
+        """Cores of a host, 1 for a GPU."""
+        return (self.machine.device.num_cores or 1) if self.is_cpu else 1
+
+    @property
+    def is_cpu(self) -> bool:
+        """The ranks of a host share one CPU."""
+        return self.machine.device.kind == "cpu"
+
+    @property
+    def used(self) -> int:
+        """Threads that one rank computes with."""
+        if not self.is_cpu:
+            return 1
+        wanted = self.threads or max(1, self.cores // ranks_per_host(self.machine, self.parallel))
+        return min(wanted, self.cores)
+
+    @property
+    def sharing(self) -> float:
+        """Ranks that compete for one host's memory bandwidth, as a divisor of its whole."""
+        return float(ranks_per_host(self.machine, self.parallel)) if self.is_cpu else 1.0
+
+    @property
+    def crowding(self) -> float:
+        """How many threads want each core, at least 1."""
+        if not self.is_cpu:
+            return 1.0
+        return max(1.0, self.used * self.sharing / self.cores)
+
+    def _measured(self, probe: str, *words: str) -> list[Measurement]:
+        wanted = set(words)
+        return [
+            m
+            for m in self.machine.measurements
+            if m.probe == probe and m.plausible and wanted <= _tokens(f"{m.quantity} {m.note}")
+        ]
+
+    def matmul_curve(self, dtype: str) -> Curve:
+        """FLOP/s of this rank's matrix products over the edge of an equal cube.
+
+        Raises:
+            MachineError: the machine has no rate for this type, nor for fp32.
+        """
+        device = self.machine.device
+        measured = self._measured("matmul", dtype)
+        if self.is_cpu:
+            many = _curve(measured, self.cores) or _curve(measured, None)
+            one = _curve(measured, 1) or (many if self.cores == 1 else None)
+            curve = self._between(one, many)
+            if curve is not None:
+                return curve.scaled(1 / self.crowding)
+            whole, single = device.matmul_flops.get(dtype), device.matmul_flops_1core.get(dtype)
+            if single is None and whole is not None:
+                single = whole / self.cores
+            if single is not None:
+                rate = min(single * self.used, whole or math.inf)
+                return Curve(((1.0, rate / self.crowding),))
+        else:
+            curve = _curve(measured, None)
+            rate_or_none = device.matmul_flops.get(dtype) or device.peak_flops.get(dtype)
+            if curve is not None:
+                return curve
+            if rate_or_none is not None:
+                # A declared rate is that of large products; small ones fill few tiles.
+                return Curve(((256.0, 0.1 * rate_or_none), (2048.0, rate_or_none)))
+        if dtype != "fp32":
+            return self.matmul_curve("fp32")
+        raise MachineError(
+            f"machine {self.machine.name}: device.matmul_flops has no rate for fp32 or bf16; "
+            "probe the machine, or add the rate in FLOP/s"
+        )
+
+    def _between(self, one: Curve | None, many: Curve | None) -> Curve | None:
+        """The curve for this rank's threads from those of one thread and of all."""
+        if one is None and many is None:
+            return None
+        if many is None or (one is not None and self.used == 1):
+            assert one is not None
+            return one.scaled(float(self.used))
+        if self.used >= self.cores:
+            return many
+        if one is None:
+            return many.scaled(self.used / self.cores)
+        share = (self.used - 1) / (self.cores - 1)
+        return Curve(tuple((x, one(x) ** (1 - share) * many(x) ** share) for x, _ in many.points))
+
+    def stream_curve(self) -> Curve:
+        """Byte/s of this rank's elementwise operators over the bytes that one touches."""
+        measured = [
+            m
+            for m in self.machine.measurements
+            if m.probe == "framework" and m.quantity == "elementwise_bandwidth" and m.plausible
+        ]
+        if self.is_cpu:
+            many = _curve(measured, self.cores) or _curve(measured, None)
+            one = _curve(measured, 1) or (many if self.cores == 1 else None)
+            curve = self._between(one, many)
+            if curve is not None:
+                if many is not None and self.sharing > 1:
+                    # All ranks stream at once: together no faster than all cores were.
+                    points = tuple(
+                        (x, min(y, many(x) / self.sharing * max(1.0, self._slack(one, many, x))))
+                        for x, y in curve.points
+                    )
+                    return Curve(points)
+                return curve
+            return self._tier_curve()
+        curve = _curve(measured, None)
+        return curve or self._tier_curve()
+
+    def _slack(self, one: Curve | None, many: Curve, size: float) -> float:
+        """Private caches scale even where one operator's threads do not."""
+        if one is None or size > 2**22:
+            return 1.0
+        return one(size) * self.cores / many(size)
+
+    def _tier_curve(self) -> Curve:
+        device = self.machine.device
+        share = STREAM_SHARE[device.kind]
+        part = self.used / self.cores / self.crowding if self.is_cpu else 1.0
+        points = []
+        for tier in device.memory:
+            if tier.read_bandwidth is None or tier.name in ("disk", "l1d"):
+                continue
+            both = 2 / (1 / tier.read_bandwidth + 1 / (tier.write_bandwidth or tier.read_bandwidth))
+            points.append((float(tier.capacity_bytes), share * part * both))
+        if not points:
+            raise MachineError(
+                f"machine {self.machine.name}: no memory level has a read_bandwidth; "
+                "probe the machine, or add device.memory[].read_bandwidth in byte/s"
+            )
+        return Curve(tuple(sorted(points)))
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Memory that one rank may use."""
+        return self.machine.device.main_memory.capacity_bytes / self.sharing
+
+
+def tensor_link(machine: Machine, parallel: Parallel) -> Link | None:
+    """The link that tensor-parallel ranks, which are neighbours, exchange over."""
+    return _link(machine, parallel.tp)
+
+
+def data_link(machine: Machine, parallel: Parallel) -> Link | None:
+    """The slowest link between data-parallel ranks, which stand ``tp`` apart."""
+    return _link(machine, parallel.tp * parallel.dp)
+
+
+def _link(machine: Machine, span: int) -> Link | None:
+    if machine.device.kind == "cpu":
+        if span <= ranks_per_host(machine, Parallel(dp=span)) and machine.nodes == 1:
+            return machine.link("loopback") or machine.link("device")
+        return machine.link("node") or machine.link("loopback")
+    if span > machine.devices_per_node:
+        return machine.link("node") or machine.link("device")
+    return machine.link("device") or machine.link("node")

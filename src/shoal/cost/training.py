@@ -1,0 +1,375 @@
+"""What one training step costs: a roofline, operator by operator.
+
+A matrix product takes its FLOP over the measured rate at its size, or its bytes over the
+bandwidth, whichever is longer; every other operator takes its bytes over the bandwidth
+that elementwise operators reach; each operator costs its launch. Collectives follow the
+ring formulas. The parts that a job chooses (optimizer, shard) add their own estimates.
+
+Sources: Williams et al., Roofline, 2009; Narayanan et al., Megatron-LM, 2021 (pipeline
+bubble, tensor-parallel traffic); Rajbhandari et al., ZeRO, 2020 (what is divided);
+Korthikanti et al., 2022 (activations).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import table
+from shoal.cost.arithmetic import (
+    activation_bytes,
+    flops_per_token,
+    logits_bytes,
+    parameters,
+)
+from shoal.cost.collectives import all_reduce_s, send_s
+from shoal.cost.ops import Op, Style, ledger, stage_share
+from shoal.cost.rates import REPACKED, Curve, Rates, data_link, tensor_link
+from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
+
+__all__ = ["estimate", "microbatch_of", "steps_of"]
+
+# FLOP/s of a fused attention kernel on a GPU as a share of its matrix products' rate,
+# forward and backward (Dao, FlashAttention-2, 2023, figures 5 and 6: 50 to 73 %).
+GPU_ATTENTION = (0.65, 0.55)
+# Share of the backward pass behind which a GPU hides the gradients' collectives.
+OVERLAP = 0.8
+# What a rank's process holds before the model: framework, libraries, allocator.
+RUNTIME_BYTES = {"cpu": 0.35e9, "gpu": 1.5e9}
+# What the allocator keeps beyond the tensors (fragmentation, blocks waiting for reuse).
+ALLOCATOR_SLACK = 0.08
+
+
+def microbatch_of(job: TrainJob) -> int:
+    """Sequences of one forward pass on one rank; all of a rank's if the job does not say."""
+    return job.microbatch or job.global_batch // job.parallel.dp
+
+
+def steps_of(job: TrainJob) -> int | None:
+    """Optimizer steps, if the job names them or its tokens."""
+    if job.steps is not None:
+        return job.steps
+    if job.tokens is not None:
+        return max(1, math.ceil(job.tokens / (job.global_batch * job.seq_len)))
+    return None
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of one micro-batch on one rank, one direction."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    calls: float = 0.0
+
+    @property
+    def device(self) -> float:
+        return self.matmul + self.attention + self.memory
+
+    def __add__(self, other: _Pass) -> _Pass:
+        return _Pass(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.memory + other.memory,
+            self.calls + other.calls,
+        )
+
+
+def _style(job: TrainJob, rates: Rates) -> Style:
+    if job.compile:
+        return "fused"
+    return "cpu" if rates.is_cpu else "gpu"
+
+
+def _one(op: Op, backward: bool, matmul: Curve, stream: Curve, precision: str, cpu: bool) -> _Pass:
+    """Seconds of one entry of the ledger in one direction."""
+    calls = op.count * (op.backward_calls if backward else op.forward_calls)
+    traffic = op.backward_bytes if backward else op.forward_bytes
+    if op.kind == "memory":
+        seconds = traffic / stream(max(1.0, op.size_bytes))
+        return _Pass(memory=op.count * seconds, calls=calls)
+    if op.kind == "attention":
+        flops = op.backward_flops if backward else op.forward_flops
+        share = 1.0 if cpu else GPU_ATTENTION[1 if backward else 0]
+        seconds = flops / (share * matmul(2048.0)) + traffic / stream(op.size_bytes)
+        return _Pass(attention=op.count * seconds, calls=calls)
+    width = 2.0 if precision == "bf16" else 4.0
+    flops = 2.0 * op.M * op.N * op.K
+    touched = width * (op.M * op.K + op.N * op.K + op.M * op.N)
+    edge = (op.M * op.N * op.K) ** (1 / 3)
+    floor = touched / stream(max(1.0, touched))
+    if not backward:
+        return _Pass(matmul=op.count * max(flops / matmul(edge), floor), calls=calls)
+    repacked = REPACKED.get(precision, 1.0) if cpu else 1.0
+    # The gradients of the input and of the weight; the latter multiplies a transpose.
+    seconds = max(flops / matmul(edge), floor) + max(flops / (repacked * matmul(edge)), floor)
+    return _Pass(matmul=op.count * seconds, calls=calls)
+
+
+def estimate(work: Work, machine: Machine) -> Estimate:
+    """Time, memory and traffic of one step of ``work`` on one rank of ``machine``.
+
+    Allocates nothing that grows with the model and needs no torch.
+
+    Raises:
+        PlanError: more ranks than the machine's nodes can hold, or a shape that the
+            degrees of parallelism do not divide.
+        MachineError: the machine lacks a rate that is needed.
+        ConfigError: an option of a part is wrong.
+    """
+    job, shape, machine_ranks = work.job, work.shape, work.job.parallel.world
+    _check(work, machine)
+    rates = Rates(machine, job.parallel, job.threads)
+    dp, tp, pp = job.parallel.dp, job.parallel.tp, job.parallel.pp
+    microbatch = microbatch_of(job)
+    passes = max(1, job.global_batch // dp // microbatch)
+    style = _style(job, rates)
+    matmul, stream = rates.matmul_curve(job.precision), rates.stream_curve()
+
+    ops = ledger(
+        shape,
+        seq_len=job.seq_len,
+        microbatch=microbatch,
+        precision=job.precision,
+        style=style,
+        tp=tp,
+        pp=pp,
+    )
+    forward, backward = _Pass(), _Pass()
+    for op in ops:
+        once = _one(op, False, matmul, stream, job.precision, rates.is_cpu)
+        forward += once
+        backward += _one(op, True, matmul, stream, job.precision, rates.is_cpu)
+        if job.recompute == "full" and op.recomputed:
+            backward += once
+    both = forward + backward
+    launch = both.calls * machine.device.op_overhead_s * rates.crowding
+    # A GPU is told what to do while it works; only what it does not hide counts.
+    overhead = launch if rates.is_cpu else max(0.0, launch - both.device)
+
+    wire: dict[str, float] = {}
+    tensor_s = _tensor_parallel(work, machine, microbatch, wire)
+    pipe_s = _pipeline(work, machine, microbatch, wire)
+    slot = both.device + overhead + tensor_s + pipe_s
+    bubble = (pp - 1) * slot
+
+    optimizer = table("optimizer").build(job.optimizer, where="optimizer")
+    shard = table("shard").build(job.shard, where="shard")
+    divides: frozenset[str] = shard.divides
+    own = optimizer.estimate(work, machine)
+    share = stage_share(shape, pp) / tp
+    held = share / dp if "optimizer" in divides else share
+    update = own.terms_s.get("optimizer", 0.0) * held
+    if rates.is_cpu:
+        update *= rates.sharing
+    local = parameters(shape) * share
+    # Zero the gradients, take their norm, scale them.
+    update += 16.0 * local * (1 / dp if "gradients" in divides else 1) / stream(4.0 * local)
+    collective = _data_parallel(work, machine, shard, wire)
+    if not rates.is_cpu:
+        collective = max(collective - OVERLAP * backward.device * passes, 0.05 * collective)
+
+    terms = {
+        "matmul": both.matmul * passes,
+        "attention": both.attention * passes,
+        "memory": both.memory * passes,
+        "overhead": overhead * passes,
+        "optimizer": update,
+        "collective": collective + (tensor_s + pipe_s) * passes,
+        "bubble": bubble,
+    }
+    step = sum(terms.values())
+    tokens = float(job.global_batch * job.seq_len)
+    spread = _spread(machine, terms, step)
+    interval = Interval.around(step, spread)
+    total = _total(job, interval, forward, both)
+    memory = _memory(work, rates, own.memory_bytes.get("optimizer", 0.0), divides, microbatch)
+    return Estimate(
+        step_s=interval,
+        terms_s=terms,
+        memory_bytes=memory,
+        wire_bytes=wire,
+        flops=flops_per_token(shape, job.seq_len) * tokens,
+        tokens=tokens,
+        total_s=total,
+        energy_j=_energy(machine, machine_ranks, total),
+        usd=_price(machine, machine_ranks, total),
+        bound=_bound(terms),
+    )
+
+
+def _check(work: Work, machine: Machine) -> None:
+    job, shape = work.job, work.shape
+    tp, pp = job.parallel.tp, job.parallel.pp
+    if machine.device.kind == "gpu":
+        require(
+            job.parallel.world <= machine.num_devices,
+            "parallel",
+            f"dp={job.parallel.dp} tp={tp} pp={pp}",
+            expected=f"at most {machine.num_devices} ranks, one for each device of {machine.name}",
+            error=PlanError,
+        )
+    require(
+        shape.num_heads % tp == 0
+        and (shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0),
+        "parallel.tp",
+        tp,
+        expected=f"a divisor of {shape.num_heads} heads and of {shape.num_kv_heads} key/value heads",
+        error=PlanError,
+    )
+    require(
+        pp <= shape.num_layers,
+        "parallel.pp",
+        pp,
+        expected=f"at most {shape.num_layers}, the number of blocks",
+        error=PlanError,
+    )
+
+
+def _tensor_parallel(
+    work: Work, machine: Machine, microbatch: int, wire: dict[str, float]
+) -> float:
+    """Seconds of one micro-batch's all-reduces: two a block forward, two backward."""
+    job, shape, tp = work.job, work.shape, work.job.parallel.tp
+    if tp == 1:
+        return 0.0
+    link = tensor_link(machine, job.parallel)
+    size = microbatch * job.seq_len * shape.hidden * (2.0 if job.precision == "bf16" else 4.0)
+    layers = stage_share(shape, job.parallel.pp) * shape.num_layers
+    number = layers * (6 if job.recompute == "full" else 4) + 2
+    passes = max(1, job.global_batch // job.parallel.dp // microbatch)
+    if link is not None:
+        sent = number * 2 * size * (tp - 1) / tp * passes
+        wire[link.scope] = wire.get(link.scope, 0.0) + sent
+    return number * all_reduce_s(size, tp, link)
+
+
+def _pipeline(work: Work, machine: Machine, microbatch: int, wire: dict[str, float]) -> float:
+    """Seconds in which one micro-batch crosses to the next stage and its gradient comes back."""
+    job, pp = work.job, work.job.parallel.pp
+    if pp == 1:
+        return 0.0
+    link = data_link(machine, job.parallel.model_copy(update={"dp": job.parallel.dp * pp}))
+    size = microbatch * job.seq_len * work.shape.hidden * 4.0 / job.parallel.tp
+    passes = max(1, job.global_batch // job.parallel.dp // microbatch)
+    if link is not None:
+        wire[link.scope] = wire.get(link.scope, 0.0) + 2 * size * passes
+    return 2 * send_s(size, link)
+
+
+def _data_parallel(work: Work, machine: Machine, shard: object, wire: dict[str, float]) -> float:
+    """Seconds of the gradients' and weights' collectives, as the shard part says."""
+    if work.job.parallel.dp == 1:
+        return 0.0
+    own: Estimate = shard.estimate(work, machine)  # type: ignore[attr-defined]
+    link = data_link(machine, work.job.parallel)
+    sent = sum(own.wire_bytes.values())
+    scope = link.scope if link is not None else next(iter(own.wire_bytes), "loopback")
+    wire[scope] = wire.get(scope, 0.0) + sent
+    # The part does not know where the other axes put its ranks; the slower link counts.
+    floor = sent / link.bandwidth if link is not None else 0.0
+    return max(own.terms_s.get("collective", 0.0), floor)
+
+
+def _memory(
+    work: Work,
+    rates: Rates,
+    optimizer: float,
+    divides: frozenset[str],
+    microbatch: int,
+) -> dict[str, float]:
+    """Bytes of one rank, by cause."""
+    job, shape = work.job, work.shape
+    dp, tp, pp = job.parallel.dp, job.parallel.tp, job.parallel.pp
+    share = stage_share(shape, pp) / tp
+    local = parameters(shape) * share
+    block = local / max(1.0, stage_share(shape, pp) * shape.num_layers)
+    weights = 4.0 * local
+    if "weights" in divides:
+        # Two blocks are whole at a time: the one at work and the next.
+        weights = weights / dp + 2 * 4.0 * block
+    if job.precision == "bf16":
+        weights += 2.0 * (2 * block if "weights" in divides else local)
+    gradients = 4.0 * local
+    if "gradients" in divides:
+        gradients = gradients / dp + 4.0 * block
+    layers = math.ceil(stage_share(shape, pp) * shape.num_layers)
+    kept = activation_bytes(
+        shape,
+        job.seq_len,
+        microbatch,
+        precision=job.precision,
+        recompute=job.recompute,
+        tp=tp,
+        layers=layers,
+    )
+    passes = max(1, job.global_batch // dp // microbatch)
+    # 1F1B: the first stage holds one micro-batch for each stage in flight.
+    kept *= min(pp, passes)
+    logits = logits_bytes(shape, job.seq_len, microbatch, precision=job.precision, tp=tp)
+    tensors = {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer * share / (dp if "optimizer" in divides else 1),
+        "activations": kept,
+        "logits": logits,
+    }
+    runtime = RUNTIME_BYTES[rates.machine.device.kind]
+    return {**tensors, "runtime": runtime + ALLOCATOR_SLACK * sum(tensors.values())}
+
+
+def _spread(machine: Machine, terms: Mapping[str, float], step: float) -> float:
+    """Half-width of the 90 % interval, as a share: the model's own error and the machine's noise."""
+    own = 0.3 if machine.provenance == "declared" else 0.2
+    # Collectives depend on what else is on the network, and on how ranks drift apart.
+    wire = 0.3 * terms["collective"] / step if step else 0.0
+    return math.sqrt(own**2 + wire**2 + (2 * (machine.noise or 0.0)) ** 2)
+
+
+def _total(job: TrainJob, step: Interval, forward: _Pass, both: _Pass) -> Interval | None:
+    """Seconds of all steps and of the evaluations between them."""
+    steps = steps_of(job)
+    if steps is None:
+        return None
+    rounds = (steps // job.evaluation.every if job.evaluation.every else 0) + 1
+    tokens = float(job.global_batch * job.seq_len)
+    ahead = forward.device / both.device if both.device else 0.3
+    share = ahead * job.evaluation.tokens / tokens
+    return step.scaled(steps + rounds * share)
+
+
+def _energy(machine: Machine, ranks: int, total: Interval | None) -> Interval | None:
+    watts = machine.device.power_watts
+    if watts is None or total is None:
+        return None
+    devices, nodes = _occupied(machine, ranks)
+    return total.scaled(watts * devices + machine.overhead_watts * nodes)
+
+
+def _price(machine: Machine, ranks: int, total: Interval | None) -> Interval | None:
+    if machine.usd_per_device_hour is None or total is None:
+        return None
+    devices, _ = _occupied(machine, ranks)
+    return total.scaled(machine.usd_per_device_hour * devices / 3600.0)
+
+
+def _occupied(machine: Machine, ranks: int) -> tuple[int, int]:
+    """Devices and nodes that ``ranks`` occupy."""
+    if machine.device.kind == "cpu":
+        nodes = min(machine.nodes, ranks)
+        return nodes * machine.devices_per_node, nodes
+    return ranks, math.ceil(ranks / machine.devices_per_node)
+
+
+def _bound(terms: Mapping[str, float]) -> str:
+    groups = {
+        "compute": terms["matmul"] + terms["attention"],
+        "memory": terms["memory"] + terms["optimizer"],
+        "network": terms["collective"],
+        "bubble": terms["bubble"],
+        "overhead": terms["overhead"],
+    }
+    return max(groups, key=lambda name: groups[name])
