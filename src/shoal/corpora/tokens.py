@@ -366,7 +366,7 @@ def _build(
         text_json = tokenizer.to_str(pretty=True)
         write_atomic(directory / "tokenizer.json", text_json, error=DataError)
         splits = {
-            name: stack.enter_context(_SplitWriter(directory, name, dtype, shard_tokens))
+            name: _SplitWriter(directory, name, dtype, shard_tokens, stack)
             for name in ("train", "heldout")
         }
         text = stack.enter_context(_HashedFile(directory / "heldout.text.bin"))
@@ -448,30 +448,29 @@ class _HashedFile:
 
 
 class _SplitWriter:
-    """Appends documents to the files of one split."""
+    """Appends documents to the files of one split; ``stack`` closes them in any case."""
 
-    def __init__(self, directory: Path, name: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        dtype: np.dtype[Any],
+        shard_tokens: int,
+        stack: contextlib.ExitStack,
+    ) -> None:
         self._directory = directory
         self._name = name
-        self._item = dtype.itemsize
         self._shard_tokens = shard_tokens
+        self._stack = stack
         self._shards: list[StoredFile] = []
         self._shard: _HashedFile | None = None
         self._room = 0
         self._tokens = 0
         self._documents = 0
         self._text_bytes = 0
-        self._offsets = _HashedFile(directory / f"{name}.offsets.bin")
-        self._sizes = _HashedFile(directory / f"{name}.bytes.bin")
+        self._offsets = stack.enter_context(_HashedFile(directory / f"{name}.offsets.bin"))
+        self._sizes = stack.enter_context(_HashedFile(directory / f"{name}.bytes.bin"))
         self._offsets.write(_int64(0))
-
-    def __enter__(self) -> _SplitWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in (self._offsets, self._sizes, self._shard):
-            if file is not None:
-                file.close()
 
     def add(self, tokens: np.ndarray, text_bytes: int) -> None:
         """Append one document of so many UTF-8 bytes."""
@@ -483,7 +482,7 @@ class _SplitWriter:
         while len(tokens):
             if self._shard is None:
                 name = f"{self._name}-{len(self._shards):05d}.bin"
-                self._shard = _HashedFile(self._directory / name)
+                self._shard = self._stack.enter_context(_HashedFile(self._directory / name))
                 self._room = self._shard_tokens
             self._shard.write(tokens[: self._room].tobytes())
             taken = min(self._room, len(tokens))
