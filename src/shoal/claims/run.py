@@ -103,7 +103,7 @@ def run(
         quick=quick,
         wait_quiet_s=wait_quiet_s,
     )
-    from shoal.machine import fingerprint, versions
+    from shoal.machine.fingerprint import fingerprint, versions
 
     commit, dirty = _commit()
     record = sealed(

@@ -1,0 +1,195 @@
+"""Verdicts follow from samples and thresholds alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.claims.judge import judge, measure
+from shoal.claims.protocols import Attempt, Metric, Paired, Samples
+from shoal.core.errors import ConfigError
+
+
+def metric(**changes: Any) -> Metric:
+    given: dict[str, Any] = {
+        "name": "gain",
+        "unit": "x",
+        "statistic": "ratio",
+        "comparison": ">=",
+        "threshold": 2.0,
+        "baseline": "plain",
+        "evidence": "mechanism",
+    }
+    return Metric(**{**given, **changes})
+
+
+def samples(method: list[float], baseline: list[float] | None = None, **more: Any) -> Samples:
+    return Samples(metrics={"gain": Paired(method=method, baseline=baseline or [])}, **more)
+
+
+GOOD = samples([2.0, 2.2, 2.1], [1.0, 1.0, 1.0])
+AA = samples([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("statistic", "expected"),
+    [
+        ("ratio", 2.0),
+        ("speedup", 0.5),
+        ("difference", 4.0),
+        ("relative_error", 1.0),
+        ("value", 8.0),
+        ("mean", 22 / 3),
+        ("max", 10.0),
+        ("min", 4.0),
+    ],
+)
+def test_statistics_by_hand(statistic: Any, expected: float) -> None:
+    paired = Paired(method=(4.0, 8.0, 10.0), baseline=(2.0, 4.0, 2.0))
+    found = measure(metric(statistic=statistic), paired)
+    assert found.value == pytest.approx(expected)
+    assert found.low <= found.value <= found.high
+
+
+@pytest.mark.parametrize(
+    ("evidence", "status"),
+    [
+        ("same_regime", "works"),
+        ("mechanism", "works"),
+        ("simulated", "modelled"),
+        ("arithmetic", "modelled"),
+    ],
+)
+def test_status_follows_the_grade(evidence: Any, status: str) -> None:
+    verdict = judge([metric(evidence=evidence)], GOOD, aa=AA)
+    assert (verdict.status, verdict.evidence) == (status, evidence)
+
+
+def test_evidence_is_the_weakest_that_was_run() -> None:
+    metrics = [
+        metric(name="a", evidence="same_regime"),
+        metric(name="b", evidence="mechanism"),
+        metric(name="c", evidence="arithmetic"),
+    ]
+    pairs = Paired(method=(3.0,), baseline=(1.0,))
+    verdict = judge(
+        metrics,
+        Samples(metrics={"a": pairs, "b": pairs, "c": pairs}),
+        aa=Samples(metrics={"a": Paired(method=(1.0,), baseline=(1.0,))}),
+    )
+    assert (verdict.status, verdict.evidence) == ("works", "mechanism")
+
+
+def test_falls_short_says_what_it_owes() -> None:
+    short = samples([1.5, 1.4, 1.6], [1.0, 1.0, 1.0])
+    verdict = judge([metric()], short, aa=AA)
+    assert verdict.status == "falls_short"
+    assert verdict.reason == "gain is 1.5, wanted >= 2 x"
+    assert len(verdict.missing) == 3
+    complete = judge(
+        [metric()],
+        samples([1.5], [1.0], bounds={"gain": 3.0}, profile="all of it in copying"),
+        aa=AA,
+        attempts=[Attempt(metric="gain", tried=word, value=1.2) for word in ("wide", "tall")],
+    )
+    assert complete.missing == ()
+    assert complete.metrics[0].share_of_bound == pytest.approx(0.5)
+
+
+def test_wide_timing_is_noisy_never_a_pass() -> None:
+    wide = samples([2.0, 9.0, 4.0, 2.5], [1.0] * 4)
+    timing = metric(timing=True)
+    assert judge([timing], wide, aa=AA).status == "noisy"
+    assert judge([metric()], wide, aa=AA).status == "works"
+    # A sure failure of another metric is told, noise or not.
+    both = Samples(
+        metrics={**wide.metrics, "count": Paired(method=(1.0,), baseline=(1.0,))},
+    )
+    assert judge([timing, metric(name="count")], both, aa=AA).status == "falls_short"
+
+
+def test_void_when_the_baseline_passes_too() -> None:
+    verdict = judge([metric()], GOOD, aa=GOOD)
+    assert verdict.status == "skipped"
+    assert "void" in verdict.reason
+    assert judge([metric()], GOOD, aa=None).status == "skipped"
+    assert judge([metric()], GOOD, aa=Samples()).status == "skipped"
+
+
+def test_void_when_our_baseline_is_slower_than_its_peer() -> None:
+    peered = metric(peer="numpy", timing=True)
+    slow = GOOD.model_copy(update={"peers": {"gain": Paired(method=(0.8,), baseline=(1.0,))}})
+    fair = GOOD.model_copy(update={"peers": {"gain": Paired(method=(0.95,), baseline=(1.0,))}})
+    assert "0.80x numpy" in judge([peered], slow, aa=AA).reason
+    assert "not run beside numpy" in judge([peered], GOOD, aa=AA).reason
+    assert judge([peered], fair, aa=AA).status != "skipped"
+
+
+def test_skipped_metrics_are_told_and_the_rest_is_judged() -> None:
+    metrics = [metric(), metric(name="gpu", evidence="same_regime")]
+    some = GOOD.model_copy(update={"skipped": {"gpu": "no GPU"}})
+    verdict = judge(metrics, some, aa=AA)
+    assert (verdict.status, verdict.skipped) == ("works", {"gpu": "no GPU"})
+    none = judge([metrics[1]], Samples(skipped={"gpu": "no GPU"}), aa=None)
+    assert (none.status, none.reason) == ("skipped", "no GPU")
+
+
+def test_quick_judges_counts_only() -> None:
+    metrics = [metric(), metric(name="seconds", timing=True)]
+    assert judge(metrics, GOOD, aa=AA, quick=True).status == "works"
+    with pytest.raises(ConfigError, match="nothing of seconds"):
+        judge(metrics, GOOD, aa=AA)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Samples(), "nothing of gain"),
+        (Samples(metrics={"gian": Paired(method=(1.0,))}), "did you mean 'gain'"),
+        (samples([1.0]), "expected pairs"),
+        (samples([1.0], [0.0]), "no zero where samples divide"),
+    ],
+)
+def test_bad_samples(bad: Samples, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        judge([metric()], bad, aa=AA)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"comparison": "within"},
+        {"upper": 3.0},
+        {"comparison": "within", "upper": 1.0},
+        {"timing": True, "quick": True},
+    ],
+)
+def test_bad_metric(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="metric gain"):
+        metric(**changes)
+
+
+def test_uneven_pairs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="equally many"):
+        Paired(method=(1.0, 2.0), baseline=(1.0,))
+    with pytest.raises(ConfigError, match="at least one"):
+        Paired(method=())
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=20),
+    st.sampled_from([">=", "<="]),
+)
+def test_verdict_is_a_function_of_the_samples(pairs: list[tuple[float, float]], how: Any) -> None:
+    claimed = metric(comparison=how)
+    seen = samples([a for a, _ in pairs], [b for _, b in pairs])
+    first, second = (judge([claimed], seen, aa=AA) for _ in range(2))
+    assert first == second
+    one = first.metrics[0]
+    assert one.low <= one.value <= one.high
+    assert one.holds == claimed.holds(one.value)
+    assert math.isfinite(one.value)

@@ -1,0 +1,256 @@
+"""A whole claim: run, A/A run, results file, recheck, listing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from shoal.claims import catalogue as catalogue_module
+from shoal.claims import run as run_module
+from shoal.claims.catalogue import catalogue, counts, listing
+from shoal.claims.protocols import Attempt, Context, Experiment, Metric, Paired, Samples
+from shoal.claims.record import read, recheck
+from shoal.claims.run import run
+from shoal.core.errors import NoisyMachineError, StoreError, UnknownKeyError, UnknownPartError
+from shoal.core.parts import PartTable, part
+from shoal.core.random import generator
+
+
+@part
+class Sorting:
+    """Merge sort compares less often than insertion sort; counted, so quick and exact.
+
+    Args:
+        length: numbers to sort.
+        refuse: refuse to run.
+    """
+
+    length: int = 64
+    refuse: bool = False
+
+    rows: ClassVar[tuple[int, ...]] = (48,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="comparisons",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.5,
+            baseline="insertion sort",
+            evidence="same_regime",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def refuses(self, context: Context) -> str | None:
+        """Refuse when told to."""
+        return "told to refuse" if self.refuse else None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Count comparisons of a few random lists."""
+        assert context.work_dir.is_dir()
+        rounds = 3 if quick else 9
+        baseline = context.remember("insertion", lambda: self._counts(rounds, insertion))
+        method = self._counts(rounds, insertion if as_baseline else merge)
+        context.progress("sorting", 1.0)
+        return Samples(metrics={"comparisons": Paired(method=method, baseline=baseline)})
+
+    def _counts(self, rounds: int, sort: Any) -> list[float]:
+        lists = [generator(0, index=n).permutation(self.length) for n in range(rounds)]
+        return [float(sort(list(numbers))[1]) for numbers in lists]
+
+
+def merge(numbers: list[int]) -> tuple[list[int], int]:
+    if len(numbers) < 2:
+        return numbers, 0
+    half = len(numbers) // 2
+    (left, a), (right, b) = merge(numbers[:half]), merge(numbers[half:])
+    out, count = [], a + b
+    while left and right:
+        count += 1
+        out.append((left if left[0] < right[0] else right).pop(0))
+    return out + left + right, count
+
+
+def insertion(numbers: list[int]) -> tuple[list[int], int]:
+    out, count = [], 0
+    for number in numbers:
+        place = len(out)
+        while place:
+            count += 1
+            if out[place - 1] < number:
+                break
+            place -= 1
+        out.insert(place, number)
+    return out, count
+
+
+@part
+class Timing(Sorting):
+    """The same with a metric that is a time."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Sorting.metrics[0],
+        Sorting.metrics[0].model_copy(update={"name": "seconds", "timing": True, "quick": False}),
+    )
+
+
+TABLE = PartTable("claim", {"dissect": f"{__name__}:Sorting", "timing": f"{__name__}:Timing"})
+
+
+@pytest.fixture(autouse=True)
+def _table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run_module, "CLAIMS", TABLE)
+    monkeypatch.setattr(catalogue_module, "CLAIMS", TABLE)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+
+
+def test_the_sorts_sort() -> None:
+    numbers = list(generator(1).permutation(50))
+    assert merge(numbers)[0] == insertion(numbers)[0] == sorted(numbers)
+
+
+def test_is_an_experiment() -> None:
+    assert isinstance(Sorting(), Experiment)
+
+
+def test_full_run_writes_a_record_anyone_can_recheck(tmp_path: Path) -> None:
+    said: list[tuple[str, float]] = []
+    result = run("dissect", results=tmp_path, progress=lambda text, done: said.append((text, done)))
+    assert result.verdict.status == "works"
+    assert result.path == tmp_path / "dissect.json"
+    assert said == [("sorting", 0.5), ("A/A: sorting", 1.0)]
+    record = recheck(result.path, Sorting)
+    assert record == result.record
+    assert record.command == "shoal claims run dissect"
+    assert len(record.samples.metrics["comparisons"].method) == 9
+    assert record.aa is not None
+    assert record.aa.metrics["comparisons"].method == record.aa.metrics["comparisons"].baseline
+    assert record.fingerprint
+    assert record.versions
+
+
+def test_quick_run_agrees_with_the_full_run(tmp_path: Path) -> None:
+    run("dissect", results=tmp_path)
+    before = (tmp_path / "dissect.json").read_bytes()
+    quick = run("dissect", quick=True, results=tmp_path)
+    assert (quick.verdict.status, quick.path, quick.disagrees) == ("works", None, ())
+    assert quick.record.command == "shoal claims run dissect --quick"
+    assert (tmp_path / "dissect.json").read_bytes() == before
+
+
+def test_quick_run_that_disagrees_says_so(tmp_path: Path) -> None:
+    # Merge sort wins little on four numbers.
+    assert run("dissect", options={"length": 4}, results=tmp_path).verdict.status == "falls_short"
+    assert run("dissect", quick=True, results=tmp_path).disagrees == ("comparisons",)
+
+
+def test_refusal_is_skipped_with_its_reason(tmp_path: Path) -> None:
+    result = run("dissect", options={"refuse": True}, results=tmp_path)
+    assert (result.verdict.status, result.verdict.reason) == ("skipped", "told to refuse")
+    assert result.path is not None
+    assert recheck(result.path, Sorting).verdict.status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda raw: raw["verdict"].update(status="falls_short"), "does not follow"),
+        (lambda raw: raw["samples"]["metrics"]["comparisons"]["method"].reverse(), "edited"),
+        (
+            lambda raw: raw["samples"]["metrics"]["comparisons"].update(method=[9e9] * 9),
+            "does not follow",
+        ),
+        (lambda raw: raw["metrics"][0].update(threshold=0.9), "edited"),
+        (lambda raw: raw.update(commit="0" * 40), "edited"),
+        (lambda raw: raw.update(aa=None), "does not follow"),
+        (lambda raw: raw.update(surprise=1), "no such key"),
+        (lambda raw: raw["samples"].update(metrics={}), "nothing of comparisons"),
+    ],
+)
+def test_edited_file_is_refused(tmp_path: Path, edit: Any, message: str) -> None:
+    path = run("dissect", results=tmp_path).path
+    assert path is not None
+    raw = json.loads(path.read_text())
+    edit(raw)
+    path.write_text(json.dumps(raw))
+    with pytest.raises(StoreError, match=message):
+        recheck(path, Sorting)
+
+
+def test_file_of_other_thresholds_is_refused(tmp_path: Path) -> None:
+    path = run("dissect", results=tmp_path).path
+    assert path is not None
+    with pytest.raises(StoreError, match="not those of the claim"):
+        recheck(path, Timing)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{}", "not json", "\xff"])
+def test_file_that_is_no_record(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(StoreError, match="run the claim again"):
+        read(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot be read"):
+        read(tmp_path / "none.json")
+
+
+def test_busy_machine_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*, wait_s: float) -> None:
+        raise NoisyMachineError("busy")
+
+    monkeypatch.setattr(run_module, "check_quiet", busy)
+    with pytest.raises(NoisyMachineError):
+        run("timing", results=tmp_path)
+    assert not list(tmp_path.glob("*.json"))
+    assert run("timing", quick=True, results=tmp_path).verdict.status == "works"
+
+
+def test_unknown_names(tmp_path: Path) -> None:
+    with pytest.raises(UnknownPartError, match="did you mean 'dissect'"):
+        run("disect", results=tmp_path)
+    with pytest.raises(UnknownKeyError, match="did you mean 'length'"):
+        run("dissect", options={"lenght": 3}, results=tmp_path)
+
+
+def test_catalogue_has_every_system_once() -> None:
+    rows = catalogue()
+    assert [row.id for row in rows] == list(range(146))
+    assert len({row.name for row in rows}) == 146
+    assert {row.status for row in rows} == {"planned"}
+    assert {row.id: row.claim for row in rows if row.claim} == {
+        48: "dissect",
+        77: "learning_curves",
+    }
+    assert all(row.parts and 1990 < row.year < 2030 for row in rows)
+
+
+def test_listing_earns_its_statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = PartTable("claim", {**TABLE, "learning_curves": f"{__name__}:Timing"})
+    monkeypatch.setattr(catalogue_module, "CLAIMS", both)
+    empty = listing(tmp_path / "empty")
+    assert counts(empty) == {("planned", None): 146}
+    run("dissect", results=tmp_path)
+    rows = listing(tmp_path)
+    assert counts(rows) == {("works", "same_regime"): 1, ("planned", None): 145}
+    row = rows[48]
+    assert row.threshold == {"comparisons": "<= 0.5 x"}
+    assert row.measured["comparisons"] == pytest.approx(0.3, abs=0.1)
+    assert {"id", "name", "room", "status", "evidence", "threshold", "measured"} <= set(
+        row.model_dump()
+    )
+
+
+def test_remember_makes_a_thing_once(tmp_path: Path) -> None:
+    context = Context(work_dir=tmp_path)
+    made = [context.remember("x", lambda: np.zeros(1)) for _ in range(2)]
+    assert made[0] is made[1]
