@@ -33,8 +33,8 @@ __all__ = [
 
 Statistic = Callable[[np.ndarray], np.ndarray]
 
-# A quiet machine of today stays well below these; one more busy process does not.
-MAX_LOAD_PER_CORE = 0.5
+# A quiet machine stays well below these; on few cores one more busy process does not.
+MAX_OTHERS = 0.25  # of all cores
 MAX_STEAL = 0.02
 MAX_SPIN_SPREAD = 0.10
 
@@ -205,17 +205,16 @@ def noise_reasons(*, spin: Callable[[], float] | None = None, window_s: float = 
         spin: seconds of one run of a fixed amount of work.
         window_s: s over which the use of the processors is observed.
     """
-    cores = num_cores()
     reasons = []
     before, own_before = _cpu_times(), _own_seconds()
     time.sleep(window_s)
     after, own_after = _cpu_times(), _own_seconds()
     if before is not None and after is not None:
         total = max(1e-9, after.total - before.total)
-        others_cores = (after.busy - before.busy) / total * after.num_cores - (
-            own_after - own_before
-        ) / window_s
-        if others_cores > MAX_LOAD_PER_CORE * cores:
+        cores = after.num_cores
+        busy_cores = (after.busy - before.busy) / total * cores
+        others_cores = busy_cores - (own_after - own_before) / max(1e-9, window_s)
+        if others_cores > MAX_OTHERS * cores:
             load = os.getloadavg()[0]
             reasons.append(
                 f"other processes keep {others_cores:.1f} of {cores} cores busy "
