@@ -145,7 +145,9 @@ def find_files(path: str, pattern: str, *, option: str) -> Listing:
                     f"{option} = {path!r}: no file matches {pattern!r} among {len(found)}; "
                     "give another pattern or directory"
                 )
-    except (OSError, ValueError, ImportError) as cause:
+    except DataError:
+        raise
+    except Exception as cause:  # every object store has its own errors
         raise DataError(f"{option} = {path!r}: cannot be opened ({_reason(cause)})") from cause
     listing = Listing(path, store, files, single)
     if listing.num_bytes == 0:

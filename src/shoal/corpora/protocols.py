@@ -112,18 +112,26 @@ def split_of(name: str, every: int = HELDOUT_EVERY) -> Split:
     return "heldout" if is_heldout(name, every) else "train"
 
 
-def data_time(work: Work, machine: Machine, bytes_per_token: float, fixed_s: float) -> Estimate:
-    """An estimate made of bytes moved through the main memory of one rank and a fixed time.
+def data_time(
+    work: Work,
+    machine: Machine,
+    *,
+    bytes_per_token: float,
+    row_s: float = 0.0,
+    fixed_s: float = 0.0,
+) -> Estimate:
+    """An estimate made of bytes moved through the main memory of one rank and of fixed times.
 
     Args:
         work: the step.
         machine: whose memory is used.
         bytes_per_token: bytes read and written for one token of a window.
+        row_s: s of one window.
         fixed_s: s that do not depend on the size of the batch.
     """
     rows = work.job.global_batch / work.job.parallel.dp
     moved = rows * (work.job.seq_len + 1) * bytes_per_token
     # Data is prepared on the host, whose memory a GPU machine does not describe.
     host = machine.device.kind == "cpu" and machine.device.main_memory.read_bandwidth
-    seconds = fixed_s + moved / (host or 10e9)
+    seconds = fixed_s + rows * row_s + moved / (host or 10e9)
     return Estimate(step_s=Interval.around(seconds, 1.0), terms_s={"data": seconds})

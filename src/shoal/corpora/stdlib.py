@@ -59,7 +59,7 @@ class Stdlib:
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Tokens come from memory-mapped shards, 2 bytes each once they are cached."""
-        return data_time(work, machine, bytes_per_token=2, fixed_s=0.0)
+        return data_time(work, machine, bytes_per_token=2)
 
     def _files(self) -> list[tuple[str, Path]]:
         root = Path(sysconfig.get_path("stdlib"))

@@ -78,7 +78,7 @@ class Text:
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Tokens come from memory-mapped shards, 2 to 4 bytes each once they are cached."""
-        return data_time(work, machine, bytes_per_token=4, fixed_s=0.0)
+        return data_time(work, machine, bytes_per_token=4)
 
     def _listing(self) -> Listing:
         return find_files(self.path, self.pattern, option="data.path")
