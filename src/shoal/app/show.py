@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Format", "TrainingBar", "WorkBar", "as_json", "console", "human_bytes", "table"]
 
 
-class Format(str, Enum):
+class Format(StrEnum):
     """Output formats."""
 
     text = "text"

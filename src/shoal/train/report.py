@@ -255,7 +255,7 @@ def _page(title: str, comparison: str, charts: str, facts: str, versions: str, s
 <title>{html.escape(title)}</title>
 <style>
 :root {{ color-scheme: light dark; --line: #8884; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: auto; padding: 1rem; }}
 table {{ border-collapse: collapse; margin: 1rem 0; }}
 th, td {{ padding: .3rem .8rem; border-bottom: 1px solid var(--line); text-align: left; }}
 td {{ font-variant-numeric: tabular-nums; }}

@@ -1,0 +1,151 @@
+"""The whole line in one go: probe, plan, train, lose a rank, resume, export, generate, report."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import ConfigError, RankError
+from shoal.core.files import shoal_home
+from shoal.ir import Plan, Report, TrainJob
+from shoal.train.report import rows
+from shoal.train.run import Watch, execute, plan_job
+from shoal.train.sampling import continue_text
+from shoal.train.supervise import Supervisor
+
+__all__ = ["demo_job", "run_demo"]
+
+Bar = Callable[[float, float, str], None]
+
+# From here on a larger model makes better use of the time.
+_LONG_MINUTES = 10.0
+
+
+def demo_job(minutes: float, ranks: int) -> TrainJob:
+    """The demo's job: a small model on the standard library's source.
+
+    Args:
+        minutes: how long to train, by the plan's estimate.
+        ranks: data-parallel ranks.
+    """
+    long = minutes >= _LONG_MINUTES
+    return TrainJob.model_validate(
+        {
+            "name": "demo",
+            "model": "shoal-8m" if long else "shoal-4m",
+            "seq_len": 256,
+            "global_batch": 16 * ranks // 2 if ranks > 1 else 16,
+            "microbatch": None,
+            "minutes": minutes,
+            "optimizer": "muon",
+            "lr_schedule": "wsd",
+            "shard": "zero1" if ranks > 1 else "replicated",
+            "parallel": {"dp": ranks},
+            "checkpoint": {"every": 100 if long else 25, "keep": 2},
+            "evaluation": {"every": 500 if long else 150, "tokens": 8192, "sample_tokens": 48},
+        }
+    )
+
+
+def run_demo(
+    directory: Path,
+    *,
+    minutes: float,
+    ranks: int,
+    say: Callable[[str], None],
+    work: Callable[[str], AbstractContextManager[Bar]],
+    training: Callable[[], AbstractContextManager[Watch]],
+) -> Report:
+    """Do all of it, telling each part.
+
+    Args:
+        directory: where the run and the machine go.
+        minutes: minutes of training.
+        ranks: ranks to start; one of them is killed on purpose when there are two.
+        say: prints a line.
+        work: a progress bar for one piece of work.
+        training: a progress bar for the training.
+
+    Raises:
+        ShoalError: something did not work.
+    """
+    from shoal.machine.probing import probe
+
+    run_dir = directory / "run"
+    if run_dir.exists():
+        raise ConfigError(
+            f"{run_dir}: a demo lies there already; remove it, or give another place with --dir"
+        )
+    say("1. What can this machine do?  (shoal probe)")
+    with work("probing") as bar:
+        machine = probe(fast=True, progress=bar)
+    machine.save(shoal_home() / "machine.yaml", header="Measured by shoal demo.")
+    for dtype, rate in machine.device.matmul_flops.items():
+        say(f"   matrix product {dtype}: {rate / 1e9:,.0f} GFLOP/s")
+
+    say("2. What will it cost?  (shoal plan train)")
+    plan = plan_job(demo_job(minutes, ranks), machine)
+    _tell_plan(plan, say)
+
+    say("3. Train, and kill one rank on the way.  (shoal train)")
+    report = _train(plan, run_dir, say, training, lose=ranks > 1)
+
+    say("5. What does it write?  (shoal model generate)")
+    prompt = "def main():\n"
+    text = continue_text(run_dir / "export", prompt, 48)
+    for line in (prompt + text).splitlines():
+        say(f"   | {line}")
+
+    say("6. Prediction beside measurement.  (shoal score)")
+    for label, predicted, measured, error in rows(report):
+        say(f"   {label:32} {predicted:>16} {measured:>20} {error:>9}")
+    say(f"report: {run_dir / 'report.html'}")
+    say(f"model:  {run_dir / 'export'} (a Hugging Face directory)")
+    return report
+
+
+def _tell_plan(plan: Plan, say: Callable[[str], None]) -> None:
+    estimate = plan.estimate
+    assert estimate is not None
+    step = estimate.step_s.scaled(1e3)
+    say(
+        f"   {plan.job.steps} steps of {step.value:.0f} ms ({step.low:.0f} to {step.high:.0f}), "
+        f"{estimate.tokens_per_s:,.0f} tokens/s, "
+        f"{estimate.memory_total / 2**20:,.0f} MiB a rank; bound by {estimate.bound}"
+    )
+    if plan.why:
+        say(f"   {plan.why}")
+
+
+def _train(
+    plan: Plan,
+    run_dir: Path,
+    say: Callable[[str], None],
+    training: Callable[[], AbstractContextManager[Watch]],
+    *,
+    lose: bool,
+) -> Report:
+    assert plan.job.steps is not None
+    # After a checkpoint, so that something is there to resume from, and not right after
+    # it, so that some steps are really lost.
+    every = plan.job.checkpoint.every
+    fatal = max(every, int(0.4 * plan.job.steps) // every * every) + every // 3
+
+    def kill(supervisor: Supervisor, event: dict[str, Any]) -> None:
+        if lose and event["kind"] == "step" and event["step"] == fatal:
+            os.kill(supervisor.processes[-1].pid, signal.SIGKILL)
+
+    try:
+        with training() as watch:
+            return execute(plan, run_dir, watch=watch, inject=kill)
+    except RankError as error:
+        if not lose:
+            raise
+        say(f"   lost: {error}")
+    say("4. Resume from the last checkpoint.  (shoal train --resume)")
+    with training() as watch:
+        return execute(plan, run_dir, resume=True, watch=watch)

@@ -1,0 +1,97 @@
+import pytest
+import torch
+
+from shoal.core.errors import CheckpointError, ConfigError
+from shoal.core.parts import table
+
+
+def parameters() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embedding": (7, 4), "blocks.0.weight": (4, 6), "norm": (4,)}
+    return {
+        name: torch.randn(shape, generator=generator, requires_grad=True)
+        for name, shape in shapes.items()
+    }
+
+
+def gradients(params: dict[str, torch.Tensor], step: int) -> None:
+    generator = torch.Generator().manual_seed(step + 1)
+    for tensor in params.values():
+        tensor.grad = torch.randn(tensor.shape, generator=generator)
+
+
+def test_adamw_follows_the_paper() -> None:
+    lr, b1, b2, eps, decay = 0.1, 0.9, 0.95, 1e-8, 0.1
+    params = parameters()
+    expected = {name: tensor.detach().clone() for name, tensor in params.items()}
+    first = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    second = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    updater = table("optimizer").build({"name": "adamw", "lr": lr}).build(params)
+    for step in range(3):
+        gradients(params, step)
+        updater.step(0.5)
+        for name, w in expected.items():
+            g = params[name].grad
+            assert g is not None
+            first[name] = b1 * first[name] + (1 - b1) * g
+            second[name] = b2 * second[name] + (1 - b2) * g * g
+            m, v = first[name] / (1 - b1 ** (step + 1)), second[name] / (1 - b2 ** (step + 1))
+            # Matrices are decayed, vectors are not.
+            w -= 0.5 * lr * (m / (v.sqrt() + eps) + (decay * w if w.dim() > 1 else 0))
+    for name, w in expected.items():
+        assert torch.allclose(params[name], w, atol=1e-6), name
+
+
+def test_muon_makes_blocks_matrices_orthogonal_and_leaves_the_rest_to_adamw() -> None:
+    params = parameters()
+    before = {name: tensor.detach().clone() for name, tensor in params.items()}
+    choice = {"name": "muon", "lr": 0.1, "matrix_lr": 1.0, "weight_decay": 0.0}
+    updater = table("optimizer").build(choice).build(params)
+    gradients(params, 0)
+    updater.step(1.0)
+    update = (before["blocks.0.weight"] - params["blocks.0.weight"].detach()) / 0.1
+    singular = torch.linalg.svdvals(update) / (0.2 * 6**0.5)
+    assert float(singular.min()) > 0.5
+    assert float(singular.max()) < 1.4
+    # AdamW's first step moves every element by the rate.
+    moved = (before["embedding"] - params["embedding"].detach()).abs()
+    assert torch.allclose(moved, torch.full_like(moved, 0.1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_goes_round(name: str) -> None:
+    straight, broken = parameters(), parameters()
+    one = table("optimizer").build(name).build(straight)
+    two = table("optimizer").build(name).build(broken)
+    for step in range(4):
+        if step == 2:
+            saved = {n: {k: v.clone() for k, v in s.items()} for n, s in two.state().items()}
+            two = table("optimizer").build(name).build(broken)
+            two.load(saved)
+        for params, updater in ((straight, one), (broken, two)):
+            gradients(params, step)
+            updater.step(1.0)
+    for key in straight:
+        assert torch.equal(straight[key], broken[key])
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    params = parameters()
+    updater = table("optimizer").build("adamw").build(params)
+    with pytest.raises(CheckpointError, match="saved with another optimizer"):
+        updater.load({})
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"name": "adamw", "lr": 0}, r"optimizer\.adamw\.lr = 0"),
+        ({"name": "adamw", "beta1": 1}, "beta1 = 1"),
+        ({"name": "muon", "iterations": 0}, "iterations = 0: expected 1 to 20"),
+        ({"name": "muon", "learning_rate": 1}, "no such key"),
+        ({"name": "adamw", "lr": "fast"}, r"optimizer\.adamw\.lr = 'fast'"),
+    ],
+)
+def test_bad_options(choice: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        table("optimizer").build(choice)
