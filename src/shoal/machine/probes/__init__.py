@@ -1,0 +1,1 @@
+"""Microbenchmarks, one a file. ``shoal.machine.PROBES`` lists them."""

@@ -1,0 +1,70 @@
+"""What torch costs where the arithmetic costs nothing: operators and memory traffic."""
+
+from __future__ import annotations
+
+from shoal.core.errors import MachineError, MissingExtraError, require
+from shoal.core.parts import part
+from shoal.ir.machine import Measurement
+from shoal.machine.protocols import Context
+
+__all__ = ["Framework"]
+
+
+@part
+class Framework:
+    """Time to launch an eager operator, and bandwidth of an element-wise one.
+
+    Args:
+        bytes_each: size of each of the three arrays of the large addition.
+        repeats: samples; 0 for 5 (fast) or 15.
+    """
+
+    bytes_each: int = 2**26
+    repeats: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.bytes_each >= 4096,
+            "probe.framework.bytes_each",
+            self.bytes_each,
+            expected="at least 4096",
+        )
+        require(self.repeats >= 0, "probe.framework.repeats", self.repeats, expected="0 or more")
+
+    def run(self, context: Context) -> list[Measurement]:
+        """Quantities: ``overhead.OP`` and ``op_overhead`` (s, mean over operators).
+
+        ``op_overhead_train`` is seconds per forward operator with its backward pass;
+        ``elementwise`` and ``elementwise_1core`` are byte/s at the bytes of one array.
+        """
+        repeats = self.repeats or (5 if context.fast else 15)
+        try:
+            worker = context.worker()
+            overheads = worker.call("overhead", threads=1, repeats=2 * repeats + 1)
+        except (MissingExtraError, MachineError) as cause:
+            context.skip("framework", str(cause))
+            return []
+        train = overheads.pop("train")
+        found = [
+            context.measured("framework", f"overhead.{name}", "s", seconds)
+            for name, seconds in overheads.items()
+        ]
+        mean = [sum(turn) / len(turn) for turn in zip(*overheads.values(), strict=True)]
+        found.append(context.measured("framework", "op_overhead", "s", mean))
+        found.append(context.measured("framework", "op_overhead_train", "s", train))
+        counts = {"": len(context.cpus)}
+        if len(context.cpus) > 1:
+            counts["_1core"] = 1
+        for suffix, threads in counts.items():
+            for size in (2**16, 2**20, self.bytes_each):
+                seconds = worker.call("elementwise", bytes_=size, threads=threads, repeats=repeats)
+                found.append(
+                    context.measured(
+                        "framework",
+                        f"elementwise{suffix}",
+                        "B/s",
+                        [3 * size / s for s in seconds],
+                        at=size,
+                    )
+                )
+        return found

@@ -1,0 +1,71 @@
+"""TCP between two processes of this host: round trip and bandwidth.
+
+Source: McVoy and Staelin, lmbench (lat_tcp, bw_tcp), 1996.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir.machine import Measurement
+from shoal.machine.native import library
+from shoal.machine.protocols import Context
+
+__all__ = ["Loopback"]
+
+
+@part
+class Loopback:
+    """Round trip of a small message and one-way bandwidth over 127.0.0.1.
+
+    Args:
+        message_bytes: size of the message that goes to and fro.
+        bulk_bytes: bytes sent one way for one sample of the bandwidth.
+        repeats: samples; 0 for 7 (fast) or 25.
+    """
+
+    message_bytes: int = 64
+    bulk_bytes: int = 64 * 2**20
+    repeats: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.message_bytes <= 2**20,
+            "probe.loopback.message_bytes",
+            self.message_bytes,
+            expected="1 to 1048576",
+        )
+        require(
+            self.bulk_bytes >= 2**20,
+            "probe.loopback.bulk_bytes",
+            self.bulk_bytes,
+            expected="at least 1048576",
+        )
+        require(self.repeats >= 0, "probe.loopback.repeats", self.repeats, expected="0 or more")
+
+    def run(self, context: Context) -> list[Measurement]:
+        """Quantities ``round_trip`` (s) and ``bandwidth`` (byte/s)."""
+        repeats = self.repeats or (7 if context.fast else 25)
+        trips, rates = (ctypes.c_double * repeats)(), (ctypes.c_double * repeats)()
+        failed = library("system").system_loopback(
+            self.message_bytes, 1000, self.bulk_bytes, repeats, trips, rates
+        )
+        if failed:
+            context.skip("loopback", f"TCP over 127.0.0.1: {os.strerror(-failed)}")
+            return []
+        at = float(self.message_bytes)
+        fine = all(1e-7 < trip < 1 for trip in trips)
+        return [
+            context.measured("loopback", "round_trip", "s", list(trips), at=at, plausible=fine),
+            context.measured(
+                "loopback",
+                "bandwidth",
+                "B/s",
+                list(rates),
+                at=float(self.bulk_bytes),
+                plausible=max(rates) < 1e12,
+            ),
+        ]

@@ -1,0 +1,139 @@
+"""Bandwidth of each level of memory: read, copy, triad and non-temporal copy.
+
+Every thread works on a private slice of the footprint on its own core; a sample runs
+from the first thread's start to the last one's end, after a barrier. Bytes are counted
+as STREAM does: what the loop reads and writes, without what the cache fetches unasked.
+
+Source: McCalpin, Memory Bandwidth and Machine Balance (STREAM), 1995.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from shoal.core.errors import MachineError, require
+from shoal.core.parts import part
+from shoal.ir.machine import Measurement
+from shoal.machine import host
+from shoal.machine.native import library
+from shoal.machine.protocols import Context
+
+__all__ = ["KERNELS", "MemoryBandwidth", "bandwidth_samples"]
+
+KERNELS = ("read", "copy", "triad", "stream_copy")
+# A core does not load or store more than this in a second, from any level.
+CORE_LIMIT = 1.5e12
+
+
+def bandwidth_samples(
+    kernel: str, footprint: int, cpus: tuple[int, ...], *, repeats: int, sample_bytes: float
+) -> list[float]:
+    """byte/s over all ``cpus``, ``repeats`` times.
+
+    Args:
+        kernel: one of :data:`KERNELS`.
+        footprint: bytes of each thread, all its arrays together.
+        cpus: a thread runs on each of these.
+        repeats: number of samples.
+        sample_bytes: bytes one thread moves in one sample, at least.
+
+    Raises:
+        MachineError: the footprints are above the free memory, or threads cannot start.
+    """
+    free = host.memory_available()
+    require(
+        footprint >= 8192 and footprint * len(cpus) <= 0.8 * free,
+        "probe.memory_bandwidth footprint",
+        footprint,
+        expected=f"8192 to {int(0.8 * free / len(cpus))} bytes a thread, 80 % of the free memory",
+        hint="choose a smaller probe.memory_bandwidth.largest_bytes",
+        error=MachineError,
+    )
+    which = KERNELS.index(kernel)
+    rates = (ctypes.c_double * repeats)()
+    cores = (ctypes.c_int * len(cpus))(*cpus)
+    passes = max(1, round(sample_bytes / footprint))
+    failed = library("bandwidth").bandwidth_run(
+        which, footprint, len(cpus), cores, repeats, passes, rates
+    )
+    if failed:
+        raise MachineError(
+            f"probe.memory_bandwidth: {len(cpus)} threads with {footprint} bytes each: "
+            + ("no memory" if failed == -1 else "threads cannot be started")
+            + "; choose a smaller largest_bytes"
+        )
+    return list(rates)
+
+
+@part
+class MemoryBandwidth:
+    """Bandwidth per footprint and number of threads.
+
+    Args:
+        smallest_bytes: the first footprint of one thread.
+        largest_bytes: the last footprint of one thread; 0 for 256 MiB, less if memory is
+            scarce.
+        repeats: samples; 0 for 5 (fast) or 15.
+    """
+
+    smallest_bytes: int = 16384
+    largest_bytes: int = 0
+    repeats: int = 0
+
+    def __post_init__(self) -> None:
+        where = "probe.memory_bandwidth"
+        require(
+            self.smallest_bytes >= 8192,
+            f"{where}.smallest_bytes",
+            self.smallest_bytes,
+            expected="at least 8192",
+        )
+        require(
+            self.largest_bytes == 0 or self.largest_bytes >= self.smallest_bytes,
+            f"{where}.largest_bytes",
+            self.largest_bytes,
+            expected="0, or smallest_bytes or more",
+        )
+        require(self.repeats >= 0, f"{where}.repeats", self.repeats, expected="0 or more")
+
+    def run(self, context: Context) -> list[Measurement]:
+        """Quantities ``KERNEL_Nthreads`` in byte/s of all threads, at bytes of one thread."""
+        repeats = self.repeats or (5 if context.fast else 15)
+        all_cpus = context.cpus
+        largest = self.largest_bytes or int(
+            min(2**28, max(2**20, 0.3 * host.memory_available() / len(all_cpus)))
+        )
+        factor = 4 if context.fast else 2
+        sizes, size = [], self.smallest_bytes
+        while size < largest:
+            sizes.append(size)
+            size *= factor
+        sizes.append(largest)
+        counts = sorted({1, len(all_cpus)})
+        if not context.fast:
+            counts = sorted({*counts, *(2**i for i in range(len(all_cpus).bit_length()))})
+            counts = [count for count in counts if count <= len(all_cpus)]
+        moved = 24e6 if context.fast else 64e6
+        found = []
+        for kernel in KERNELS:
+            if not library("bandwidth").bandwidth_has(KERNELS.index(kernel)):
+                context.skip(f"memory_bandwidth.{kernel}", "no non-temporal stores on this CPU")
+                continue
+            for count in counts:
+                for at in sizes:
+                    rates = bandwidth_samples(
+                        kernel, at, all_cpus[:count], repeats=repeats, sample_bytes=moved
+                    )
+                    fine = sorted(rates)[len(rates) // 2] <= CORE_LIMIT * count
+                    found.append(
+                        context.measured(
+                            "memory_bandwidth",
+                            f"{kernel}_{count}threads",
+                            "B/s",
+                            rates,
+                            at=at,
+                            plausible=fine,
+                            note="" if fine else "above what cores can load and store",
+                        )
+                    )
+        return found
