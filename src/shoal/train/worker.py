@@ -92,7 +92,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     from shoal.corpora.tokens import open_tokens
     from shoal.ir import Plan
     from shoal.parallel.comm import TorchComm
-    from shoal.plan.length import steps_of
+    from shoal.plan.length import num_steps
     from shoal.train.build import build_model
     from shoal.train.loop import Trainer
     from shoal.train.mfu import peak_flops
@@ -132,7 +132,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
             model = build_model(job).to(device)
             place = Path(json.loads(directory.tokens.read_text())["path"])
             tokens = open_tokens(place, model.config.vocab_size)
-            total = steps_of(plan)
+            total = num_steps(job, plan.estimate)
             trainer = Trainer(job, total, model, tokens, comm)
             yield _Rank(
                 directory=directory,
