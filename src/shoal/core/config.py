@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, MachineError, ShoalError
 from shoal.core.files import parse_yaml, read_yaml, write_yaml
 from shoal.core.parts import Choice, explain, options_of, table
 
@@ -106,7 +106,10 @@ def parse(cls: type[_V], raw: Any, *, where: str) -> _V:
         return cls.model_validate(raw)
     except ValidationError as cause:
         location = cause.errors()[0]["loc"][:-1]
-        raise explain(cause, where, known=_keys_at(cls, location)) from None
+        complaint: ShoalError = explain(cause, "", known=_keys_at(cls, location))
+    except (ConfigError, MachineError) as cause:  # from a validator of the value itself
+        complaint = cause
+    raise type(complaint)(f"{where}: {complaint}" if where else str(complaint))
 
 
 @dataclass
