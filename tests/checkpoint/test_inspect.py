@@ -252,8 +252,11 @@ def test_a_checkpoint_is_rewritten_whole_and_cast(run: Path, tmp_path: Path) -> 
 
 
 def test_there_and_back_again(run: Path, tmp_path: Path) -> None:
-    huggingface = pytest.importorskip("shoal.model.huggingface")
+    from shoal.model import huggingface
+
+    (run / "tokenizer.json").write_text('{"added_tokens": []}')
     written = convert(run, tmp_path / "hf", to="huggingface")
+    assert (written / "tokenizer.json").read_text() == '{"added_tokens": []}'
     assert written == tmp_path / "hf" and find(written).kind == "huggingface"
     assert same(huggingface.read(written), model(1))
     assert verify(written).ok

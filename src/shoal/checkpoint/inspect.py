@@ -251,7 +251,7 @@ def convert(
 
 
 def load_model(saved: Saved) -> Transformer:
-    """The model that a checkpoint holds, in the dtype of its weights.
+    """The model that a checkpoint holds, each weight in its stored dtype.
 
     Raises:
         CheckpointError: it names no model, or its weights are not those of that model.
@@ -259,9 +259,8 @@ def load_model(saved: Saved) -> Transformer:
     """
     import torch
 
-    from shoal.checkpoint.pieces import TORCH_NAMES
     from shoal.model.config import ModelConfig
-    from shoal.model.transformer import Transformer
+    from shoal.model.initialise import empty
 
     raw = saved.meta.get("model")
     if not isinstance(raw, dict):
@@ -269,8 +268,8 @@ def load_model(saved: Saved) -> Transformer:
             f"{saved.path}: does not say which model it is of; it was not saved by training"
         )
     config = parse(ModelConfig, raw, where=f"{saved.path}: model")
-    with torch.device("meta"):  # names and shapes are compared before anything is allocated
-        expected = {MODEL + name: p for name, p in Transformer(config).named_parameters()}
+    model = empty(config)  # names and shapes are compared before anything is allocated
+    expected = {MODEL + name: p for name, p in model.named_parameters()}
     stored = {name for name in saved.names() if name.startswith(MODEL)}
     strange = sorted(stored ^ set(expected))
     if strange:
@@ -285,12 +284,9 @@ def load_model(saved: Saved) -> Transformer:
                 f"{saved.path}: tensor {name!r} has shape {list(saved.shape(name))} and the model "
                 f"that its meta describes needs {list(parameter.shape)}"
             )
-    model = Transformer(config)
-    dtypes = {saved.index.tensors[name].dtype for name in expected}
-    if len(dtypes) == 1:
-        model = model.to(getattr(torch, TORCH_NAMES[dtypes.pop()]))
-    for name, parameter in model.named_parameters():
-        saved.read_into(MODEL + name, parameter)
+    for name in expected:
+        owner, _, leaf = name.removeprefix(MODEL).rpartition(".")
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(saved.tensor(name)))
     return model
 
 

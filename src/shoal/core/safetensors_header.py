@@ -171,8 +171,8 @@ def _check(table: Any, base: int, size: int) -> tuple[dict[str, StoredTensor], d
 
 
 def _tensor(name: str, entry: Any, base: int) -> StoredTensor:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"tensor {name!r} needs dtype, shape and data_offsets, and no more")
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"tensor {name!r} needs dtype, shape and data_offsets")
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
