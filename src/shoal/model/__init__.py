@@ -2,7 +2,7 @@
 
 Read in this order: ``config`` (what fixes a model), ``transformer`` (its arithmetic;
 ``attention``, ``feedforward``, ``rope``, ``norm`` and ``loss`` beside it), ``families``
-and ``huggingface`` (directories), ``init`` and ``generate``. Only ``config``,
+and ``huggingface`` (directories), ``initialise`` and ``generate``. Only ``config``,
 ``families`` and ``safetensors_check`` can be imported without torch.
 """
 

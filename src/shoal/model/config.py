@@ -241,7 +241,7 @@ class ModelConfig(Value):
             tied=self.tied,
             qk_norm=self.qk_norm,
             attention_bias=self.attention_bias,
-            attention="MHA" if self.num_heads == self.num_kv_heads else "GQA",
+            attention=_mechanism(self.num_heads, self.num_kv_heads),
             family=self.family,
         )
 
@@ -260,3 +260,9 @@ def _beyond(shape: ModelShape) -> list[str]:
     if shape.attention not in ("MHA", "GQA", "MQA"):
         problems.append(f"its attention is {shape.attention}")
     return problems
+
+
+def _mechanism(heads: int, kv_heads: int) -> str:
+    if heads == kv_heads:
+        return "MHA"
+    return "MQA" if kv_heads == 1 else "GQA"

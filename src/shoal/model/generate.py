@@ -22,8 +22,8 @@ def sample(
     logits_V: Tensor,
     *,
     temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    top_k: int = 0,
+    top_p: float = 1.0,
     uniform: float = 0.0,
 ) -> int:
     """Choose the next token.
@@ -31,17 +31,17 @@ def sample(
     Args:
         logits_V: scores of all tokens.
         temperature: 0 takes the best token.
-        top_k: only so many of the best tokens.
-        top_p: only the best tokens that together have this probability.
+        top_k: only so many of the best tokens; 0 for all.
+        top_p: only the best tokens that together have this probability; 1 for all.
         uniform: the random number in [0, 1) that decides.
     """
     if temperature == 0:
         return int(logits_V.argmax())
     scores, order = (logits_V.double() / temperature).sort(descending=True, stable=True)
-    if top_k is not None:
+    if top_k:
         scores = scores[:top_k]
     p = torch.softmax(scores, -1)
-    if top_p is not None:
+    if top_p < 1:
         p = p[: int((p.cumsum(-1) - p < top_p).sum())]
     cumulative = p.cumsum(-1)
     place = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
@@ -54,8 +54,8 @@ def stream(
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
     eos: Sequence[int] | None = None,
 ) -> Iterator[int]:
@@ -80,8 +80,8 @@ def stream(
             error=ModelError,
         )
     require(temperature >= 0, "temperature", temperature, expected="0 or more", error=ModelError)
-    require(top_k is None or top_k > 0, "top_k", top_k, expected="1 or more", error=ModelError)
-    require(top_p is None or 0 < top_p <= 1, "top_p", top_p, expected="(0, 1]", error=ModelError)
+    require(top_k >= 0, "top_k", top_k, expected="0 (all) or more", error=ModelError)
+    require(0 < top_p <= 1, "top_p", top_p, expected="(0, 1]", error=ModelError)
     require(
         len(prompt_ids) + max_new_tokens <= config.max_position,
         "max_new_tokens",
@@ -117,8 +117,8 @@ def generate(
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
     eos: Sequence[int] | None = None,
 ) -> list[int]:
@@ -129,8 +129,8 @@ def generate(
         prompt_ids: tokens to continue, at least one.
         max_new_tokens: most tokens to add.
         temperature: 0 takes the best token each time.
-        top_k: sample from so many of the best tokens.
-        top_p: sample from the best tokens that together have this probability.
+        top_k: sample from so many of the best tokens; 0 for all.
+        top_p: sample from the best tokens that together have this probability; 1 for all.
         seed: the same seed gives the same text.
         eos: tokens that end the text; the model's own if not given. The ending token is
             the last one returned.

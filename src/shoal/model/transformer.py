@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The model. Weights are as PyTorch leaves them; see :func:`shoal.model.init.init_weights`.
+    """The model, with weights as PyTorch leaves them; ``init_weights`` gives it its own.
 
     Args:
         config: what to build.

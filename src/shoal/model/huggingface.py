@@ -1,0 +1,348 @@
+"""Hugging Face model directories, read and written.
+
+Only JSON and safetensors are opened; code in a directory is never run. What is written
+opens in ``transformers`` and what ``transformers`` writes opens here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import ModelError, nearest
+from shoal.core.files import write_dir_atomic
+from shoal.model import FAMILIES
+from shoal.model.config import ModelConfig
+from shoal.model.families.common import Names, Piece
+from shoal.model.initialise import empty
+from shoal.model.safetensors_check import Stored, read_header
+from shoal.model.transformer import Transformer
+
+__all__ = ["read", "read_config", "write", "write_state"]
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_MAX_JSON_BYTES = 64 * 2**20
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_NAMES = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+# model_type of config.json -> our family.
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "mixtral": "mixtral",
+}
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+# Tensors that some writers store and that follow from the configuration.
+_IGNORED = ("rotary_emb.inv_freq",)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelError(f"{path}: larger than {_MAX_JSON_BYTES >> 20} MiB; that is no index")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path}: missing; give a Hugging Face model directory, which has one"
+        ) from None
+    except OSError as cause:
+        raise ModelError(f"{path}: cannot be read ({cause.strerror})") from cause
+    except (ValueError, RecursionError) as cause:
+        raise ModelError(f"{path}: not JSON ({cause}); fetch the file again") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path}: not a JSON object; fetch the file again")
+    return raw
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The configuration of a model directory.
+
+    Raises:
+        ModelError: no directory, an unknown architecture, code of its own, or a wrong value.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory; give a Hugging Face model directory")
+    path = directory / "config.json"
+    raw = _read_json(path)
+    if raw.get("auto_map"):
+        raise ModelError(
+            f"{path}: auto_map names code of the model's own, which is never run here; if the "
+            f"weights are those of a plain {', '.join(ARCHITECTURES)} model, remove the key"
+        )
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        hint = nearest(kind, ARCHITECTURES) if isinstance(kind, str) else ""
+        raise ModelError(
+            f"{path}: model_type = {kind!r}: expected one of {', '.join(ARCHITECTURES)}"
+            + (f"; {hint}" if hint else "; models of other architectures cannot be loaded")
+        )
+    family = FAMILIES.build(ARCHITECTURES[kind])
+    if kind == "mistral":  # its defaults differ from Llama's in this alone
+        raw = {"num_key_value_heads": 8, **raw}
+    config: ModelConfig = family.from_huggingface(raw, str(path))
+    return config.model_copy(update={"name": directory.resolve().name})
+
+
+def _find_weights(directory: Path) -> dict[str, Path]:
+    """Stored tensor -> its file, with every file there.
+
+    Raises:
+        ModelError: no weights, only pickles, or a missing shard.
+    """
+    index = directory / INDEX
+    if index.is_file():
+        raw = _read_json(index).get("weight_map")
+        if not isinstance(raw, dict) or not all(isinstance(file, str) for file in raw.values()):
+            raise ModelError(f"{index}: weight_map must map tensor names to file names")
+        files = sorted(set(raw.values()))
+        for file in files:
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise ModelError(
+                    f"{index}: weight_map names {file!r}; expected the name of a .safetensors "
+                    "file in this directory"
+                )
+            if not (directory / file).is_file():
+                there = sum((directory / other).is_file() for other in files)
+                raise ModelError(
+                    f"{directory / file}: missing; {INDEX} names {len(files)} files and {there} "
+                    "are there; fetch this one again"
+                )
+        return {name: directory / file for name, file in raw.items()}
+    single = directory / WEIGHTS
+    if single.is_file():
+        return dict.fromkeys(read_header(single, error=ModelError), single)
+    pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
+    if pickles:
+        raise ModelError(
+            f"{directory / pickles[0]}: a pickle, which can run code when it is loaded and is "
+            "never opened; convert it with transformers' save_pretrained, or fetch the "
+            "safetensors files of the model"
+        )
+    raise ModelError(f"{directory}: neither {WEIGHTS} nor {INDEX}; fetch the weights of the model")
+
+
+def _check(
+    names: Names, files: Mapping[str, Path], directory: Path, *, tied: bool
+) -> dict[str, Stored]:
+    """Every tensor that the configuration needs is there and has its shape; none is left over."""
+    found: dict[str, Stored] = {}
+    for file in sorted(set(files.values())):
+        found.update(read_header(file, error=ModelError))
+    pieces = {piece.name: piece for parts in names.values() for piece in parts}
+    for name, piece in pieces.items():
+        stored = found.get(name)
+        if stored is None or name not in files:
+            raise ModelError(
+                f"{directory}: the tensor {name} is missing, which config.json asks for; the "
+                "weights are not whole, or config.json is of another model"
+            )
+        if stored.shape != piece.shape:
+            raise ModelError(
+                f"{files[name]}: tensor {name} has the shape {list(stored.shape)}, and "
+                f"config.json asks for {list(piece.shape)}; one of them is of another model"
+            )
+        if stored.dtype not in _DTYPES:
+            raise ModelError(
+                f"{files[name]}: tensor {name} is of dtype {stored.dtype}: expected one of "
+                f"{', '.join(_DTYPES)}; use weights that are not quantised"
+            )
+    spare = {"lm_head.weight"} if tied else set()
+    for name in found:
+        if name not in pieces and name not in spare and not name.endswith(_IGNORED):
+            hint = nearest(name, pieces)
+            raise ModelError(
+                f"{files.get(name, directory)}: the tensor {name} belongs to no part of the model "
+                f"that config.json describes" + (f"; {hint}" if hint else "")
+            )
+    return found
+
+
+def read(directory: Path, dtype: torch.dtype | None = None) -> Transformer:
+    """A model from its directory; nothing is allocated before every file was checked.
+
+    Args:
+        directory: config.json and safetensors.
+        dtype: of the weights; as the embedding is stored, if not given.
+
+    Raises:
+        ModelError: anything is missing, malformed or not supported.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    config = read_config(directory)
+    names: Names = FAMILIES.build(config.family).names(config)
+    files = _find_weights(directory)
+    found = _check(names, files, directory, tied=config.tied)
+    if dtype is None:
+        dtype = _DTYPES[found[names["embed.weight"][0].name].dtype]
+    model = empty(config)
+    handles: dict[Path, Any] = {}
+    try:
+        for name, pieces in names.items():
+            owner_name, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(owner_name)
+            value = torch.empty(getattr(owner, leaf).shape, dtype=dtype)
+            parts = torch.split(value.view(-1), [piece.numel for piece in pieces])
+            for part, piece in zip(parts, pieces, strict=True):
+                file = files[piece.name]
+                if file not in handles:
+                    handles[file] = safe_open(file, framework="pt")
+                part.view(piece.shape).copy_(handles[file].get_tensor(piece.name))
+            setattr(owner, leaf, torch.nn.Parameter(value))
+    except (SafetensorError, OSError) as cause:
+        raise ModelError(f"{directory}: cannot be read ({cause}); fetch the files again") from cause
+    return model
+
+
+def write(
+    directory: Path,
+    model: Transformer,
+    tokenizer: Path | None = None,
+    *,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a model directory, whole or not at all; see :func:`write_state`."""
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    write_state(directory, model.config, state, tokenizer, shard_bytes=shard_bytes)
+
+
+def write_state(
+    directory: Path,
+    config: ModelConfig,
+    state: Mapping[str, Tensor],
+    tokenizer: Path | None = None,
+    *,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a model directory from plain tensors.
+
+    Args:
+        directory: must not exist yet.
+        config: the model.
+        state: our parameter names -> whole tensors.
+        tokenizer: a tokenizer.json, or a directory with one, to go with it.
+        shard_bytes: a file of weights is not larger, unless a single tensor is.
+
+    Raises:
+        ModelError: the directory exists, cannot be written, or a tensor is missing.
+    """
+    names: Names = FAMILIES.build(config.family).names(config)
+    for name, pieces in names.items():
+        numel = sum(piece.numel for piece in pieces)
+        if name not in state or state[name].numel() != numel:
+            raise ModelError(f"{directory}: the parameter {name} of {numel} elements is missing")
+    dtype = state["embed.weight"].dtype
+    raw: dict[str, Any] = FAMILIES.build(config.family).to_huggingface(config)
+    raw["torch_dtype"] = _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    with write_dir_atomic(directory, error=ModelError) as place:
+        _dump(place / "config.json", raw)
+        special = ("bos_token_id", "eos_token_id", "pad_token_id")
+        generation = {key: raw[key] for key in special if raw[key] is not None}
+        _dump(place / "generation_config.json", {"do_sample": False, **generation})
+        if tokenizer is not None:
+            _copy_tokenizer(place, config, tokenizer)
+        _write_weights(place, names, state, shard_bytes)
+
+
+def _dump(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_weights(
+    place: Path, names: Names, state: Mapping[str, Tensor], shard_bytes: int
+) -> None:
+    """One file, or several and an index, as transformers names them."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    shards: list[list[tuple[Piece, Tensor]]] = [[]]
+    filled = total = 0
+    for name, pieces in names.items():
+        parts = torch.split(state[name].reshape(-1), [piece.numel for piece in pieces])
+        for piece, part in zip(pieces, parts, strict=True):
+            size = part.numel() * part.element_size()
+            if shards[-1] and filled + size > shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append((piece, part))
+            filled += size
+            total += size
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {p.name: part.view(p.shape).to("cpu", copy=True) for p, part in shard}
+        try:
+            save_file(tensors, place / file, metadata={"format": "pt"})
+        except SafetensorError as cause:
+            raise OSError(f"{file}: {cause}") from cause
+        weight_map.update(dict.fromkeys(tensors, file))
+    if len(shards) > 1:
+        _dump(
+            place / INDEX,
+            {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+        )
+
+
+def _copy_tokenizer(place: Path, config: ModelConfig, tokenizer: Path) -> None:
+    """Copy a tokenizer and say to transformers how to open it.
+
+    Raises:
+        ModelError: it is missing, not JSON, or has more tokens than the model.
+    """
+    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    content = _read_json(file)
+    vocabulary = (content.get("model") or {}).get("vocab")
+    highest = max(vocabulary.values(), default=0) if isinstance(vocabulary, dict) else 0
+    if highest >= config.vocab_size:
+        raise ModelError(
+            f"{file}: has tokens up to {highest}, and the model knows {config.vocab_size}; "
+            "give the tokenizer that belongs to the model"
+        )
+    shutil.copyfile(file, place / "tokenizer.json")
+    if tokenizer.is_dir() and (tokenizer / "tokenizer_config.json").is_file():
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, place / name)
+        return
+    added = {
+        token.get("id"): token.get("content")
+        for token in content.get("added_tokens") or []
+        if isinstance(token, dict)
+    }
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.max_position,
+        "clean_up_tokenization_spaces": False,
+    }
+    chosen = {
+        "bos_token": config.bos_token_id,
+        "eos_token": config.eos_ids[0] if config.eos_ids else None,
+        "pad_token": config.pad_token_id,
+    }
+    for key, number in chosen.items():
+        if number in added:
+            settings[key] = added[number]
+    _dump(place / "tokenizer_config.json", settings)
