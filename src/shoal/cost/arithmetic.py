@@ -16,8 +16,8 @@ from shoal.ir import ModelShape
 
 __all__ = [
     "Linear",
-    "active_parameters",
     "activation_bytes",
+    "active_parameters",
     "block_parameters",
     "embedding_parameters",
     "flops_by_op",
@@ -165,8 +165,8 @@ def activation_bytes(
     """Bytes that the blocks keep from a forward pass for the backward pass of one micro-batch.
 
     Attention is of the memory-saving kind: no [T, T] matrix is kept. The residual
-    stream is fp32 under bf16 compute; it and the norms are kept whole on every tensor
-    rank, all else is divided.
+    stream has the compute type; it and the norms are kept whole on every tensor rank,
+    all else is divided.
 
     Args:
         shape: the model.
@@ -181,7 +181,8 @@ def activation_bytes(
     count = shape.num_layers if layers is None else layers
     if recompute == "full":
         one = _block_bytes(shape, precision, tp) * tokens
-        return count * tokens * shape.hidden * 4.0 + one
+        width = 2.0 if precision == "bf16" else 4.0
+        return count * tokens * shape.hidden * width + one
     return count * _block_bytes(shape, precision, tp) * tokens
 
 
@@ -190,9 +191,9 @@ def _block_bytes(shape: ModelShape, precision: str, tp: int) -> float:
     c = 2.0 if precision == "bf16" else 4.0
     D = shape.hidden
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    # Whole on every tensor rank: inputs of the two norms (the residual, fp32) with their
-    # reciprocal roots, and the two norms' outputs, which feed matrix products.
-    whole = 2 * (4.0 * D + 4.0) + 2 * c * D
+    # Whole on every tensor rank: inputs of the two norms with their reciprocal roots, and
+    # the two norms' outputs, which feed matrix products.
+    whole = 2 * (c * D + 4.0) + 2 * c * D
     # Rotated queries and keys, values, attention's output with its log-sum.
     attention = c * (q + 2 * kv) + c * q + 4.0 * shape.num_heads
     if shape.qk_norm:
@@ -210,10 +211,13 @@ def _block_bytes(shape: ModelShape, precision: str, tp: int) -> float:
 def logits_bytes(
     shape: ModelShape, seq_len: int, microbatch: int, *, precision: str = "bf16", tp: int = 1
 ) -> float:
-    """Bytes of the largest moment at the end of a forward pass: logits and their loss.
+    """Bytes of the largest moment at the end of a forward pass: logits and their gradient.
 
-    Logits in the compute type, in fp32, their log-softmax, and the gradient of each.
+    A chunk of the logits becomes its own gradient in place; beside it lie the gradient
+    of the output matrix in both types and that of the hidden states.
     """
     c = 2.0 if precision == "bf16" else 4.0
-    cells = float(seq_len * microbatch) * shape.vocab_size / tp
-    return cells * (2 * c + 8.0 if precision == "bf16" else 12.0)
+    tokens = float(seq_len * microbatch)
+    cells = min(2.0**24, tokens * shape.vocab_size / tp)
+    matrix = shape.vocab_size * shape.hidden / tp
+    return c * cells + (4.0 + c) * matrix + 2 * c * tokens * shape.hidden

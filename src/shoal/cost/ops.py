@@ -1,12 +1,12 @@
 """The ledger: what one rank's forward and backward pass of one micro-batch consists of.
 
-Every entry is a group of equal operators with its matrix product or its traffic. The
-traffic is counted operator by operator, reads and writes of whole tensors, as the
-framework runs them: the eager composite of an RMS norm, for instance, reads and writes
-its input seven times forward and 25 times backward. Three styles of running differ:
+Every entry is a group of equal operators with its matrix products or its traffic. The
+traffic is counted operator by operator, as reads and writes of whole tensors, in the
+order in which :mod:`shoal.model` runs them: its RMS norm, for instance, passes five
+times over its input forward and ten times backward. Three styles of running differ:
 
-- ``cpu``: eager on a CPU, where norms, rotary embedding and losses are composites;
-- ``gpu``: eager on a GPU, where norms and losses are single kernels;
+- ``cpu``: eager on a CPU, where attention's backward pass is plain products;
+- ``gpu``: eager on a GPU, where norms are single kernels and attention is tiled;
 - ``fused``: compiled, where chains of elementwise operators are one kernel.
 
 Legend: n tokens of the micro-batch, D hidden, V vocabulary, c bytes of the compute type.
@@ -33,26 +33,26 @@ class Passes:
     backward: float
     forward_calls: int
     backward_calls: int
+    forward_special: float = 0.0
+    backward_special: float = 0.0
 
 
-# Counted from the operators that the framework records. An operator that evaluates a
-# transcendental function in every lane (silu, exp) counts twice.
+# Counted from the model's operators, in widths of their input; ``special`` counts those
+# lanes that evaluate a transcendental function (silu, exp), see SPECIAL.
 PASSES: dict[Style, dict[str, Passes]] = {
     "cpu": {
-        "norm": Passes(7, 25, 6, 14),
-        "rotary": Passes(12, 14, 6, 9),
+        "norm": Passes(5, 10, 6, 8),
+        "rotary": Passes(5, 5, 4, 5),
         "residual": Passes(3, 3, 1, 1),
-        "gate": Passes(7, 14, 2, 6),
-        "activation": Passes(4, 6, 1, 1),
-        "loss": Passes(6, 8, 3, 4),
+        "gate": Passes(5, 13, 2, 5, 1, 1),
+        "activation": Passes(2, 3, 1, 1, 1, 1),
     },
     "gpu": {
         "norm": Passes(2, 4, 1, 2),
-        "rotary": Passes(12, 14, 6, 9),
+        "rotary": Passes(5, 5, 4, 5),
         "residual": Passes(3, 3, 1, 1),
-        "gate": Passes(5, 9, 2, 4),
+        "gate": Passes(5, 13, 2, 5),
         "activation": Passes(2, 3, 1, 1),
-        "loss": Passes(4, 4, 3, 3),
     },
     "fused": {
         "norm": Passes(2, 4, 1, 1),
@@ -60,13 +60,23 @@ PASSES: dict[Style, dict[str, Passes]] = {
         "residual": Passes(1, 1, 0, 0),
         "gate": Passes(3, 5, 1, 1),
         "activation": Passes(2, 3, 1, 1),
-        "loss": Passes(2, 2, 2, 2),
     },
 }
 
-# Passes over the [T, T] weights of one head inside the attention kernel of a CPU, fp32
-# lanes: scale, mask, maximum, exp, sum, rescale, convert; backward again and its products.
-SCORE_PASSES = {"fp32": (12.0, 34.0), "bf16": (11.0, 70.0)}
+# On a CPU a transcendental function costs a lane this many passes more than its traffic.
+SPECIAL = {"fp32": 2.0, "bf16": 4.0}
+
+# Passes of fp32 over the causal half of the [T, T] weights inside the tiled attention
+# kernel of a CPU, where its small products and its conversions are not the matrix units':
+# forward and backward.
+TILED = {"fp32": (12.0, 34.0), "bf16": (11.0, 70.0)}
+# Passes of the compute type over all of the [T, T] weights where attention's backward
+# pass is plain products: mask, softmax, its gradient, and what the products write.
+PLAIN_BACKWARD = Passes(0, 9, 0, 12, 0, 1)
+# Scores of one sequence beyond which the tiled kernel runs backward too.
+MOST_PLAIN_SCORES = 2**25
+# Logits that are held at a time.
+LOGITS_CHUNK = 2**24
 
 
 @dataclass(frozen=True)
@@ -138,6 +148,7 @@ def ledger(
     low = precision == "bf16"
     # On a CPU a bf16 lane is widened, computed and narrowed: about 3 bytes of traffic.
     c = (3.0 if style == "cpu" else 2.0) if low else 4.0
+    special = SPECIAL[precision] if style == "cpu" else 0.0
     passes = PASSES[style]
     q = shape.num_heads * shape.head_dim / tp
     kv = shape.num_kv_heads * shape.head_dim / max(1, min(tp, shape.num_kv_heads))
@@ -150,8 +161,14 @@ def ledger(
                 name,
                 "memory",
                 count=count,
-                forward_bytes=what.forward * bytes_per * n * width,
-                backward_bytes=what.backward * bytes_per * n * width,
+                forward_bytes=(what.forward + special * what.forward_special)
+                * bytes_per
+                * n
+                * width,
+                backward_bytes=(what.backward + special * what.backward_special)
+                * bytes_per
+                * n
+                * width,
                 size_bytes=3 * bytes_per * n * width,
                 forward_calls=what.forward_calls,
                 backward_calls=what.backward_calls,
@@ -175,34 +192,24 @@ def ledger(
                 backward_calls=3 if linear.bias else 2,
             )
         )
-    scores = microbatch * shape.num_heads / tp * seq_len * (seq_len + 64.0) / 2
-    forward_passes, backward_passes = SCORE_PASSES[precision] if style == "cpu" else (0.0, 0.0)
-    products = 4.0 * scores * shape.head_dim
-    ops.append(
-        Op(
-            "attention",
-            "attention",
-            count=layers,
-            forward_flops=products,
-            # Five products instead of two: the weights are computed again.
-            backward_flops=2.5 * products,
-            forward_bytes=forward_passes * 4.0 * scores,
-            backward_bytes=backward_passes * 4.0 * scores,
-            size_bytes=2.0**20,
-            forward_calls=1,
-            backward_calls=1,
+    ops.extend(
+        _attention(
+            shape,
+            seq_len=seq_len,
+            microbatch=microbatch,
+            precision=precision,
+            style=style,
+            layers=layers,
+            tp=tp,
+            c=c,
         )
     )
-    memory("norm", D, 4.0, 2 * layers, passes["norm"])
+    memory("norm", D, c, 2 * layers, passes["norm"])
     if shape.qk_norm:
-        memory("qk_norm", q + kv, 4.0, layers, passes["norm"])
+        memory("qk_norm", q + kv, c, layers, passes["norm"])
     memory("rotary", q + kv, c, layers, passes["rotary"])
-    memory("heads", q, c, layers, Passes(2, 5, 1, 2))
-    memory("residual", D, 4.0, 2 * layers, passes["residual"])
-    if low:
-        # Outputs of the two norms and of the two branches change type, and their gradients.
-        casts = Passes(1.5, 1.5, 1, 1) if style != "fused" else Passes(0, 0, 0, 0)
-        memory("cast", D, 4.0, 4 * layers, casts)
+    memory("values", kv, c, layers, Passes(2, 2, 1, 1))
+    memory("residual", D, c, 2 * layers, passes["residual"])
     sparse = mixture_layers(shape)
     act = passes["gate"] if shape.gated else passes["activation"]
     if shape.num_layers - sparse:
@@ -252,39 +259,101 @@ def ledger(
     return tuple(ops)
 
 
+def _attention(
+    shape: ModelShape,
+    *,
+    seq_len: int,
+    microbatch: int,
+    precision: str,
+    style: Style,
+    layers: float,
+    tp: int,
+    c: float,
+) -> list[Op]:
+    """Attention of all blocks: the tiled kernel, backward as plain products on a CPU in bf16."""
+    T, d = float(seq_len), shape.head_dim
+    heads = microbatch * shape.num_heads / tp
+    # Tiles of 64 queries see the keys up to their end.
+    half = heads * T * min(T, (T + 64.0) / 2)
+    forward_passes, backward_passes = TILED[precision] if style == "cpu" else (0.0, 0.0)
+    plain = (
+        style == "cpu" and precision == "bf16" and shape.num_heads / tp * T * T <= MOST_PLAIN_SCORES
+    )
+    tiled = Op(
+        "attention",
+        "attention",
+        count=layers,
+        forward_flops=4.0 * half * d,
+        # Five products instead of two: the weights are computed again.
+        backward_flops=0.0 if plain else 10.0 * half * d,
+        forward_bytes=forward_passes * 4.0 * half,
+        backward_bytes=0.0 if plain else backward_passes * 4.0 * half,
+        size_bytes=2.0**20,
+        forward_calls=1,
+        backward_calls=0 if plain else 1,
+    )
+    if not plain:
+        return [tiled]
+    cells = heads * T * T
+    what = PLAIN_BACKWARD
+    width = heads * T * d
+    return [
+        tiled,
+        Op(
+            "attention_backward",
+            "attention",
+            count=layers,
+            backward_flops=10.0 * cells * d,
+            backward_bytes=(what.backward + SPECIAL[precision]) * c * cells + 8 * c * width,
+            size_bytes=2.0 * cells,
+            forward_calls=0,
+            backward_calls=what.backward_calls,
+        ),
+    ]
+
+
 def _ends(shape: ModelShape, *, n: float, c: float, low: bool, tp: int, style: Style) -> list[Op]:
-    """Embedding, final norm, logits and loss; of a pipeline, the last stage's, which is fuller."""
+    """Embedding, final norm, logits and loss; of a pipeline, the last stage's, which is fuller.
+
+    Loss and gradient of the logits are made together, in the forward pass, a chunk at a
+    time: converted to fp32, softmax, gathered, scattered, converted back.
+    """
     D, V = shape.hidden, shape.vocab_size / tp
-    what = PASSES[style]
+    norm = PASSES[style]["norm"]
     cells = n * V
+    chunks = max(1.0, cells / LOGITS_CHUNK)
+    pieces = max(1.0, cells / 2**18) if style == "cpu" else chunks
+    exact = 8.0 + (4.0 * SPECIAL["fp32"] if style == "cpu" else 0.0)
     return [
         Op(
             "embedding",
             "memory",
-            forward_bytes=8.0 * n * D,
-            backward_bytes=12.0 * n * D + 8.0 * V * D,
+            forward_bytes=(8.0 + (6.0 if low else 0.0)) * n * D,
+            backward_bytes=(12.0 + (6.0 if low else 0.0)) * n * D + 8.0 * V * D,
             size_bytes=8.0 * n * D,
             recomputed=False,
         ),
         Op(
             "final_norm",
             "memory",
-            forward_bytes=what["norm"].forward * 4.0 * n * D,
-            backward_bytes=what["norm"].backward * 4.0 * n * D,
-            size_bytes=12.0 * n * D,
-            forward_calls=what["norm"].forward_calls,
-            backward_calls=what["norm"].backward_calls,
+            forward_bytes=norm.forward * c * n * D,
+            backward_bytes=norm.backward * c * n * D,
+            size_bytes=3 * c * n * D,
+            forward_calls=norm.forward_calls,
+            backward_calls=norm.backward_calls,
             recomputed=False,
         ),
         Op("logits", "matmul", M=n, N=V, K=D, recomputed=False),
         Op(
             "loss",
             "memory",
-            forward_bytes=(what["loss"].forward * 4.0 + (c + 4.0 if low else 0.0)) * cells,
-            backward_bytes=(what["loss"].backward * 4.0 + (c + 4.0 if low else 0.0)) * cells,
-            size_bytes=12.0 * cells,
-            forward_calls=what["loss"].forward_calls,
-            backward_calls=what["loss"].backward_calls,
+            forward_bytes=(exact + (6.0 + 6.0 if low else 8.0 + 8.0)) * cells
+            + (chunks * 12.0 + 6.0) * V * D,
+            backward_bytes=8.0 * V * D + 3 * c * n * D,
+            # Pieces of the logits stay in a cache.
+            size_bytes=2.0**21 if style == "cpu" else 12.0 * cells / chunks,
+            forward_calls=int(14 * pieces),
+            backward_calls=2,
             recomputed=False,
         ),
     ]

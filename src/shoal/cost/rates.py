@@ -7,6 +7,7 @@ logarithm of the size; without such measurements the device's single numbers ser
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -35,7 +36,7 @@ class Curve:
         points = self.points
         if size <= points[0][0]:
             return points[0][1]
-        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
             if size <= x1:
                 share = math.log(size / x0) / math.log(x1 / x0)
                 return math.exp((1 - share) * math.log(y0) + share * math.log(y1))

@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.core.errors import PlanError, require
-from shoal.core.parts import table
+from shoal.core.parts import Choice, table
 from shoal.cost.arithmetic import (
     activation_bytes,
     flops_per_token,
@@ -25,11 +26,11 @@ from shoal.cost.arithmetic import (
     parameters,
 )
 from shoal.cost.collectives import all_reduce_s, send_s
-from shoal.cost.ops import Op, Style, ledger, stage_share
+from shoal.cost.ops import MOST_PLAIN_SCORES, Op, Style, ledger, stage_share
 from shoal.cost.rates import REPACKED, Curve, Rates, data_link, tensor_link
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
 
-__all__ = ["estimate", "microbatch_of", "steps_of"]
+__all__ = ["Pricer", "estimate", "microbatch_of", "steps_of"]
 
 # FLOP/s of a fused attention kernel on a GPU as a share of its matrix products' rate,
 # forward and backward (Dao, FlashAttention-2, 2023, figures 5 and 6: 50 to 73 %).
@@ -120,85 +121,127 @@ def estimate(work: Work, machine: Machine) -> Estimate:
         MachineError: the machine lacks a rate that is needed.
         ConfigError: an option of a part is wrong.
     """
-    job, shape, machine_ranks = work.job, work.shape, work.job.parallel.world
-    _check(work, machine)
-    rates = Rates(machine, job.parallel, job.threads)
-    dp, tp, pp = job.parallel.dp, job.parallel.tp, job.parallel.pp
-    microbatch = microbatch_of(job)
-    passes = max(1, job.global_batch // dp // microbatch)
-    style = _style(job, rates)
-    matmul, stream = rates.matmul_curve(job.precision), rates.stream_curve()
+    return Pricer(machine).estimate(work)
 
-    ops = ledger(
-        shape,
-        seq_len=job.seq_len,
-        microbatch=microbatch,
-        precision=job.precision,
-        style=style,
-        tp=tp,
-        pp=pp,
-    )
-    forward, backward = _Pass(), _Pass()
-    for op in ops:
-        once = _one(op, False, matmul, stream, job.precision, rates.is_cpu)
-        forward += once
-        backward += _one(op, True, matmul, stream, job.precision, rates.is_cpu)
-        if job.recompute == "full" and op.recomputed:
-            backward += once
-    both = forward + backward
-    launch = both.calls * machine.device.op_overhead_s * rates.crowding
-    # A GPU is told what to do while it works; only what it does not hide counts.
-    overhead = launch if rates.is_cpu else max(0.0, launch - both.device)
 
-    wire: dict[str, float] = {}
-    tensor_s = _tensor_parallel(work, machine, microbatch, wire)
-    pipe_s = _pipeline(work, machine, microbatch, wire)
-    slot = both.device + overhead + tensor_s + pipe_s
-    bubble = (pp - 1) * slot
+class Pricer:
+    """Estimates of many jobs on one machine, which remembers what they share.
 
-    optimizer = table("optimizer").build(job.optimizer, where="optimizer")
-    shard = table("shard").build(job.shard, where="shard")
-    divides: frozenset[str] = shard.divides
-    own = optimizer.estimate(work, machine)
-    share = stage_share(shape, pp) / tp
-    held = share / dp if "optimizer" in divides else share
-    update = own.terms_s.get("optimizer", 0.0) * held
-    if rates.is_cpu:
-        update *= rates.sharing
-    local = parameters(shape) * share
-    # Zero the gradients, take their norm, scale them.
-    update += 16.0 * local * (1 / dp if "gradients" in divides else 1) / stream(4.0 * local)
-    collective = _data_parallel(work, machine, shard, wire)
-    if not rates.is_cpu:
-        collective = max(collective - OVERLAP * backward.device * passes, 0.05 * collective)
+    Args:
+        machine: the machine.
+    """
 
-    terms = {
-        "matmul": both.matmul * passes,
-        "attention": both.attention * passes,
-        "memory": both.memory * passes,
-        "overhead": overhead * passes,
-        "optimizer": update,
-        "collective": collective + (tensor_s + pipe_s) * passes,
-        "bubble": bubble,
-    }
-    step = sum(terms.values())
-    tokens = float(job.global_batch * job.seq_len)
-    spread = _spread(machine, terms, step)
-    interval = Interval.around(step, spread)
-    total = _total(job, interval, forward, both)
-    memory = _memory(work, rates, own.memory_bytes.get("optimizer", 0.0), divides, microbatch)
-    return Estimate(
-        step_s=interval,
-        terms_s=terms,
-        memory_bytes=memory,
-        wire_bytes=wire,
-        flops=flops_per_token(shape, job.seq_len) * tokens,
-        tokens=tokens,
-        total_s=total,
-        energy_j=_energy(machine, machine_ranks, total),
-        usd=_price(machine, machine_ranks, total),
-        bound=_bound(terms),
-    )
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._passes: dict[tuple[object, ...], tuple[_Pass, _Pass]] = {}
+        self._curves: dict[tuple[object, ...], tuple[Curve, Curve]] = {}
+        self._parts: dict[tuple[str, str], Any] = {}
+        self._updates: dict[tuple[object, ...], Estimate] = {}
+
+    def _part(self, kind: str, choice: Choice) -> Any:
+        key = (kind, str(choice))
+        if key not in self._parts:
+            self._parts[key] = table(kind).build(choice, where=kind)
+        return self._parts[key]
+
+    def _update(self, work: Work) -> Estimate:
+        """The optimizer's own estimate, which no split changes."""
+        key = (str(work.job.optimizer), work.shape, work.job.precision)
+        if key not in self._updates:
+            part = self._part("optimizer", work.job.optimizer)
+            self._updates[key] = part.estimate(work, self.machine)
+        return self._updates[key]
+
+    def _both(self, work: Work, rates: Rates, microbatch: int) -> tuple[_Pass, _Pass]:
+        """Seconds of one micro-batch forward and backward, recomputation included."""
+        job = work.job
+        where = (job.precision, rates.used, rates.sharing)
+        if where not in self._curves:
+            self._curves[where] = (rates.matmul_curve(job.precision), rates.stream_curve())
+        matmul, stream = self._curves[where]
+        tp, pp = job.parallel.tp, job.parallel.pp
+        key = (work.shape, job.seq_len, microbatch, where, tp, pp, job.recompute, job.compile)
+        if key in self._passes:
+            return self._passes[key]
+        forward, backward = _Pass(), _Pass()
+        for op in ledger(
+            work.shape,
+            seq_len=job.seq_len,
+            microbatch=microbatch,
+            precision=job.precision,
+            style=_style(job, rates),
+            tp=tp,
+            pp=pp,
+        ):
+            once = _one(op, False, matmul, stream, job.precision, rates.is_cpu)
+            forward += once
+            backward += _one(op, True, matmul, stream, job.precision, rates.is_cpu)
+            if job.recompute == "full" and op.recomputed:
+                backward += once
+        self._passes[key] = forward, backward
+        return forward, backward
+
+    def estimate(self, work: Work) -> Estimate:
+        """See :func:`estimate`."""
+        job, shape, machine = work.job, work.shape, self.machine
+        _check(work, machine)
+        rates = Rates(machine, job.parallel, job.threads)
+        dp, tp, pp = job.parallel.dp, job.parallel.tp, job.parallel.pp
+        microbatch = microbatch_of(job)
+        passes = max(1, job.global_batch // dp // microbatch)
+        forward, backward = self._both(work, rates, microbatch)
+        both = forward + backward
+        launch = both.calls * machine.device.op_overhead_s * rates.crowding
+        # A GPU is told what to do while it works; only what it does not hide counts.
+        overhead = launch if rates.is_cpu else max(0.0, launch - both.device)
+
+        wire: dict[str, float] = {}
+        tensor_s = _tensor_parallel(work, machine, microbatch, wire)
+        pipe_s = _pipeline(work, machine, microbatch, wire)
+        bubble = (pp - 1) * (both.device + overhead + tensor_s + pipe_s)
+
+        shard = self._part("shard", job.shard)
+        divides: frozenset[str] = shard.divides
+        own = self._update(work)
+        share = stage_share(shape, pp) / tp
+        update = own.terms_s.get("optimizer", 0.0) * rates.sharing
+        update *= share / (dp if "optimizer" in divides else 1)
+        local = parameters(shape) * share / (dp if "gradients" in divides else 1)
+        # Zero the gradients, take their norm, scale them.
+        stream = self._curves[job.precision, rates.used, rates.sharing][1]
+        update += 16.0 * local / stream(4.0 * local)
+        collective = _data_parallel(work, machine, shard, wire)
+        if not rates.is_cpu:
+            hidden = OVERLAP * backward.device * passes
+            collective = max(collective - hidden, 0.05 * collective)
+
+        terms = {
+            "matmul": both.matmul * passes,
+            "attention": both.attention * passes,
+            "memory": both.memory * passes,
+            "overhead": overhead * passes,
+            "optimizer": update,
+            "collective": collective + (tensor_s + pipe_s) * passes,
+            "bubble": bubble,
+        }
+        step = sum(terms.values())
+        tokens = float(job.global_batch * job.seq_len)
+        interval = Interval.around(step, _spread(machine, terms, step))
+        total = _total(job, interval, forward, both)
+        return Estimate(
+            step_s=interval,
+            terms_s=terms,
+            memory_bytes=_memory(
+                work, rates, own.memory_bytes.get("optimizer", 0.0), divides, microbatch
+            ),
+            wire_bytes=wire,
+            flops=flops_per_token(shape, job.seq_len) * tokens,
+            tokens=tokens,
+            total_s=total,
+            energy_j=_energy(machine, job.parallel.world, total),
+            usd=_price(machine, job.parallel.world, total),
+            bound=_bound(terms),
+        )
 
 
 def _check(work: Work, machine: Machine) -> None:
@@ -217,7 +260,7 @@ def _check(work: Work, machine: Machine) -> None:
         and (shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0),
         "parallel.tp",
         tp,
-        expected=f"a divisor of {shape.num_heads} heads and of {shape.num_kv_heads} key/value heads",
+        expected=f"a divisor of {shape.num_heads} heads and {shape.num_kv_heads} key/value heads",
         error=PlanError,
     )
     require(
@@ -307,6 +350,9 @@ def _memory(
         layers=layers,
     )
     passes = max(1, job.global_batch // dp // microbatch)
+    if rates.is_cpu and job.precision == "bf16":
+        scores = microbatch * shape.num_heads * float(job.seq_len) ** 2 / tp
+        kept += 4 * 2.0 * min(scores, MOST_PLAIN_SCORES)
     # 1F1B: the first stage holds one micro-batch for each stage in flight.
     kept *= min(pp, passes)
     logits = logits_bytes(shape, job.seq_len, microbatch, precision=job.precision, tp=tp)
@@ -322,7 +368,7 @@ def _memory(
 
 
 def _spread(machine: Machine, terms: Mapping[str, float], step: float) -> float:
-    """Half-width of the 90 % interval, as a share: the model's own error and the machine's noise."""
+    """Half-width of the 90 % interval, as a share: the model's error and the machine's noise."""
     own = 0.3 if machine.provenance == "declared" else 0.2
     # Collectives depend on what else is on the network, and on how ranks drift apart.
     wire = 0.3 * terms["collective"] / step if step else 0.0

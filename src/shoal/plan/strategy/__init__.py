@@ -1,0 +1,16 @@
+"""plan.strategy: planners of training jobs.
+
+The door: the table of planners. ``protocols`` says what a planner promises.
+"""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["PLANNERS"]
+
+PLANNERS = PartTable(
+    "planner",
+    {
+        "search": "shoal.plan.strategy.search:Search",
+        "rules": "shoal.plan.strategy.rules:Rules",
+    },
+)

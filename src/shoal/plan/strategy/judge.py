@@ -1,0 +1,135 @@
+"""From a concrete job to a plan: its cost, whether it fits, why it is as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shoal.cost.rates import Rates
+from shoal.cost.training import estimate, microbatch_of, steps_of
+from shoal.ir import Estimate, Machine, ModelShape, Plan, TrainJob, Work
+from shoal.plan.length import with_steps
+
+__all__ = ["Judged", "describe", "fits", "rank", "to_plan", "usable_bytes"]
+
+# Share of a rank's memory that a plan may fill; the rest is for what nobody counted.
+FILL = {"gpu": 0.92, "cpu": 0.85}
+
+Judged = tuple[TrainJob, Estimate]
+
+
+def usable_bytes(job: TrainJob, machine: Machine) -> float:
+    """Bytes that a rank of ``job`` may fill."""
+    capacity = Rates(machine, job.parallel, job.threads).capacity_bytes
+    return FILL[machine.device.kind] * capacity
+
+
+def fits(job: TrainJob, machine: Machine, cost: Estimate) -> bool:
+    """The predicted memory of a rank is within what it may fill."""
+    return cost.memory_total <= usable_bytes(job, machine)
+
+
+def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Judged) -> str:
+    """Why this plan, in a sentence, and what binds it."""
+    job, cost = item
+    terms = cost.terms_s
+    step = cost.step_s.value
+    groups = {
+        "compute": terms["matmul"] + terms["attention"],
+        "memory": terms["memory"] + terms["optimizer"],
+        "network": terms["collective"],
+        "bubble": terms["bubble"],
+        "overhead": terms["overhead"],
+    }
+    bound = f"{cost.bound} binds it ({100 * groups[cost.bound] / step:.0f} % of a step)"
+    room = usable_bytes(job, machine)
+    memory = f"a rank fills {cost.memory_total / 1e9:.1f} of {room / 1e9:.1f} GB"
+    if not fits(job, machine, cost):
+        return f"does not fit: {memory}; {bound}"
+    if place == 1:
+        return f"{first}; {bound}; {memory}"
+    slower = step / best[1].step_s.value - 1
+    pace = (
+        "as fast as the first"
+        if abs(slower) < 0.005
+        else f"{100 * abs(slower):.0f} % {'slower' if slower > 0 else 'faster'} than the first"
+    )
+    return f"{pace}; {bound}; {memory}"
+
+
+def _complexity(job: TrainJob) -> tuple[int, int, int, int, int]:
+    """Among plans of equal time the plainer one is better."""
+    shards = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+    return (
+        job.parallel.pp,
+        job.parallel.tp,
+        shards.get(job.shard.name, 4),
+        int(job.recompute == "full"),
+        -microbatch_of(job),
+    )
+
+
+def rank(found: Sequence[Judged], machine: Machine) -> list[Judged]:
+    """Those that fit before those that do not; then the faster, then the plainer.
+
+    Times within one percent are equal: the estimate knows no better.
+    """
+
+    def key(item: Judged) -> tuple[object, ...]:
+        job, cost = item
+        if not fits(job, machine, cost):
+            # Plans that miss by about as much are sorted by time.
+            missing = cost.memory_total / usable_bytes(job, machine)
+            return (1, round(math.log(missing) / math.log(1.15)), cost.step_s.value)
+        return (0, cost.step_s.value, cost.memory_total)
+
+    ordered = sorted(found, key=key)
+    good = [item for item in ordered if fits(item[0], machine, item[1])]
+    out: list[Judged] = []
+    while good:
+        limit = 1.01 * good[0][1].step_s.value
+        equal = [item for item in good if item[1].step_s.value <= limit]
+        out.extend(sorted(equal, key=lambda item: (_complexity(item[0]), item[1].step_s.value)))
+        good = good[len(equal) :]
+    return out + [item for item in ordered if not fits(item[0], machine, item[1])]
+
+
+def to_plan(
+    item: Judged,
+    shape: ModelShape,
+    machine: Machine,
+    *,
+    planner: str,
+    why: str,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """The plan of a judged job, its length in steps and its every field checked."""
+    job, cost = item
+    fitting = fits(job, machine, cost)
+    given = steps_of(job)
+    timed = with_steps(job, cost)
+    concrete = TrainJob.model_validate(timed.model_dump(mode="json"))
+    if given is None:
+        cost = estimate(Work(shape=shape, job=concrete), machine)
+    return Plan(
+        job=concrete,
+        machine=machine,
+        shape=shape,
+        estimate=cost,
+        planner=planner,
+        fits=fitting,
+        why=why,
+        notes=(*notes, *_notes(concrete, shape)),
+    )
+
+
+def _notes(job: TrainJob, shape: ModelShape) -> tuple[str, ...]:
+    found = []
+    if job.parallel.tp > 1 or job.parallel.pp > 1:
+        found.append(
+            "this version runs data parallelism only: a plan with tp or pp above 1 "
+            "can be compared and costed, not run"
+        )
+    if shape.attention not in ("MHA", "GQA", "MQA"):
+        found.append(f"{shape.attention} attention is counted as grouped-query attention")
+    return tuple(found)

@@ -1,0 +1,135 @@
+"""Rules: the take-aways of Megatron-LM, without a search.
+
+1. Tensor parallelism up to the devices of a node; pipeline parallelism across nodes.
+2. Just so much of both that the model fits; data parallelism takes the rest.
+3. A micro-batch large enough for efficient products and small enough for a short bubble.
+
+Recomputation and divided optimizer state come before more model parallelism, since they
+cost less.
+
+Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters
+Using Megatron-LM, 2021, sections 3.2 to 3.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import part
+from shoal.cost.shapes import resolve
+from shoal.cost.training import Pricer
+from shoal.ir import Machine, ModelShape, Parallel, Plan, TrainJob, Work
+from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
+from shoal.plan.strategy.remedy import remedies
+from shoal.plan.strategy.space import candidates, legal_parallel, most_ranks
+
+__all__ = ["Rules"]
+
+
+@part
+class Rules:
+    """A plan by rules of thumb; it prices few plans and shows what a search adds.
+
+    Args:
+        largest_microbatch: sequences of a micro-batch are not raised beyond this.
+        bubble: largest share of a step that the pipeline's bubble may take.
+    """
+
+    largest_microbatch: int = 8
+    bubble: float = 0.15
+
+    def __post_init__(self) -> None:
+        require(
+            self.largest_microbatch >= 1,
+            "planner.rules.largest_microbatch",
+            self.largest_microbatch,
+            expected="1 or more",
+        )
+        require(
+            0 < self.bubble <= 1, "planner.rules.bubble", self.bubble, expected="a share in (0, 1]"
+        )
+
+    def plan(self, job: TrainJob, machine: Machine) -> list[Plan]:
+        """See :class:`~shoal.plan.strategy.protocols.Planner`."""
+        shape = resolve(job.model)
+        pricer = Pricer(machine)
+        tried: list[Judged] = []
+        chosen: Judged | None = None
+        for parallel in self._degrees(job, shape, machine):
+            priced = self._priced(job, shape, machine, parallel, pricer)
+            tried.extend(priced)
+            chosen = next((item for item in priced if fits(item[0], machine, item[1])), None)
+            if chosen is not None:
+                break
+        if not tried:
+            raise PlanError(
+                f"{job.model} on {machine.name}: no split is legal for global_batch = "
+                f"{job.global_batch}; change global_batch, or leave parallel open"
+            )
+        rest = rank([item for item in tried if item is not chosen], machine)
+        notes: tuple[str, ...] = ()
+        if chosen is None:
+            chosen, *rest = rest
+            notes = remedies(job, shape, machine, chosen)
+        ordered = [chosen, *rest[:9]]
+        return [
+            to_plan(
+                item,
+                shape,
+                machine,
+                planner="rules",
+                why=describe(item, machine, place=place, first="by the rules", best=ordered[0]),
+                notes=notes,
+            )
+            for place, item in enumerate(ordered, 1)
+        ]
+
+    def _degrees(self, job: TrainJob, shape: ModelShape, machine: Machine) -> Iterator[Parallel]:
+        """Splits in the order in which the rules try them: least model parallelism first."""
+        if "parallel" in job.model_fields_set:
+            yield job.parallel
+            return
+        for world in range(most_ranks(machine), 0, -1):
+            legal = list(legal_parallel(job, shape, machine, world))
+            if legal:
+                yield from sorted(legal, key=lambda p: (p.tp * p.pp, p.pp))
+                return
+
+    def _priced(
+        self,
+        job: TrainJob,
+        shape: ModelShape,
+        machine: Machine,
+        parallel: Parallel,
+        pricer: Pricer,
+    ) -> list[Judged]:
+        """Concrete jobs of one split, in the order of preference."""
+        fixed = job.model_copy(update={"parallel": parallel})
+        options = [
+            candidate
+            for candidate in candidates(fixed, machine, shape=shape)
+            if self._acceptable(candidate) or job.microbatch is not None
+        ]
+        shards = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+        options.sort(
+            key=lambda x: (
+                x.precision != job.precision,
+                # Gathered weights and small products cost more than a second forward pass.
+                x.shard.name == "zero3",
+                (x.microbatch or 1) < min(4, x.global_batch // x.parallel.dp),
+                x.recompute == "full",
+                shards.get(x.shard.name, 4),
+                -(x.microbatch or 1),
+            )
+        )
+        return [
+            (option, pricer.estimate(Work.model_construct(shape=shape, job=option)))
+            for option in options
+        ]
+
+    def _acceptable(self, job: TrainJob) -> bool:
+        size = job.microbatch or 1
+        number = job.global_batch // job.parallel.dp // size
+        short = (job.parallel.pp - 1) <= self.bubble * (number + job.parallel.pp - 1)
+        return size == 1 or (size <= self.largest_microbatch and short)

@@ -1,0 +1,70 @@
+"""Search: price every legal plan and sort."""
+
+from __future__ import annotations
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import part
+from shoal.cost.shapes import resolve
+from shoal.cost.training import Pricer
+from shoal.ir import Machine, ModelShape, Plan, TrainJob, Work
+from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
+from shoal.plan.strategy.remedy import remedies
+from shoal.plan.strategy.space import candidates
+
+__all__ = ["Search"]
+
+
+@part
+class Search:
+    """Price all legal splits, shards, micro-batches and recomputations; the default.
+
+    Args:
+        keep: plans handed back, best first.
+    """
+
+    keep: int = 10
+
+    def __post_init__(self) -> None:
+        require(1 <= self.keep <= 10_000, "planner.search.keep", self.keep, expected="1 to 10000")
+
+    def plan(self, job: TrainJob, machine: Machine) -> list[Plan]:
+        """See :class:`~shoal.plan.strategy.protocols.Planner`."""
+        shape = resolve(job.model)
+        found = price_all(job, shape, machine)
+        if not found:
+            raise PlanError(
+                f"{job.model} on {machine.name}: no split of {machine.num_devices} device(s) is "
+                f"legal for {shape.num_heads} heads, {shape.num_kv_heads} key/value heads, "
+                f"{shape.num_layers} blocks and global_batch = {job.global_batch}; change "
+                "global_batch or microbatch, or leave parallel open"
+            )
+        ordered = rank(found, machine)[: self.keep]
+        notes: tuple[str, ...] = ()
+        if not fits(ordered[0][0], machine, ordered[0][1]):
+            notes = remedies(job, shape, machine, ordered[0])
+        return [
+            to_plan(
+                item,
+                shape,
+                machine,
+                planner="search",
+                why=describe(
+                    item,
+                    machine,
+                    place=place,
+                    first=f"fastest of {len(found)} plans priced",
+                    best=ordered[0],
+                ),
+                notes=notes,
+            )
+            for place, item in enumerate(ordered, 1)
+        ]
+
+
+def price_all(job: TrainJob, shape: ModelShape, machine: Machine) -> list[Judged]:
+    """Every legal concrete job with its estimate."""
+    pricer = Pricer(machine)
+    return [
+        (candidate, pricer.estimate(Work.model_construct(shape=shape, job=candidate)))
+        for candidate in candidates(job, machine, shape=shape)
+    ]

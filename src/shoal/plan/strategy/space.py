@@ -1,0 +1,180 @@
+"""The space of plans: every legal way to run a job on a machine.
+
+What a job states stays as it is. A field is stated when it was given, even with its
+default's value: ``parallel``, ``shard``, ``microbatch``, ``recompute`` and ``precision``
+are open otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import Choice, table
+from shoal.cost.rates import ranks_per_host
+from shoal.cost.shapes import resolve
+from shoal.ir import Machine, ModelShape, Parallel, TrainJob
+
+__all__ = [
+    "candidates",
+    "divisors",
+    "legal_parallel",
+    "most_ranks",
+    "needs_whole_matrices",
+    "sharding_choices",
+]
+
+# In the order in which one would rather have them.
+SHARDS = ("replicated", "zero1", "zero2", "zero3")
+# Of these two, the matrices stay whole on every rank.
+WHOLE_SHARDS = frozenset({"replicated", "zero1"})
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
+    return sorted({*small, *(number // i for i in small)})
+
+
+def most_ranks(machine: Machine) -> int:
+    """Ranks that a machine has room for: one a GPU, one a core of a CPU."""
+    if machine.device.kind == "gpu":
+        return machine.num_devices
+    return machine.nodes * (machine.device.num_cores or 1)
+
+
+def legal_parallel(
+    job: TrainJob, shape: ModelShape, machine: Machine, world: int
+) -> Iterator[Parallel]:
+    """Every split of ``world`` ranks that the shape, the batch and the machine allow.
+
+    Tensor parallelism stays inside a node: its all-reduces wait for nothing else.
+    """
+    inside = machine.devices_per_node if machine.device.kind == "gpu" else most_ranks(machine)
+    for tp in divisors(world):
+        if tp > inside or shape.num_heads % tp or shape.num_kv_heads % tp:
+            continue
+        if shape.ffn_hidden % tp or (shape.num_experts and shape.expert_hidden % tp):
+            continue
+        for pp in divisors(world // tp):
+            dp = world // tp // pp
+            if pp <= shape.num_layers and job.global_batch % dp == 0:
+                yield Parallel(dp=dp, tp=tp, pp=pp)
+
+
+def needs_whole_matrices(job: TrainJob) -> bool:
+    """The optimizer updates whole matrices, which ZeRO 2 and 3 would split."""
+    optimizer = table("optimizer").load(job.optimizer.name, where="optimizer")
+    return bool(getattr(optimizer, "whole_matrices", False))
+
+
+def sharding_choices(job: TrainJob, parallel: Parallel) -> tuple[Choice, ...]:
+    """Shard parts to try for a split."""
+    if "shard" in job.model_fields_set:
+        return (job.shard,)
+    if parallel.dp == 1:
+        return (Choice(name="replicated"),)
+    known = table("shard")
+    whole = needs_whole_matrices(job)
+    return tuple(
+        Choice(name=name)
+        for name in SHARDS
+        if name in known and not (whole and name not in WHOLE_SHARDS)
+    )
+
+
+def worlds(job: TrainJob, machine: Machine) -> list[int]:
+    """Numbers of ranks to try, most first: a small job may be fastest on few of them."""
+    if "parallel" in job.model_fields_set:
+        return [job.parallel.world]
+    return divisors(most_ranks(machine))[::-1]
+
+
+def candidates(
+    job: TrainJob, machine: Machine, *, shape: ModelShape | None = None
+) -> Iterator[TrainJob]:
+    """Every concrete job, in no particular order.
+
+    Raises:
+        PlanError: the stated split is not legal.
+    """
+    shape = shape or resolve(job.model)
+    _possible(job, shape)
+    if "parallel" in job.model_fields_set:
+        _stated(job, shape, machine)
+        splits = [job.parallel]
+    else:
+        splits = [
+            split
+            for world in worlds(job, machine)
+            for split in legal_parallel(job, shape, machine, world)
+        ]
+    fixed = job.model_fields_set
+    precisions = (job.precision,) if "precision" in fixed else ("bf16", "fp32")
+    recomputes = (job.recompute,) if "recompute" in fixed else ("none", "full")
+    for parallel in splits:
+        share = job.global_batch // parallel.dp
+        if job.microbatch is not None and share % job.microbatch:
+            continue
+        sizes = divisors(share) if job.microbatch is None else [job.microbatch]
+        for shard in sharding_choices(job, parallel):
+            for size in sizes:
+                for recompute in recomputes:
+                    for precision in precisions:
+                        yield job.model_copy(
+                            update={
+                                "parallel": parallel,
+                                "shard": shard,
+                                "microbatch": size,
+                                "recompute": recompute,
+                                "precision": precision,
+                            }
+                        )
+
+
+def _possible(job: TrainJob, shape: ModelShape) -> None:
+    require(
+        job.seq_len <= shape.max_position,
+        "seq_len",
+        job.seq_len,
+        expected=f"at most {shape.max_position}, the longest sequence of {shape.name}",
+        error=PlanError,
+    )
+
+
+def _stated(job: TrainJob, shape: ModelShape, machine: Machine) -> None:
+    parallel, most = job.parallel, most_ranks(machine)
+    if machine.device.kind == "gpu":
+        require(
+            parallel.world <= most,
+            "parallel",
+            f"dp={parallel.dp} tp={parallel.tp} pp={parallel.pp} ({parallel.world} ranks)",
+            expected=f"at most {most} ranks, one for each device of machine {machine.name}",
+            error=PlanError,
+        )
+    else:
+        # More ranks than cores is slow and legal: a laptop may rehearse a cluster.
+        require(
+            ranks_per_host(machine, parallel) <= 64,
+            "parallel",
+            f"{parallel.world} ranks",
+            expected=f"at most 64 ranks on each of the {machine.nodes} hosts of {machine.name}",
+            error=PlanError,
+        )
+    widths = {"heads": shape.num_heads, "key/value heads": shape.num_kv_heads}
+    for what, number in widths.items():
+        require(
+            number % parallel.tp == 0,
+            "parallel.tp",
+            parallel.tp,
+            expected=f"a divisor of the {number} {what} of {shape.name}: "
+            + ", ".join(map(str, divisors(number))),
+            error=PlanError,
+        )
+    require(
+        parallel.pp <= shape.num_layers,
+        "parallel.pp",
+        parallel.pp,
+        expected=f"at most {shape.num_layers}, the blocks of {shape.name}",
+        error=PlanError,
+    )

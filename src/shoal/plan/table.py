@@ -1,0 +1,96 @@
+"""Plans as rows for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.core.errors import require
+from shoal.ir import Interval, Plan
+
+__all__ = ["COLUMNS", "explain"]
+
+COLUMNS = (
+    "plan",
+    "fits",
+    "step",
+    "tokens/s",
+    "time",
+    "memory/rank",
+    "energy",
+    "price",
+    "binds",
+    "why",
+)
+
+
+def explain(plans: Sequence[Plan]) -> list[dict[str, str]]:
+    """One row a plan, keyed by :data:`COLUMNS`; unknown things are ``-``.
+
+    Times, energies and prices are 90 % intervals: ``value (low .. high)``.
+    """
+    return [_row(plan) for plan in plans]
+
+
+def _row(plan: Plan) -> dict[str, str]:
+    cost = plan.estimate
+    require(
+        cost is not None,
+        "plan.estimate",
+        None,
+        expected="a plan with an estimate",
+        hint="plan the job again; a plan written by hand has none",
+    )
+    assert cost is not None
+    return {
+        "plan": spell(plan),
+        "fits": "yes" if plan.fits else "no",
+        "step": _interval(cost.step_s, _seconds),
+        "tokens/s": _si(cost.tokens_per_s),
+        "time": _interval(cost.total_s, _seconds),
+        "memory/rank": f"{cost.memory_total / 1e9:.1f} GB",
+        "energy": _interval(cost.energy_j, _joules),
+        "price": _interval(cost.usd, lambda usd: f"${usd:,.2f}"),
+        "binds": cost.bound,
+        "why": plan.why,
+    }
+
+
+def spell(plan: Plan) -> str:
+    """The choices of a plan in a few words: ``dp8 tp2 pp1 zero1 mb4 recompute bf16``."""
+    job = plan.job
+    words = [f"dp{job.parallel.dp}", f"tp{job.parallel.tp}", f"pp{job.parallel.pp}"]
+    words += [job.shard.name, f"mb{job.microbatch}"]
+    if job.recompute == "full":
+        words.append("recompute")
+    words.append(job.precision)
+    return " ".join(words)
+
+
+def _interval(found: Interval | None, show: object) -> str:
+    if found is None:
+        return "-"
+    assert callable(show)
+    return f"{show(found.value)} ({show(found.low)} .. {show(found.high)})"
+
+
+def _seconds(seconds: float) -> str:
+    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _joules(joules: float) -> str:
+    hours = joules / 3.6e6
+    if hours >= 1000:
+        return f"{hours / 1000:.1f} MWh"
+    return f"{hours:.2g} kWh" if hours >= 0.1 else f"{joules / 1e3:.2g} kJ"
+
+
+def _si(number: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"
