@@ -1,8 +1,7 @@
 """machine: what there is. Probe it, describe it, compare it, and check that it is well.
 
-The door: the table of probes. Functions are in their modules: ``probing.probe``,
-``described.load``, ``doctor.doctor``, ``fingerprint.fingerprint``, ``compare.compare``;
-they are handed on here and imported when used.
+The door: the table of probes, and what is used most, imported when used. Further in
+their modules: ``doctor.doctor``, ``fingerprint.fingerprint`` and ``fingerprint.versions``.
 """
 
 from __future__ import annotations
@@ -12,22 +11,18 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.parts import PartTable, load_object
 
 if TYPE_CHECKING:
-    from shoal.machine.compare import compare
+    from shoal.machine.comparing import compare
     from shoal.machine.described import load, names
-    from shoal.machine.doctor import Check, doctor
-    from shoal.machine.fingerprint import fingerprint, versions
     from shoal.machine.probing import probe
+    from shoal.machine.roofline import roofline_svg
 
 __all__ = [
     "PROBES",
-    "Check",
     "compare",
-    "doctor",
-    "fingerprint",
     "load",
     "names",
     "probe",
-    "versions",
+    "roofline_svg",
 ]
 
 # In the order in which they run: what needs a quiet machine most comes first.
@@ -47,14 +42,11 @@ PROBES = PartTable(
 )
 
 _HANDED_ON = {
-    "Check": "shoal.machine.doctor:Check",
-    "compare": "shoal.machine.compare:compare",
-    "doctor": "shoal.machine.doctor:doctor",
-    "fingerprint": "shoal.machine.fingerprint:fingerprint",
+    "compare": "shoal.machine.comparing:compare",
     "load": "shoal.machine.described:load",
     "names": "shoal.machine.described:names",
     "probe": "shoal.machine.probing:probe",
-    "versions": "shoal.machine.fingerprint:versions",
+    "roofline_svg": "shoal.machine.roofline:roofline_svg",
 }
 
 

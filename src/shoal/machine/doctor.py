@@ -8,11 +8,11 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from shoal.core.config import Value
 from shoal.core.errors import ShoalError
 from shoal.core.files import shoal_home
 from shoal.core.native import build, compiler, cpu_model
@@ -23,7 +23,8 @@ __all__ = ["Check", "doctor"]
 GIB = 2**30
 
 
-class Check(Value):
+@dataclass(frozen=True)
+class Check:
     """One thing that was looked at.
 
     Args:

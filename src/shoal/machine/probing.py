@@ -34,8 +34,8 @@ def probe(
     *,
     probes: Sequence[str | Choice] | None = None,
     strict: bool = False,
-    save: bool | Path = True,
-    progress: Callable[[str], None] | None = None,
+    save: Path | None = None,
+    progress: Callable[[float, float, str], None] | None = None,
 ) -> Machine:
     """Measure this machine.
 
@@ -43,25 +43,29 @@ def probe(
         fast: about 20 seconds on 2 cores, instead of 2 minutes.
         probes: names or choices of the probes to run; None for all.
         strict: refuse a noisy machine instead of warning.
-        save: write the result to ``shoal_home()/machine.yaml``, or to this path, or not.
-        progress: called with one line for each thing that starts, is skipped or is
-            doubtful.
+        save: write the result there; :func:`saved_path` makes it the machine ``local``.
+        progress: called with (probes done, probes in all, what happens now); also for
+            what is skipped or doubtful.
 
     Raises:
         MachineError: nothing could be measured, or an option is impossible.
         NoisyMachineError: with ``strict``, when the machine is too busy.
         BuildError: there is no compiler.
     """
-    say = progress or (lambda _: None)
     chosen = [Choice(name=p) if isinstance(p, str) else p for p in (probes or list(PROBES))]
     built = [(choice.name, PROBES.build(choice)) for choice in chosen]
+
+    def say(done: int, text: str) -> None:
+        if progress is not None:
+            progress(float(done), float(len(built)), text)
+
     watch = Watch()
     if strict:
         _refuse(watch.seen())
     found: list[Measurement] = []
-    with Context(fast=fast, progress=progress) as context:
-        for name, part in built:
-            say(f"probing {name}")
+    with Context(fast=fast) as context:
+        for done, (name, part) in enumerate(built):
+            say(done, name)
             try:
                 found += part.run(context)
             except ShoalError as cause:
@@ -70,16 +74,15 @@ def probe(
                 context.skip(name, str(cause))
         quiet = watch.seen()
         for place, reason in context.skipped.items():
-            say(f"skipped {place}: {reason}")
+            say(len(built), f"skipped {place}: {reason}")
         for reason in quiet.reasons:
-            say(f"doubtful: {reason}")
+            say(len(built), f"doubtful: {reason}")
         if strict:
             _refuse(quiet)
         machine = assemble(found, context.skipped, context.facts, quiet)
-    if save:
-        path = save if isinstance(save, Path) else saved_path()
+    if save is not None:
         machine.save(
-            path, header="Probed by shoal probe. Numbers are in plain units: B/s, FLOP/s, s."
+            save, header="Probed by shoal probe. Numbers are in plain units: B/s, FLOP/s, s."
         )
     return machine
 
@@ -232,7 +235,7 @@ def _tiers(seen: _Seen, cores: int, sources: dict[str, str]) -> list[MemoryTier]
             capacity_bytes=host.memory_total(),
             read_bandwidth=_rate(seen, "read", cores, below, float("inf")),
             write_bandwidth=_rate(seen, "copy", cores, below, float("inf"))
-            or seen.of("framework", "elementwise"),
+            or seen.of("framework", "elementwise_bandwidth"),
             latency_s=seen.of("memory_latency", "dram.latency"),
         )
     )

@@ -8,8 +8,7 @@ is skipped with a reason and leaves no number behind.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -44,13 +43,11 @@ class Context:
         fast: seconds for everything, instead of minutes.
         home: directory whose file system the disk probes use.
         cpus: the cores to measure.
-        progress: called with the name of what starts.
     """
 
     fast: bool = True
     home: Path = field(default_factory=shoal_home)
     cpus: tuple[int, ...] = field(default_factory=host.cpus)
-    progress: Callable[[str], None] | None = None
     samples: list[Samples] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -124,12 +121,3 @@ class Probe(Protocol):
                 above the free memory.
         """
         ...
-
-
-@contextlib.contextmanager
-def skipping(context: Context, place: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn errors of the given classes into a skip with their text as the reason."""
-    try:
-        yield
-    except errors as cause:
-        context.skip(place, str(cause))

@@ -14,7 +14,7 @@ __all__ = ["library"]
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "chase_map": (c_void_p, [c_uint64, c_int, POINTER(c_int)]),
     "chase_unmap": (None, [c_void_p, c_uint64]),
-    "chase_link": (c_int, [c_void_p, c_uint64, c_uint64, c_uint64]),
+    "chase_link": (c_int, [c_void_p, c_uint64, c_uint64, c_uint64, c_int]),
     "chase_warm": (c_uint64, [c_void_p, c_uint64, c_uint64]),
     "chase_run": (c_double, [POINTER(c_void_p), c_uint64]),
     "chase_overhead": (c_double, [POINTER(c_void_p), c_uint64]),

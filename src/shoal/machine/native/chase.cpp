@@ -23,8 +23,14 @@ void *chase_map(uint64_t bytes, int huge, int *granted) {
 
 void chase_unmap(void *base, uint64_t bytes) { munmap(base, bytes); }
 
-// Links `lines` nodes, `stride` bytes apart, into one cycle. Returns 0, or -1 without memory.
-int chase_link(char *base, uint64_t lines, uint64_t stride, uint64_t seed) {
+// Links `lines` nodes, `stride` bytes apart, into one cycle: a random one, or in the order
+// of addresses, which a prefetcher sees through. Returns 0, or -1 without memory.
+int chase_link(char *base, uint64_t lines, uint64_t stride, uint64_t seed, int random) {
+  if (!random) {
+    for (uint64_t i = 0; i < lines; i++)
+      *(void **)(base + i * stride) = base + (i + 1) % lines * stride;
+    return 0;
+  }
   uint32_t *order = (uint32_t *)malloc(lines * sizeof(uint32_t));
   if (!order) return -1;
   for (uint64_t i = 0; i < lines; i++) order[i] = (uint32_t)i;

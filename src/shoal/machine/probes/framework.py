@@ -35,7 +35,8 @@ class Framework:
         """Quantities: ``overhead.OP`` and ``op_overhead`` (s, mean over operators).
 
         ``op_overhead_train`` is seconds per forward operator with its backward pass;
-        ``elementwise`` and ``elementwise_1core`` are byte/s at the bytes of one array.
+        ``elementwise_bandwidth`` is byte/s at the bytes one call touches, all three arrays;
+        its note has the threads.
         """
         repeats = self.repeats or (5 if context.fast else 15)
         try:
@@ -52,19 +53,17 @@ class Framework:
         mean = [sum(turn) / len(turn) for turn in zip(*overheads.values(), strict=True)]
         found.append(context.measured("framework", "op_overhead", "s", mean))
         found.append(context.measured("framework", "op_overhead_train", "s", train))
-        counts = {"": len(context.cpus)}
-        if len(context.cpus) > 1:
-            counts["_1core"] = 1
-        for suffix, threads in counts.items():
+        for threads in sorted({1, len(context.cpus)}):
             for size in (2**16, 2**20, self.bytes_each):
                 seconds = worker.call("elementwise", bytes_=size, threads=threads, repeats=repeats)
                 found.append(
                     context.measured(
                         "framework",
-                        f"elementwise{suffix}",
+                        "elementwise_bandwidth",
                         "B/s",
                         [3 * size / s for s in seconds],
-                        at=size,
+                        at=3 * size,
+                        note=f"threads={threads}",
                     )
                 )
         return found

@@ -46,7 +46,10 @@ class Matmul:
         require(self.repeats >= 0, "probe.matmul.repeats", self.repeats, expected="0 or more")
 
     def run(self, context: Context) -> list[Measurement]:
-        """Quantities ``matmul_DTYPE`` and ``matmul_DTYPE_1core`` in FLOP/s, at the edge."""
+        """Quantities ``matmul_DTYPE`` and ``matmul_DTYPE_1core`` in FLOP/s, at the edge.
+
+        The note has the threads.
+        """
         sizes = self.sizes or (64, 128, 256, 512, 1024, 2048)
         repeats = self.repeats or (5 if context.fast else 15)
         try:
@@ -78,6 +81,7 @@ class Matmul:
                             "FLOP/s",
                             [2 * size**3 / s for s in seconds],
                             at=size,
+                            note=f"threads={threads}",
                         )
                     )
         return found

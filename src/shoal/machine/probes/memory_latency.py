@@ -41,7 +41,7 @@ class Chain:
         MachineError: the footprint is above the free memory, or below two lines.
     """
 
-    def __init__(self, bytes_: int, *, huge: bool, seed: int = 0) -> None:
+    def __init__(self, bytes_: int, *, huge: bool, seed: int = 0, random: bool = True) -> None:
         free = host.memory_available()
         require(
             2 * LINE <= bytes_ <= 0.8 * free,
@@ -61,7 +61,7 @@ class Chain:
                 "free memory or choose a smaller largest_bytes"
             )
         self.granted = bool(granted.value)
-        if self._chase.chase_link(self.base, self.lines, LINE, seed):
+        if self._chase.chase_link(self.base, self.lines, LINE, seed, int(random)):
             self.close()
             raise MachineError(
                 f"probe.memory_latency: no memory to link {self.lines} lines; "
@@ -108,6 +108,7 @@ class MemoryLatency:
         smallest_bytes: the first footprint.
         largest_bytes: the last footprint; 0 for 256 MiB (fast) or 1 GiB.
         repeats: samples of each footprint; 0 for 7 (fast) or 15.
+        order: ``random``, or ``sequential`` to see what a prefetcher hides.
         huge_pages: ``both``, ``on`` or ``off``; the levels come from huge pages where
             the system grants them.
     """
@@ -116,6 +117,7 @@ class MemoryLatency:
     largest_bytes: int = 0
     repeats: int = 0
     huge_pages: str = "both"
+    order: str = "random"
 
     def __post_init__(self) -> None:
         where = "probe.memory_latency"
@@ -132,6 +134,12 @@ class MemoryLatency:
             expected="0, or 8 times smallest_bytes or more",
         )
         require(self.repeats >= 0, f"{where}.repeats", self.repeats, expected="0 or more")
+        require(
+            self.order in ("random", "sequential"),
+            f"{where}.order",
+            self.order,
+            expected="random or sequential",
+        )
         require(
             self.huge_pages in ("both", "on", "off"),
             f"{where}.huge_pages",
@@ -196,7 +204,7 @@ class MemoryLatency:
         quantity = "latency" if huge else "latency_small_pages"
         found: list[Measurement] = []
         for size in sizes:
-            with Chain(size, huge=huge, seed=len(found)) as chain:
+            with Chain(size, huge=huge, seed=len(found), random=self.order == "random") as chain:
                 if not chain.granted and huge:
                     context.skip("memory_latency.latency", "the system grants no huge pages")
                     return []

@@ -1,7 +1,6 @@
-"""Two machines side by side, and the roofline of one as a picture.
+"""The roofline of a machine, as numbers and as a picture.
 
-Source of the picture: Williams et al., Roofline: An Insightful Visual Performance
-Model, 2009.
+Source: Williams et al., Roofline: An Insightful Visual Performance Model, 2009.
 """
 
 from __future__ import annotations
@@ -10,68 +9,11 @@ import html
 import math
 from pathlib import Path
 
-from shoal.core.config import Value
 from shoal.core.errors import MachineError, require
 from shoal.core.files import write_atomic
 from shoal.ir.machine import Machine
 
-__all__ = ["Difference", "attainable", "compare", "ridge", "roofline_svg", "save_roofline"]
-
-
-class Difference(Value):
-    """One number of two machines.
-
-    Args:
-        quantity: dotted field, such as ``device.matmul_flops.bf16``.
-        a: the first machine's, None if it has none.
-        b: the second one's.
-        ratio: b / a, None unless both are there.
-    """
-
-    quantity: str
-    a: float | None
-    b: float | None
-    ratio: float | None
-
-
-def compare(a: Machine, b: Machine) -> list[Difference]:
-    """All numbers of two machines, in the order of the description."""
-    left, right = _numbers(a), _numbers(b)
-    found = []
-    for quantity in dict.fromkeys([*left, *right]):
-        x, y = left.get(quantity), right.get(quantity)
-        ratio = y / x if x and y is not None else None
-        found.append(Difference(quantity=quantity, a=x, b=y, ratio=ratio))
-    return found
-
-
-def _numbers(machine: Machine) -> dict[str, float]:
-    found: dict[str, float] = {
-        "nodes": machine.nodes,
-        "devices_per_node": machine.devices_per_node,
-    }
-    device = machine.device
-    if device.num_cores:
-        found["device.num_cores"] = device.num_cores
-    for group in ("peak_flops", "matmul_flops", "matmul_flops_1core"):
-        for dtype, rate in getattr(device, group).items():
-            found[f"device.{group}.{dtype}"] = rate
-    found["device.op_overhead_s"] = device.op_overhead_s
-    for tier in device.memory:
-        # The main memories of a CPU and of a GPU stand in one line.
-        name = "main" if tier is device.main_memory else tier.name
-        for key in ("capacity_bytes", "read_bandwidth", "write_bandwidth", "latency_s"):
-            value = getattr(tier, key)
-            if value is not None:
-                found[f"device.memory.{name}.{key}"] = float(value)
-    if device.power_watts:
-        found["device.power_watts"] = device.power_watts
-    for link in machine.links:
-        found[f"links.{link.scope}.bandwidth"] = link.bandwidth
-        found[f"links.{link.scope}.latency_s"] = link.latency_s
-    if machine.usd_per_device_hour is not None:
-        found["usd_per_device_hour"] = machine.usd_per_device_hour
-    return found
+__all__ = ["attainable", "ridge", "roofline_svg", "save_roofline"]
 
 
 def _ceiling(machine: Machine, dtype: str) -> float:

@@ -1,0 +1,112 @@
+"""Two machines side by side."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.core.config import Value
+from shoal.ir.machine import Machine
+
+__all__ = ["Difference", "Row", "compare", "differences"]
+
+
+class Difference(Value):
+    """One number of two machines.
+
+    Args:
+        quantity: dotted field, such as ``device.matmul_flops.bf16``.
+        a: the first machine's, None if it has none.
+        b: the second one's.
+        ratio: b / a, None unless both are there.
+    """
+
+    quantity: str
+    a: float | None
+    b: float | None
+    ratio: float | None
+
+
+class Row(NamedTuple):
+    """One difference as people read it; absent numbers are empty."""
+
+    quantity: str
+    a: str
+    b: str
+    ratio: str
+
+
+def compare(a: Machine, b: Machine) -> list[Row]:
+    """The table of :func:`differences`, every number with its unit."""
+    return [
+        Row(
+            found.quantity,
+            _text(found.quantity, found.a),
+            _text(found.quantity, found.b),
+            "" if found.ratio is None else f"{found.ratio:.3g}x",
+        )
+        for found in differences(a, b)
+    ]
+
+
+def _text(quantity: str, number: float | None) -> str:
+    if number is None:
+        return ""
+    last = quantity.rsplit(".", 1)[-1]
+    if last.endswith("_s"):
+        for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+            if number >= scale:
+                return f"{number / scale:.3g} {unit}"
+        return f"{number / 1e-9:.3g} ns"
+    unit = ""
+    if "flops" in quantity:
+        unit = "FLOP/s"
+    elif last.endswith("bandwidth"):
+        unit = "B/s"
+    elif last.endswith("_bytes"):
+        unit = "B"
+    if not unit:
+        return f"{number:g}"
+    for scale, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g} {letter}{unit}"
+    return f"{number:.3g} {unit}"
+
+
+def differences(a: Machine, b: Machine) -> list[Difference]:
+    """All numbers of two machines, in the order of the description."""
+    left, right = _numbers(a), _numbers(b)
+    found = []
+    for quantity in dict.fromkeys([*left, *right]):
+        x, y = left.get(quantity), right.get(quantity)
+        ratio = y / x if x and y is not None else None
+        found.append(Difference(quantity=quantity, a=x, b=y, ratio=ratio))
+    return found
+
+
+def _numbers(machine: Machine) -> dict[str, float]:
+    found: dict[str, float] = {
+        "nodes": machine.nodes,
+        "devices_per_node": machine.devices_per_node,
+    }
+    device = machine.device
+    if device.num_cores:
+        found["device.num_cores"] = device.num_cores
+    for group in ("peak_flops", "matmul_flops", "matmul_flops_1core"):
+        for dtype, rate in getattr(device, group).items():
+            found[f"device.{group}.{dtype}"] = rate
+    found["device.op_overhead_s"] = device.op_overhead_s
+    for tier in device.memory:
+        # The main memories of a CPU and of a GPU stand in one line.
+        name = "main" if tier is device.main_memory else tier.name
+        for key in ("capacity_bytes", "read_bandwidth", "write_bandwidth", "latency_s"):
+            value = getattr(tier, key)
+            if value is not None:
+                found[f"device.memory.{name}.{key}"] = float(value)
+    if device.power_watts:
+        found["device.power_watts"] = device.power_watts
+    for link in machine.links:
+        found[f"links.{link.scope}.bandwidth"] = link.bandwidth
+        found[f"links.{link.scope}.latency_s"] = link.latency_s
+    if machine.usd_per_device_hour is not None:
+        found["usd_per_device_hour"] = machine.usd_per_device_hour
+    return found
