@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shoal.core.errors import ModelError, nearest
 from shoal.core.files import write_dir_atomic
+from shoal.core.safetensors_header import StoredTensor, read_header
 from shoal.model import FAMILIES
 from shoal.model.config import ModelConfig
 from shoal.model.families.common import Names, Piece
 from shoal.model.initialise import empty
-from shoal.model.safetensors_check import Stored, read_header
 from shoal.model.transformer import Transformer
 
 __all__ = ["read", "read_config", "write", "write_state"]
@@ -133,7 +133,7 @@ def _find_weights(directory: Path) -> dict[str, Path]:
         return {name: directory / file for name, file in raw.items()}
     single = directory / WEIGHTS
     if single.is_file():
-        return dict.fromkeys(read_header(single, error=ModelError), single)
+        return dict.fromkeys(read_header(single, error=ModelError).tensors, single)
     pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
     if pickles:
         raise ModelError(
@@ -146,11 +146,11 @@ def _find_weights(directory: Path) -> dict[str, Path]:
 
 def _check(
     names: Names, files: Mapping[str, Path], directory: Path, *, tied: bool
-) -> dict[str, Stored]:
+) -> dict[str, StoredTensor]:
     """Every tensor that the configuration needs is there and has its shape; none is left over."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for file in sorted(set(files.values())):
-        found.update(read_header(file, error=ModelError))
+        found.update(read_header(file, error=ModelError).tensors)
     pieces = {piece.name: piece for parts in names.values() for piece in parts}
     for name, piece in pieces.items():
         stored = found.get(name)

@@ -1,0 +1,139 @@
+"""The zoo: one family of mini-models, trained by recipe when first asked for.
+
+The shapes are shipped with the others (:mod:`shoal.cost.shapes`); a recipe is a training
+job on the default corpus. What was trained lies under ``shoal_home()/zoo``, in a
+directory named by model and recipe, so a changed recipe is a new model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import ModelError, ShoalError, nearest
+from shoal.core.files import shoal_home
+from shoal.core.parts import Choice
+from shoal.cost import shapes
+from shoal.ir import TrainJob
+from shoal.ir.job import Evaluation
+from shoal.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Transformer
+
+__all__ = ["config", "names", "random", "recipe", "trained"]
+
+_FAMILY = "Shoal"
+
+# Model -> (tokens of training, sequence length, sequences of a step, peak learning rate).
+# Seconds for the smallest to minutes for the largest, on two cores.
+_RECIPES: dict[str, tuple[int, int, int, float]] = {
+    "shoal-0.3m": (400_000, 128, 16, 8e-3),
+    "shoal-1m": (800_000, 256, 8, 6e-3),
+    "shoal-4m": (1_600_000, 256, 8, 4e-3),
+    "shoal-8m": (1_600_000, 256, 8, 3e-3),
+    "shoal-16m": (1_600_000, 256, 8, 2e-3),
+    "shoal-moe-4m": (1_200_000, 256, 8, 4e-3),
+}
+
+
+def names() -> tuple[str, ...]:
+    """The mini-models, smallest first."""
+    return tuple(_RECIPES)
+
+
+def _known(name: str) -> str:
+    if name not in _RECIPES:
+        hint = nearest(name, _RECIPES)
+        raise ModelError(
+            f"zoo model = {name!r}: expected one of {', '.join(_RECIPES)}"
+            + (f"; {hint}" if hint else "")
+        )
+    return name
+
+
+def config(name: str) -> ModelConfig:
+    """The configuration of a mini-model.
+
+    Raises:
+        ModelError: there is no such model in the zoo.
+    """
+    return ModelConfig.from_shape(shapes.find(_known(name)))
+
+
+def random(model: ModelConfig | str, seed: int = 0) -> Transformer:
+    """A model with fresh weights that depend on ``seed`` alone.
+
+    Args:
+        model: a configuration, or a name of the zoo.
+        seed: seed of the weights.
+
+    Raises:
+        ModelError: there is no such model in the zoo.
+    """
+    from shoal.model.initialise import empty, init_weights
+
+    made = empty(config(model) if isinstance(model, str) else model)
+    init_weights(made, seed)
+    return made
+
+
+def recipe(name: str) -> TrainJob:
+    """How a mini-model is trained.
+
+    Raises:
+        ModelError: there is no such model in the zoo.
+    """
+    tokens, seq_len, batch, lr = _RECIPES[_known(name)]
+    return TrainJob(
+        name=name,
+        model=name,
+        seq_len=seq_len,
+        global_batch=batch,
+        tokens=tokens,
+        optimizer=Choice(name="adamw", options={"lr": lr}),
+        evaluation=Evaluation(every=0, final=False, sample_tokens=0),
+    )
+
+
+def _digest(job: TrainJob) -> str:
+    text = json.dumps(job.model_dump(mode="json"), sort_keys=True)
+    shape = json.dumps(shapes.find(job.model).model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256((text + shape).encode()).hexdigest()[:12]
+
+
+def trained(name: str) -> Path:
+    """The Hugging Face directory of a trained mini-model; trains it if it is not there yet.
+
+    Raises:
+        ModelError: there is no such model in the zoo.
+        ShoalError: its training failed.
+    """
+    job = recipe(name)
+    home = shoal_home() / "zoo"
+    place = home / f"{name}-{_digest(job)}"
+    if (place / "config.json").is_file():
+        return place
+    from shoal.train.run import train
+
+    run_dir = home / f".{place.name}.run"
+    try:
+        # What an interrupted training left is not continued: another process may own it
+        # no longer, and the recipe takes minutes at most.
+        shutil.rmtree(run_dir, ignore_errors=True)
+        home.mkdir(parents=True, exist_ok=True)
+        train(job, run_dir, ranks=1)
+        (run_dir / "export").rename(place)
+    except OSError as cause:
+        if (place / "config.json").is_file():  # another process was first
+            return place
+        raise ShoalError(
+            f"{place}: cannot be written ({cause.strerror or cause}); free some space or set "
+            "SHOAL_HOME to another place"
+        ) from cause
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+    return place

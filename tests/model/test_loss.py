@@ -1,0 +1,72 @@
+"""The fused loss against PyTorch's, in fp64, fp32 and bf16."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+
+from shoal.model import loss as module  # noqa: E402
+from shoal.model.loss import token_loss_sum  # noqa: E402
+
+
+def data(dtype, scale=1.0, count=23):
+    source = torch.Generator().manual_seed(0)
+    hidden = (scale * torch.randn(count, 8, generator=source)).to(dtype).requires_grad_()
+    weight = torch.randn(11, 8, generator=source).to(dtype).requires_grad_()
+    targets = torch.randint(0, 11, (count,), generator=source)
+    targets[::5] = -100
+    return hidden, weight, targets
+
+
+def plain(hidden, weight, targets):
+    return F.cross_entropy((hidden @ weight.T), targets, reduction="sum")
+
+
+@pytest.fixture(params=[(2**24, 2**18), (11 * 7, 11 * 3)], ids=["whole", "chunks"])
+def chunks(request, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", request.param[0])
+    monkeypatch.setattr(module, "_EXACT_ELEMENTS", request.param[1])
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0], ids=["near", "hopeless"])
+def test_equals_pytorch_in_fp64(chunks, scale):
+    hidden, weight, targets = data(torch.float64, scale)
+    expected = plain(hidden, weight, targets)
+    found = token_loss_sum(hidden, weight, targets)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-13)
+    for a, b in zip(
+        torch.autograd.grad(found * 0.7, (hidden, weight)),
+        torch.autograd.grad(expected * 0.7, (hidden, weight)),
+        strict=True,
+    ):
+        assert torch.allclose(a, b, rtol=1e-11, atol=1e-11)
+    with torch.no_grad():
+        assert token_loss_sum(hidden, weight, targets).item() == pytest.approx(
+            expected.item(), rel=1e-13
+        )
+
+
+def test_gradcheck(chunks):
+    hidden, weight, targets = data(torch.float64, count=6)
+    assert torch.autograd.gradcheck(lambda h, w: token_loss_sum(h, w, targets), (hidden, weight))
+
+
+def test_wide_weight_keeps_its_dtype(chunks):
+    hidden, weight, targets = data(torch.float32)
+    expected = torch.autograd.grad(plain(hidden, weight, targets), (hidden, weight))
+    narrow = hidden.detach().bfloat16().requires_grad_()
+    loss = token_loss_sum(narrow, weight, targets)
+    assert loss.dtype == torch.float32
+    found = torch.autograd.grad(loss, (narrow, weight))
+    assert [g.dtype for g in found] == [torch.bfloat16, torch.float32]
+    for a, b in zip(found, expected, strict=True):
+        assert ((a - b).norm() / b.norm()).item() < 0.01
+
+
+def test_nothing_counts():
+    hidden, weight, targets = data(torch.float64)
+    loss = token_loss_sum(hidden, weight, torch.full_like(targets, -100))
+    assert loss.item() == 0
+    assert all(not g.any() for g in torch.autograd.grad(loss, (hidden, weight)))
