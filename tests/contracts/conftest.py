@@ -1,0 +1,203 @@
+"""What the contract tests share: every registered part, with example options, and one job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shoal.core.parts import KINDS, table
+from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob
+
+# Options that a part cannot be built without. Complete: a test compares it with what
+# the parts ask for.
+EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
+    ("sink", "jsonl"): {"path": "events.jsonl"},
+    ("sink", "tensorboard"): {"path": "curves"},
+    ("corpus", "text"): {"path": "corpus.txt"},
+    ("corpus", "jsonl"): {"path": "corpus.jsonl"},
+    ("corpus", "parquet"): {"path": "corpus.parquet"},
+}
+
+# What a part of each kind promises, in the protocols of its room. Complete over KINDS.
+PROTOCOLS: dict[str, str] = {
+    "sink": "shoal.core.meter.protocols:Sink",
+    "pool": "shoal.core.pool.protocols:PoolPart",
+    "probe": "shoal.machine.protocols:Probe",
+    "law": "shoal.cost.scaling.protocols:Law",
+    "planner": "shoal.plan.strategy.protocols:Planner",
+    "family": "shoal.model.protocols:Family",
+    "corpus": "shoal.corpora.protocols:Corpus",
+    "packing": "shoal.corpora.protocols:Packing",
+    "optimizer": "shoal.train.protocols:Optimizer",
+    "lr_schedule": "shoal.train.protocols:LrSchedule",
+    "shard": "shoal.parallel.protocols:Shard",
+    "launch": "shoal.train.protocols:Launcher",
+    "claim": "shoal.claims.protocols:Experiment",
+}
+
+# How the parts of a kind come into play. "job" is a key of a Job, checked against the
+# jobs themselves; the others name the verb that reaches them. Complete over KINDS.
+REACHED: dict[str, str] = {
+    "corpus": "job",
+    "packing": "job",
+    "optimizer": "job",
+    "lr_schedule": "job",
+    "shard": "job",
+    "probe": "probe -> Machine -> every Plan",
+    "law": "claims, model size and data of a Plan",
+    "planner": "plan --planner",
+    "family": "model directories of a Job, export of a Run",
+    "sink": "what a Run writes",
+    "pool": "where functions and actors of a Run go",
+    "launch": "files that start a Plan",
+    "claim": "claims run",
+}
+
+
+def registered() -> Iterator[tuple[str, str]]:
+    """(kind, name) of every part whose table can be imported."""
+    for kind in KINDS:
+        try:
+            names = list(table(kind))
+        except ImportError:
+            continue  # test_every_kind_has_a_table fails for it
+        yield from ((kind, name) for name in names)
+
+
+PARTS = sorted(registered())
+
+
+def choice(kind: str, name: str) -> dict[str, Any]:
+    """The part with the options it cannot do without."""
+    return {"name": name, **EXAMPLES.get((kind, name), {})}
+
+
+def small_job(**changes: Any) -> TrainJob:
+    """A job that every planner can place on :func:`small_machine`."""
+    return TrainJob(
+        **{"model": "shoal-0.3m", "steps": 10, "seq_len": 64, "global_batch": 8, **changes}
+    )
+
+
+def small_machine() -> Machine:
+    """Two slow devices: every cost is visible."""
+    return Machine(
+        name="two",
+        devices_per_node=2,
+        device=Device(
+            name="toy",
+            kind="cpu",
+            num_cores=2,
+            peak_flops={"fp32": 1e10, "bf16": 2e10},
+            matmul_flops={"fp32": 8e9, "bf16": 1.6e10},
+            memory=(
+                MemoryTier(
+                    name="dram",
+                    capacity_bytes=2**33,
+                    read_bandwidth=1e10,
+                    write_bandwidth=8e9,
+                ),
+            ),
+        ),
+        links=(
+            Link(scope="loopback", bandwidth=1e9, latency_s=2e-5),
+            Link(scope="device", bandwidth=1e9, latency_s=2e-5),
+        ),
+    )
+
+
+# Runs with torch blocked; says for every part and module what went wrong, if anything.
+BLOCKED = """
+    import importlib, json, pkgutil, sys, tracemalloc
+
+    class Block:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "torch":
+                raise ModuleNotFoundError("torch is blocked below the torch line", name="torch")
+
+    sys.meta_path.insert(0, Block())
+    given = json.load(sys.stdin)
+    from shoal.core.parts import table
+    from shoal.ir import Machine, TrainJob, Work
+
+    def attempt(run):
+        try:
+            return run() or ""
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+
+    modules = []
+    for room in given["rooms"]:
+        package = importlib.import_module(room)
+        modules += [room, *(
+            info.name for info in pkgutil.walk_packages(package.__path__, room + ".")
+            if not info.name.endswith("__main__")
+        )]
+    imports = {name: attempt(lambda: importlib.import_module(name) and "") for name in modules}
+    doors = {name: attempt(lambda: importlib.import_module(name) and "") for name in given["doors"]}
+
+    def part(kind, choice, estimates):
+        instance = table(kind).build(choice)
+        if not estimates:
+            return ""
+        from shoal.cost.shapes import resolve
+        job = TrainJob.model_validate(given["job"])
+        work = Work(shape=resolve(job.model), job=job.model_copy(update={"microbatch": 4}))
+        machine = Machine.model_validate(given["machine"])
+        first = instance.estimate(work, machine)
+        tracemalloc.start()
+        second = instance.estimate(work, machine)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        if first != second:
+            return "two estimates of the same work differ"
+        if peak > 1_000_000:
+            return f"its estimate allocates {peak} bytes"
+        return ""
+
+    parts = {
+        f"{kind}.{choice['name']}": attempt(lambda: part(kind, choice, estimates))
+        for kind, choice, estimates in given["parts"]
+    }
+    assert "torch" not in sys.modules
+    json.dump({"imports": imports, "doors": doors, "parts": parts}, sys.stdout)
+"""
+
+TORCH_FREE = ("shoal.core", "shoal.ir", "shoal.machine", "shoal.cost", "shoal.plan")
+ROOMS = (
+    *TORCH_FREE,
+    "shoal.model",
+    "shoal.parallel",
+    "shoal.checkpoint",
+    "shoal.corpora",
+    "shoal.train",
+    "shoal.claims",
+    "shoal.app",
+)
+
+
+@pytest.fixture(scope="session")
+def without_torch() -> dict[str, dict[str, str]]:
+    """imports, doors, parts -> name -> complaint (empty when all is well), torch blocked."""
+    given = {
+        "rooms": TORCH_FREE,
+        "doors": ROOMS,
+        "parts": [(kind, choice(kind, name), REACHED[kind] == "job") for kind, name in PARTS],
+        "job": small_job().model_dump(mode="json"),
+        "machine": small_machine().model_dump(mode="json"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(BLOCKED)],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, str]] = json.loads(done.stdout)
+    return found

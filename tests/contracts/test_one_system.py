@@ -1,0 +1,125 @@
+"""What keeps Shoal one system: parts are reached from jobs and change plans; jobs have rivals.
+
+A part that no job can choose, or that no plan feels, is dead weight however good it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+import shoal.ir
+from shoal.core.config import Kind, Value
+from shoal.core.parts import KINDS, Choice, table
+from shoal.ir import Estimate, Interval, Machine, Plan, Report, TrainJob, Work
+
+from .conftest import PARTS, REACHED, choice, small_job, small_machine
+
+# Every kind of job: a value of ``ir`` with a field ``job`` that names it.
+JOBS: list[type[Value]] = [
+    found
+    for found in vars(shoal.ir).values()
+    if isinstance(found, type)
+    and issubclass(found, Value)
+    and "job" in found.model_fields
+    and found not in (Plan, Work)
+]
+
+
+def choices_of(job: type[Value]) -> dict[str, str]:
+    """Field of a job -> kind of the part that it chooses."""
+    return {
+        name: annotation.kind
+        for name, field in job.model_fields.items()
+        for annotation in field.metadata
+        if isinstance(annotation, Kind)
+    }
+
+
+CHOSEN = {(kind, field) for job in JOBS for field, kind in choices_of(job).items()}
+FIELD_OF = dict(CHOSEN)
+CHOSEN_PARTS = [(kind, name) for kind, name in PARTS if REACHED.get(kind) == "job"]
+
+
+def plan(job: TrainJob, planner: str = "search") -> Plan:
+    plans: list[Plan] = table("planner").build(planner).plan(job, small_machine())
+    return plans[0]
+
+
+def test_there_are_jobs() -> None:
+    assert TrainJob in JOBS
+    assert all(get_args(job.model_fields["job"].annotation) for job in JOBS)
+
+
+def test_every_kind_says_how_it_is_reached() -> None:
+    assert set(REACHED) == set(KINDS)
+    assert {kind for kind, how in REACHED.items() if how == "job"} == {kind for kind, _ in CHOSEN}
+
+
+@pytest.mark.parametrize(("kind", "name"), CHOSEN_PARTS, ids=lambda value: str(value))
+def test_every_part_is_reached_from_a_job(kind: str, name: str) -> None:
+    job = small_job(**{FIELD_OF[kind]: choice(kind, name)})
+    chosen: Choice = getattr(plan(job).job, FIELD_OF[kind])
+    assert chosen.name == name
+
+
+@pytest.mark.parametrize(("kind", "name"), CHOSEN_PARTS, ids=lambda value: str(value))
+@pytest.mark.parametrize("planner", list(table("planner")))
+def test_every_part_changes_a_plan(
+    kind: str, name: str, planner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were the part a thousand seconds slower, the plan would be."""
+    job = small_job(**{FIELD_OF[kind]: choice(kind, name)})
+    before = plan(job, planner).estimate
+    cls = table(kind).load(name)
+    honest = cls.estimate
+
+    def slower(self: Any, work: Work, machine: Machine) -> Estimate:
+        found: Estimate = honest(self, work, machine)
+        step_s = found.step_s.value + 1000.0
+        terms = {**found.terms_s, "overhead": found.terms_s.get("overhead", 0.0) + 1000.0}
+        return found.model_copy(update={"step_s": Interval.around(step_s, 0.1), "terms_s": terms})
+
+    monkeypatch.setattr(cls, "estimate", slower)
+    after = plan(job, planner).estimate
+    assert before is not None
+    assert after is not None
+    assert after.step_s.value >= before.step_s.value + 999.0
+
+
+@pytest.mark.parametrize("kind", sorted(FIELD_OF))
+def test_two_choices_give_two_plans(kind: str) -> None:
+    names = list(table(kind))
+    assert len(names) >= 2, f"only one part of kind {kind} competes"
+    plans = [plan(small_job(**{FIELD_OF[kind]: choice(kind, name)})) for name in names]
+    for place, one in enumerate(plans):
+        assert all(one != other for other in plans[:place])
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_every_job_has_competing_planners(job: type[Value]) -> None:
+    assert choices_of(job), "the job chooses no part"
+    assert len(table("planner")) >= 2
+    found = {planner: plan(small_job(), planner) for planner in table("planner")}
+    assert {planner: made.planner for planner, made in found.items()} == {p: p for p in found}
+    assert all(made.estimate is not None for made in found.values())
+
+
+def test_prediction_is_scored(tmp_path: Any) -> None:
+    """What was planned and what was measured meet in one row."""
+    from shoal.cost.score import Score
+
+    planned = plan(small_job())
+    assert planned.estimate is not None
+    predicted = planned.estimate.step_s.value
+    report = Report(
+        plan=planned,
+        measured={"step_s": predicted * 1.25},
+        errors={"step_s": 0.25},
+        versions={"shoal": shoal.__version__},
+    )
+    score = Score(tmp_path / "score.db")
+    score.append(report)
+    (row,) = score.rows()
+    assert "0.25" in str(row) or "25" in str(row)
