@@ -75,6 +75,7 @@ class TrainJob(Value):
     """Train a decoder-only language model.
 
     Args:
+        job: the kind of job.
         name: name of the run and of its directory.
         model: a model of the zoo or of the shipped shapes, a Hugging Face
             directory (training continues from its weights), or a shape file.
