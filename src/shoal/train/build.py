@@ -25,11 +25,9 @@ def build_model(job: TrainJob) -> Transformer:
 
     Raises:
         ModelError: the directory cannot be read or the name is unknown.
-        ConfigError: ``seq_len`` is beyond what the model was made for.
     """
     import torch
 
-    from shoal.core.errors import require
     from shoal.model import huggingface
     from shoal.model.config import ModelConfig
     from shoal.model.initialise import init_weights
@@ -40,11 +38,4 @@ def build_model(job: TrainJob) -> Transformer:
     else:
         model = Transformer(ModelConfig.from_shape(resolve(job.model)))
         init_weights(model, job.seed)
-    longest = model.config.max_position
-    require(
-        job.seq_len <= longest,
-        "seq_len",
-        job.seq_len,
-        expected=f"at most {longest}, the longest position of {job.model}",
-    )
     return model.train()

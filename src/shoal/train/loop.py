@@ -125,7 +125,7 @@ class Trainer:
                         documents_BT=None if documents is None else documents[rows],
                         recompute=self.job.recompute == "full",
                     )
-                (part / count).backward()
+                (part / count).backward()  # type: ignore[no-untyped-call]
                 loss_sum += part.detach()
         # One small reduction carries the loss and the wish to stop.
         shared = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop))])

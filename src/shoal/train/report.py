@@ -150,7 +150,7 @@ def _wire_bytes(events: Sequence[dict[str, Any]]) -> float | None:
         for key, value in totals[-1]["counters"].items()
         if key.startswith("wire_bytes") and ("tag=gradients" in key or "tag=parameters" in key)
     )
-    return float(sent) / max(1, ends[-1] + 1 - starts[-1])
+    return float(sent / max(1, ends[-1] + 1 - starts[-1]))
 
 
 def _errors(plan: Plan, measured: dict[str, float]) -> dict[str, float]:

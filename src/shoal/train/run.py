@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, RankError, require
+from shoal.core.errors import ConfigError, PlanError, RankError, require
 from shoal.core.files import write_atomic, write_json
+from shoal.core.parts import table
+from shoal.corpora import heldout
 from shoal.corpora.tokens import prepare
 from shoal.cost.shapes import resolve as resolve_shape
 from shoal.ir import Machine, Plan, Report, TrainJob
@@ -147,7 +149,19 @@ def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | N
             f"{directory.root}: a run lies there already; continue it with --resume, "
             "or choose another name with --set name=..."
         )
-    vocab = resolve_shape(job.model).vocab_size
+    if job.parallel.tp > 1 or job.parallel.pp > 1:
+        raise PlanError(
+            f"parallel.tp = {job.parallel.tp}, parallel.pp = {job.parallel.pp}: this version plans "
+            "tensor and pipeline parallelism and runs data parallelism; set both to 1"
+        )
+    shape = resolve_shape(job.model)
+    require(
+        job.seq_len <= shape.max_position,
+        "seq_len",
+        job.seq_len,
+        expected=f"at most {shape.max_position}, the longest position of {job.model}",
+    )
+    vocab = shape.vocab_size
     tokenizer = job.tokenizer
     if tokenizer == "bpe" and Path(job.model, "tokenizer.json").is_file():
         # A model that is trained on goes on with the tokenizer it knows.
@@ -158,14 +172,11 @@ def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | N
             watch({"kind": "prepare", "state": state})
 
     tokens = prepare(job.data, tokenizer, vocab, progress=progress)
-    need = job.global_batch * job.seq_len + 1
-    require(
-        len(tokens.train) >= need,
-        "data",
-        str(job.data),
-        expected=f"at least {need:,} training tokens for one batch, and it has "
-        f"{len(tokens.train):,}",
-        hint="use more text, or a smaller global_batch or seq_len",
+    heldout.check(
+        tokens,
+        table("packing").build(job.packing),
+        seq_len=job.seq_len,
+        global_batch=job.global_batch,
     )
     write_atomic(directory.tokenizer, tokens.tokenizer_path.read_bytes())
     write_json(directory.tokens, {"path": str(tokens.path.absolute())})
@@ -180,7 +191,6 @@ def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | N
 def conclude(plan: Plan, directory: RunDir) -> Report:
     """Export the trained model, write the report and add it to the score."""
     from shoal.checkpoint.inspect import convert
-    from shoal.corpora import heldout
     from shoal.corpora.tokens import open_tokens
     from shoal.cost.score import Score
 

@@ -27,14 +27,16 @@ def execute_under_torchrun(plan: Plan, run_dir: Path, *, resume: bool) -> None:
 
     directory = RunDir(run_dir)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         world,
         is_master=False,
         timeout=_PREPARE_LIMIT,
     )
-    gate = dist.PrefixStore(f"shoal-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    gate = dist.PrefixStore(  # type: ignore[attr-defined]
+        f"shoal-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+    )
     if rank == 0:
         prepare_run(plan, directory, resume=resume)
         gate.set("prepared", "yes")

@@ -101,11 +101,6 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     job = plan.job
     world = int(os.environ.get("WORLD_SIZE", "1"))
     number = int(os.environ.get("RANK", "0"))
-    if job.parallel.tp > 1 or job.parallel.pp > 1:
-        raise PlanError(
-            f"parallel.tp = {job.parallel.tp}, parallel.pp = {job.parallel.pp}: this version plans "
-            "tensor and pipeline parallelism and runs data parallelism; set both to 1"
-        )
     if world != job.parallel.world:
         raise PlanError(
             f"parallel.dp = {job.parallel.dp}: the plan is for {job.parallel.world} ranks and "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.app.show import Format
+
+if TYPE_CHECKING:
+    from shoal.claims.run import Result
 
 __all__ = ["app"]
 
@@ -42,7 +45,7 @@ def list_(
     table(
         "",
         ("id", "name", "year", "room", "status", "evidence", "measured"),
-        [(r.id, r.name, r.year, r.room, r.status, r.evidence, r.summary) for r in rows],
+        [(r.id, r.name, r.year, r.room, r.status, r.evidence, _measured(r.measured)) for r in rows],
         numeric="r",
     )
     counts: dict[str, int] = {}
@@ -57,7 +60,7 @@ def run(
     all_: Annotated[bool, typer.Option("--all", help="Every claim that can run.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Counts only, at most 10 s.")] = False,
     data: Annotated[Path | None, typer.Option(help="Directory of public data.")] = None,
-    model: Annotated[Path | None, typer.Option(help="A model directory of your own.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model directory of your own.")] = None,
     results: Annotated[Path, typer.Option(help="Where results are written.")] = Path("results"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict only.")] = False,
 ) -> None:
@@ -80,11 +83,52 @@ def run(
     short = False
     for name in wanted:
         with WorkBar(name, quiet=quiet) as bar:
-            result = judge(name, quick=quick, data=data, model=model, results=results, progress=bar)
-        typer.echo(str(result))
-        short |= result.verdict.status in ("falls_short", "noisy")
+            result = judge(
+                name,
+                quick=quick,
+                data=data,
+                model=model,
+                results=results,
+                progress=lambda text, share, bar=bar: bar(share, 1.0, text),  # type: ignore[misc]
+            )
+        show_result(name, result)
+        short |= result.verdict.status in ("falls_short", "noisy") or bool(result.disagrees)
     if short:
         raise typer.Exit(1)
+
+
+def _measured(numbers: dict[str, float]) -> str:
+    return ", ".join(f"{name} {number:.3g}" for name, number in numbers.items())
+
+
+def show_result(name: str, result: Result) -> None:
+    """Print a verdict, metric by metric."""
+    from shoal.app.show import table
+
+    verdict = result.verdict
+    metrics = {metric.name: metric for metric in result.record.metrics}
+    table(
+        f"{name}: {verdict.status}",
+        ("metric", "measured", "90 % interval", "needs", "evidence", "holds"),
+        [
+            (
+                m.name,
+                f"{m.value:.4g}",
+                f"{m.low:.4g} .. {m.high:.4g}",
+                metrics[m.name].condition,
+                metrics[m.name].evidence,
+                "noisy" if m.noisy else "yes" if m.holds else "NO",
+            )
+            for m in verdict.metrics
+        ],
+        numeric=" rr",
+    )
+    if verdict.reason:
+        typer.echo(verdict.reason)
+    for metric in result.disagrees:
+        typer.echo(f"disagrees with the full run on file: {metric}")
+    if result.path is not None:
+        typer.echo(f"recorded in {result.path}")
 
 
 @app.command("check")
@@ -100,4 +144,4 @@ def check(
     from shoal.claims.record import recheck
 
     for file in files:
-        typer.echo(f"{file}: {recheck(file)}")
+        typer.echo(f"{file}: {recheck(file).verdict.status} follows from its samples")

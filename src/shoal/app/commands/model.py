@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,14 @@ import typer
 from shoal.app.show import Format
 
 __all__ = ["app"]
+
+
+class Target(StrEnum):
+    """What ``convert`` can make."""
+
+    huggingface = "huggingface"
+    checkpoint = "checkpoint"
+
 
 app = typer.Typer(
     help="List, verify, convert and try model and checkpoint directories.", no_args_is_help=True
@@ -29,14 +38,12 @@ def ls(
 
         shoal model ls runs/run/export -o json
     """
-    from dataclasses import asdict
-
     from shoal.app.show import as_json, human_bytes, table
     from shoal.checkpoint.inspect import listing
 
     rows = listing(directory)
     if output is Format.json:
-        as_json([asdict(row) for row in rows])
+        as_json([row.model_dump(mode="json") for row in rows])
         return
     table(
         "",
@@ -61,16 +68,24 @@ def verify(
 
         shoal model verify runs/run
     """
+    from shoal.app.show import human_bytes
     from shoal.checkpoint.inspect import verify as check
+    from shoal.core.errors import CorruptError
 
-    typer.echo(str(check(directory)))
+    found = check(directory)
+    if not found.ok:
+        raise CorruptError("\n".join(found.problems))
+    typer.echo(
+        f"{directory}: a good {found.kind}: {found.tensors} tensors, "
+        f"{human_bytes(found.bytes)}; {found.checked}"
+    )
 
 
 @app.command("convert")
 def convert(
     source: Annotated[Path, typer.Argument(help="A run, a checkpoint or a Hugging Face model.")],
     out: Annotated[Path, typer.Argument(help="Directory to make.")],
-    to: Annotated[str, typer.Option(help="huggingface or checkpoint.")] = "huggingface",
+    to: Annotated[Target, typer.Option(help="Kind of directory to make.")] = Target.huggingface,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
 ) -> None:
     """Turn one kind of directory into another, or change the dtype.
@@ -83,7 +98,7 @@ def convert(
     """
     from shoal.checkpoint.inspect import convert as change
 
-    change(source, out, to=to, dtype=dtype)
+    change(source, out, to=to.value, dtype=dtype)
     typer.echo(f"wrote {out}")
 
 

@@ -113,7 +113,7 @@ class ReplicatedModel:
         }
         if comm.world > 1:
             for parameter in self._names.values():
-                parameter.register_post_accumulate_grad_hook(self._ready)
+                parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
     def _ready(self, parameter: Tensor) -> None:
         if not self._sync:
@@ -159,9 +159,9 @@ class ReplicatedModel:
         """Global L2 norm of all gradients."""
         import torch
 
-        return torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(bucket.flat) for bucket in self._buckets])
-        )
+        norms = torch.stack([torch.linalg.vector_norm(bucket.flat) for bucket in self._buckets])
+        norm: Tensor = torch.linalg.vector_norm(norms)
+        return norm
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by a scalar."""

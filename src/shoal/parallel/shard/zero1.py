@@ -19,7 +19,7 @@ from shoal.parallel.shard.replicated import ReplicatedModel
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm import Pending, TorchComm
     from shoal.parallel.protocols import Sharded
 
 __all__ = ["Zero1", "Zero1Model", "assign"]
@@ -75,7 +75,8 @@ class Zero1Model(ReplicatedModel):
 
         if self.comm.world == 1:
             return
-        flats, pending = [], []
+        flats: list[tuple[list[Tensor], Tensor | None]] = []
+        pending: list[Pending] = []
         for root in range(self.comm.world):
             mine = [p.detach() for n, p in self._names.items() if self._owner[n] == root]
             if not mine:
@@ -86,11 +87,11 @@ class Zero1Model(ReplicatedModel):
             pending.append(self.comm.broadcast(flat, root, tag="parameters"))
         for work in pending:
             work.wait()
-        for root, (mine, flat) in enumerate(flats):
-            if flat is not None and root != self.comm.rank:
+        for root, (mine, packed) in enumerate(flats):
+            if packed is not None and root != self.comm.rank:
                 start = 0
                 for parameter in mine:
-                    parameter.copy_(flat[start : start + parameter.numel()].view_as(parameter))
+                    parameter.copy_(packed[start : start + parameter.numel()].view_as(parameter))
                     start += parameter.numel()
 
     def writes(self, name: str) -> bool:

@@ -1,0 +1,89 @@
+"""Rows of ``results/benchmarks.json``: name, value, unit, threshold, verdict, note."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shoal.core.files import write_json
+from shoal.core.measure import check_quiet
+from shoal.machine.fingerprint import fingerprint, versions
+
+RESULTS = Path(__file__).parents[1] / "results" / "benchmarks.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One judged number.
+
+    Args:
+        name: what was measured.
+        value: the number.
+        unit: its unit; x for a ratio.
+        comparison: ``>=`` or ``<=``.
+        threshold: what it must reach.
+        note: how, and against what.
+        low: lower end of the 90 % interval, where there is one.
+        high: upper end.
+        samples: raw paired samples, in the order they were taken.
+    """
+
+    name: str
+    value: float
+    unit: str
+    comparison: str
+    threshold: float
+    note: str
+    low: float | None = None
+    high: float | None = None
+    samples: dict[str, list[float]] | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the threshold is met."""
+        if self.comparison == ">=":
+            return self.value >= self.threshold
+        return self.value <= self.threshold
+
+
+def record(rows: list[Row]) -> None:
+    """Put rows into the results file; rows of the same name are replaced."""
+    old = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    date = time.strftime("%Y-%m-%d")
+    fresh = [
+        {
+            **{key: value for key, value in asdict(row).items() if value is not None},
+            "holds": row.holds,
+            "date": date,
+            "commit": commit,
+        }
+        for row in rows
+    ]
+    names = {row.name for row in rows}
+    kept = [row for row in old if row["name"] not in names]
+    write_json(
+        RESULTS,
+        {
+            "machine": fingerprint(),
+            "versions": versions(),
+            "date": date,
+            "commit": commit,
+            "rows": sorted([*kept, *fresh], key=lambda row: row["name"]),
+        },
+    )
+    for row in rows:
+        verdict = "holds" if row.holds else "FALLS SHORT"
+        print(
+            f"{row.name}: {row.value:.4g} {row.unit} ({row.comparison} {row.threshold:g}) {verdict}"
+        )
+
+
+def require_quiet() -> None:
+    """Refuse to measure while something else runs."""
+    check_quiet()

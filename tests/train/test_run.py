@@ -1,0 +1,243 @@
+"""Real runs over real processes: equal over ranks, resumed bit for bit, failures named."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal.cost.score import Score
+
+from shoal.core.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    DataError,
+    PlanError,
+    RankError,
+)
+from shoal.core.meter import read_events
+from shoal.ir import Plan
+from shoal.train.run import execute
+
+pytestmark = pytest.mark.multi
+
+Make = Callable[..., Plan]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Step -> loss; the last time a step was done counts."""
+    return {e["step"]: e["loss"] for e in read_events(run / "events.jsonl") if e["kind"] == "step"}
+
+
+def kill_at(step: int, rank: int = -1, number: int = signal.SIGKILL) -> Callable[..., None]:
+    """Send a signal to a rank when ``step`` was done."""
+
+    def inject(supervisor: Any, event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["step"] == step:
+            os.kill(supervisor.processes[rank].pid, number)
+
+    return inject
+
+
+@pytest.fixture(scope="module")
+def straight(make_plan: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, never interrupted, evaluated, exported and reported."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    execute(make_plan(parallel={"dp": 2}, evaluation={"every": 4, "sample_tokens": 8}), run)
+    return run
+
+
+def test_a_run_leaves_everything(straight: Path) -> None:
+    kinds = [e["kind"] for e in read_events(straight / "events.jsonl")]
+    assert kinds[0] == "start"
+    assert kinds.count("step") == 8
+    assert kinds.count("checkpoint") == 3  # at 3, 6 and 8
+    assert kinds.count("eval") == 2  # at 4, and of everything in the end
+    assert {"sample", "end", "totals"} <= set(kinds)
+    found = losses(straight)
+    assert found[7] < found[0], "it learns"
+    report = json.loads((straight / "report.json").read_text())
+    assert report["measured"]["finished"] == 1
+    assert set(report["errors"]) >= {"step_s", "tokens_per_s", "memory_bytes", "wire_bytes"}
+    assert abs(report["errors"]["wire_bytes"]) < 0.01, "bytes are counted, not guessed"
+    page = (straight / "report.html").read_text()
+    assert "Prediction beside measurement" in page
+    assert page.count("<svg") == 3
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert (straight / "export" / "config.json").exists()
+    assert [row for row in Score().rows() if row.quantity == "step_s"]
+
+
+def test_a_killed_rank_is_named_and_the_resumed_losses_are_bit_equal(
+    make_plan: Make, straight: Path, tmp_path: Path
+) -> None:
+    plan = make_plan(parallel={"dp": 2}, evaluation={"every": 4, "sample_tokens": 8})
+    run = tmp_path / "run"
+    with pytest.raises(RankError, match=r"rank 1 of 2 \(pid \d+, host .*\) was killed by SIGKILL"):
+        execute(plan, run, inject=kill_at(4))
+    report = execute(plan, run, resume=True)
+    assert losses(run) == losses(straight)
+    assert report.measured["starts"] == 2
+    events = list(read_events(run / "events.jsonl"))
+    resumed = [e["step"] for e in events if e["kind"] == "start" and e["resumed"]]
+    assert resumed == [3], "from the checkpoint before the kill"
+
+
+def test_a_lost_rank_restarts_the_run_by_itself(
+    make_plan: Make, straight: Path, tmp_path: Path
+) -> None:
+    plan = make_plan(parallel={"dp": 2}, evaluation={"every": 4, "sample_tokens": 8})
+    once: list[int] = []
+
+    def inject(supervisor: Any, event: dict[str, Any]) -> None:
+        if not once and event["kind"] == "step" and event["step"] == 6:
+            once.append(1)
+            os.kill(supervisor.processes[0].pid, signal.SIGKILL)
+
+    seen: list[dict[str, Any]] = []
+    execute(plan, tmp_path / "run", restarts=1, inject=inject, watch=seen.append)
+    assert [e for e in seen if e["kind"] == "restart"]
+    assert losses(tmp_path / "run") == losses(straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["replicated", "zero1", "zero3"])
+def test_one_two_one_ranks(make_plan: Make, tmp_path: Path, shard: str) -> None:
+    alone = tmp_path / "alone"
+    execute(make_plan(), alone)
+    run = tmp_path / "run"
+    for number, (ranks, part) in enumerate([(1, "replicated"), (2, shard), (1, "replicated")]):
+        plan = make_plan(parallel={"dp": ranks}, shard=part)
+        if number < 2:
+            # Ends early by losing a rank after the checkpoint at 3 and 6.
+            with pytest.raises(RankError):
+                execute(plan, run, resume=number > 0, inject=kill_at(3 * (number + 1)))
+        else:
+            execute(plan, run, resume=True)
+    expected, found = losses(alone), losses(run)
+    assert expected.keys() == found.keys()
+    for step, loss in expected.items():
+        assert abs(found[step] / loss - 1) <= 2e-5, step
+
+
+@pytest.mark.slow
+def test_a_hanging_rank_is_named_with_its_stack(make_plan: Make, tmp_path: Path) -> None:
+    plan = make_plan(parallel={"dp": 2}, timeout_s=4, steps=10_000, checkpoint={"every": 0})
+    began: list[float] = []
+
+    def inject(supervisor: Any, event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["step"] == 5 and not began:
+            began.append(time.monotonic())
+            os.kill(supervisor.processes[1].pid, signal.SIGSTOP)
+
+    with pytest.raises(RankError, match=r"rank 1 of 2 .* hangs in step \d+") as caught:
+        execute(plan, tmp_path / "run", inject=inject)
+    assert time.monotonic() - began[0] < 4 + 5
+    assert "stopped" in str(caught.value), "a stopped process has no stack to give"
+    stack = (tmp_path / "run" / "ranks" / "rank-0.stack").read_text()
+    assert "loop.py" in stack, "the waiting rank told where it waits"
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_stops(make_plan: Make, tmp_path: Path) -> None:
+    plan = make_plan(parallel={"dp": 2}, steps=100_000, checkpoint={"every": 0})
+    timer: list[threading.Timer] = []
+
+    def watch(event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["step"] == 5 and not timer:
+            timer.append(threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGINT)))
+            timer[0].start()
+
+    report = execute(plan, tmp_path / "run", watch=watch)
+    assert report.measured["finished"] == 0
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    stops = [e for e in events if e["kind"] == "stop"]
+    saves = [e["step"] for e in events if e["kind"] == "checkpoint"]
+    assert len(stops) == 1
+    assert len(saves) == 1
+    assert saves[0] == max(losses(tmp_path / "run")) + 1
+
+
+def test_bad_starts(make_plan: Make, straight: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a run lies there already"):
+        execute(make_plan(parallel={"dp": 2}), straight)
+    with pytest.raises(ConfigError, match="at most 512, the longest position"):
+        execute(make_plan(seq_len=1024, global_batch=1, microbatch=1), tmp_path / "long")
+    with pytest.raises(PlanError, match="set both to 1"):
+        execute(make_plan(parallel={"tp": 2}), tmp_path / "tp")
+
+
+def test_a_corpus_shorter_than_one_batch(make_plan: Make, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("too short to train on\n" * 3)
+    plan = make_plan(data={"name": "text", "path": str(tmp_path / "a.txt")})
+    with pytest.raises(DataError, match="one batch"):
+        execute(plan, tmp_path / "run")
+    assert not (tmp_path / "run").exists(), "nothing of a run that cannot start"
+
+
+def test_resume_refuses_another_run(make_plan: Make, straight: Path, tmp_path: Path) -> None:
+    import shutil
+
+    for change, message in (
+        ({"seed": 1}, "saved with seed = 0"),
+        ({"model": "shoal-1m"}, "checkpoint of another model"),
+        ({"optimizer": "muon"}, "saved with optimizer = 'adamw'"),
+    ):
+        run = tmp_path / message.split()[-1].strip("'")
+        shutil.copytree(straight, run)
+        with pytest.raises(CheckpointError, match=message):
+            execute(make_plan(**change), run, resume=True)
+
+
+def test_a_flipped_byte_is_refused_and_the_previous_step_offered(
+    make_plan: Make, straight: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    newest = run / "checkpoints" / "step-00000008" / "rank-00001.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-100] ^= 1
+    newest.write_bytes(data)
+    plan = make_plan(parallel={"dp": 2}, steps=10)
+    with pytest.raises(CorruptError, match=r"(?s)rank-00001\.safetensors.*6"):
+        execute(plan, run, resume=True)
+    execute(plan, run, from_step=6)
+    assert max(losses(run)) == 9
+
+
+@pytest.mark.slow
+def test_torchrun_joins(make_plan: Make, tmp_path: Path, straight: Path) -> None:
+    plan = make_plan(parallel={"dp": 2}, evaluation={"every": 4, "sample_tokens": 8})
+    plan.save(tmp_path / "plan.yaml")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "shoal",
+            "train",
+            "--plan",
+            str(tmp_path / "plan.yaml"),
+            "--run",
+            str(tmp_path / "run"),
+        ],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert losses(tmp_path / "run") == losses(straight)
+    assert (tmp_path / "run" / "report.json").exists()
