@@ -1,0 +1,393 @@
+"""The score: every run's prediction beside its measurement, kept in one SQLite file.
+
+Readers and writers of several processes may share the file (write-ahead log). The
+schema has a version; a file of a newer Shoal is refused rather than guessed at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from shoal.core.config import Value
+from shoal.core.errors import StoreError
+from shoal.core.files import shoal_home
+from shoal.ir import Estimate, Machine, Report, TrainJob
+
+__all__ = ["ErrorSummary", "Row", "Score", "calibrate", "machine_key", "summarise"]
+
+VERSION = 1
+# Past runs of a similar job from which a correction is made.
+MIN_ROWS = 3
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS runs (
+  id INTEGER PRIMARY KEY,
+  recorded_s REAL NOT NULL,
+  name TEXT NOT NULL,
+  model TEXT NOT NULL,
+  machine TEXT NOT NULL,
+  quantity TEXT NOT NULL,
+  predicted REAL,
+  low REAL,
+  high REAL,
+  measured REAL NOT NULL,
+  run INTEGER NOT NULL REFERENCES reports(id)
+);
+CREATE TABLE IF NOT EXISTS reports (
+  id INTEGER PRIMARY KEY,
+  recorded_s REAL NOT NULL,
+  report TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS runs_by_machine ON runs (machine, quantity);
+"""
+
+
+class Row(Value):
+    """One quantity of one run.
+
+    Args:
+        recorded_s: when, seconds since 1970.
+        name: name of the job.
+        model: its model.
+        machine: :func:`machine_key` of the machine.
+        quantity: what was predicted and measured, such as ``step_s``.
+        predicted: what the plan said; None if it said nothing.
+        low: lower end of its 90 % interval.
+        high: upper end.
+        measured: what the run saw.
+        job: the job.
+    """
+
+    recorded_s: float
+    name: str
+    model: str
+    machine: str
+    quantity: str
+    predicted: float | None = None
+    low: float | None = None
+    high: float | None = None
+    measured: float
+    job: TrainJob | None = None
+
+    @property
+    def error(self) -> float | None:
+        """measured / predicted - 1; None without a prediction."""
+        return self.measured / self.predicted - 1 if self.predicted else None
+
+    @property
+    def inside(self) -> bool | None:
+        """The measurement lies in the predicted interval; None without an interval."""
+        if self.low is None or self.high is None:
+            return None
+        return self.low <= self.measured <= self.high
+
+
+class ErrorSummary(Value):
+    """How good the predictions of one quantity have been.
+
+    Args:
+        quantity: what was predicted.
+        count: predictions.
+        median: middle of measured / predicted - 1.
+        median_abs: middle of its absolute value.
+        p90_abs: its 90th percentile.
+        inside: share of measurements within the 90 % interval; None without intervals.
+    """
+
+    quantity: str
+    count: int
+    median: float
+    median_abs: float
+    p90_abs: float
+    inside: float | None = None
+
+
+def machine_key(machine: Machine) -> str:
+    """What makes two machines the same for the score: CPU or GPU, counts, not versions."""
+    device = machine.device
+    model = machine.fingerprint.get("cpu_model", device.name)
+    return f"{model}|{device.kind}|{device.num_cores or 0}|{machine.num_devices}"
+
+
+def _predicted(report: Report) -> dict[str, tuple[float, float | None, float | None]]:
+    cost = report.plan.estimate
+    if cost is None:
+        return {}
+    found: dict[str, tuple[float, float | None, float | None]] = {
+        "step_s": (cost.step_s.value, cost.step_s.low, cost.step_s.high),
+    }
+    if cost.tokens:
+        rates = [cost.tokens / s for s in (cost.step_s.value, cost.step_s.high, cost.step_s.low)]
+        found["tokens_per_s"] = (rates[0], rates[1], rates[2])
+    if cost.memory_bytes:
+        found["memory_bytes"] = (cost.memory_total, None, None)
+    for name, interval in (
+        ("total_s", cost.total_s),
+        ("energy_j", cost.energy_j),
+        ("usd", cost.usd),
+    ):
+        if interval is not None:
+            found[name] = (interval.value, interval.low, interval.high)
+    return found
+
+
+class Score:
+    """The store of all past predictions.
+
+    Args:
+        path: the SQLite file; ``score.db`` in Shoal's home if not given.
+
+    Raises:
+        StoreError: the file is no such store, is of a newer version, or cannot be opened.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path if path is not None else shoal_home() / "score.db"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as cause:
+            raise StoreError(
+                f"{self.path}: cannot be made ({cause.strerror}); set SHOAL_HOME to a directory "
+                "that can be written"
+            ) from cause
+        with self._open() as connection:
+            self._migrate(connection)
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with contextlib.closing(sqlite3.connect(self.path, timeout=30.0)) as connection:
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.execute("PRAGMA synchronous=NORMAL")
+                with connection:
+                    yield connection
+        except sqlite3.Error as cause:
+            raise StoreError(
+                f"{self.path}: {cause}; it should be a score of this product; "
+                "move it away to start a new one"
+            ) from cause
+
+    def _migrate(self, connection: sqlite3.Connection) -> None:
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        if version > VERSION:
+            raise StoreError(
+                f"{self.path}: written by a newer version (schema {version}, this one knows "
+                f"{VERSION}); upgrade shoal-ml, or set SHOAL_HOME to another directory"
+            )
+        tables = {
+            row[0]
+            for row in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")
+        }
+        if version == 0 and tables:
+            raise StoreError(
+                f"{self.path}: a database of something else (tables {', '.join(sorted(tables))}); "
+                "give another path"
+            )
+        connection.executescript(_SCHEMA)
+        connection.execute(f"PRAGMA user_version={VERSION}")
+
+    def append(self, report: Report) -> None:
+        """Keep a report: a row for each measured quantity.
+
+        Raises:
+            StoreError: the file cannot be written.
+        """
+        now = time.time()
+        predicted = _predicted(report)
+        job = report.plan.job
+        key = machine_key(report.plan.machine)
+        with self._open() as connection:
+            cursor = connection.execute(
+                "INSERT INTO reports (recorded_s, report) VALUES (?, ?)",
+                (now, report.model_dump_json()),
+            )
+            connection.executemany(
+                "INSERT INTO runs (recorded_s, name, model, machine, quantity, predicted, low, "
+                "high, measured, run) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (
+                        now,
+                        job.name,
+                        job.model,
+                        key,
+                        quantity,
+                        *predicted.get(quantity, (None, None, None)),
+                        measured,
+                        cursor.lastrowid,
+                    )
+                    for quantity, measured in report.measured.items()
+                    if math.isfinite(measured)
+                ],
+            )
+
+    def rows(self, *, quantity: str | None = None, machine: Machine | None = None) -> list[Row]:
+        """Past predictions, oldest first.
+
+        Args:
+            quantity: only this one.
+            machine: only those of this machine.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        with self._open() as connection:
+            found = connection.execute(
+                "SELECT r.recorded_s, r.name, r.model, r.machine, r.quantity, r.predicted, r.low, "
+                "r.high, r.measured, json_extract(p.report, '$.plan.job') FROM runs r "
+                "JOIN reports p ON p.id = r.run "
+                "WHERE (?1 IS NULL OR r.quantity = ?1) AND (?2 IS NULL OR r.machine = ?2) "
+                "ORDER BY r.id",
+                (quantity, None if machine is None else machine_key(machine)),
+            ).fetchall()
+        return [
+            Row(**dict(zip(_COLUMNS, row[:-1], strict=True)), job=_job(row[-1])) for row in found
+        ]
+
+    def reports(self) -> list[Report]:
+        """Every report, oldest first.
+
+        Raises:
+            StoreError: a report cannot be read back.
+        """
+        with self._open() as connection:
+            texts = connection.execute("SELECT report FROM reports ORDER BY id").fetchall()
+        try:
+            return [Report.model_validate_json(text) for (text,) in texts]
+        except ValidationError as cause:
+            raise StoreError(
+                f"{self.path}: a report does not fit this version "
+                f"({cause.errors()[0]['msg']}); move the file away to start a new score"
+            ) from cause
+
+    def errors(self) -> list[ErrorSummary]:
+        """Summary of the errors, quantity by quantity."""
+        return summarise(self.rows())
+
+
+_COLUMNS = (
+    "recorded_s",
+    "name",
+    "model",
+    "machine",
+    "quantity",
+    "predicted",
+    "low",
+    "high",
+    "measured",
+)
+
+
+def _job(text: str | None) -> TrainJob | None:
+    """The job of a row; None if this version has no such part any more."""
+    if text is None:
+        return None
+    try:
+        return TrainJob.model_validate_json(text)
+    except (ValidationError, ValueError):  # an old job is history, not an error
+        return None
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def summarise(rows: Sequence[Row]) -> list[ErrorSummary]:
+    """Median, 90th percentile and coverage of the errors of each quantity."""
+    found = []
+    for quantity in dict.fromkeys(row.quantity for row in rows):
+        own = [row for row in rows if row.quantity == quantity]
+        errors = [row.error for row in own if row.error is not None]
+        if not errors:
+            continue
+        inside = [row.inside for row in own if row.inside is not None]
+        sizes = [abs(error) for error in errors]
+        found.append(
+            ErrorSummary(
+                quantity=quantity,
+                count=len(errors),
+                median=_percentile(errors, 0.5),
+                median_abs=_percentile(sizes, 0.5),
+                p90_abs=_percentile(sizes, 0.9),
+                inside=sum(inside) / len(inside) if inside else None,
+            )
+        )
+    return found
+
+
+def _similar(row: Row, job: TrainJob, model: str) -> bool:
+    """The past job ran the same model the same way; batch and length may differ."""
+    past = row.job
+    return (
+        past is not None
+        and row.model == model
+        and past.precision == job.precision
+        and past.parallel == job.parallel
+        and past.compile == job.compile
+        and past.recompute == job.recompute
+        and past.optimizer.name == job.optimizer.name
+    )
+
+
+def calibrate(
+    estimate: Estimate, rows: Sequence[Row], *, job: TrainJob, machine: Machine
+) -> tuple[Estimate, str]:
+    """An estimate corrected by the past errors of similar jobs on the same machine.
+
+    With at least three such runs every time is multiplied by their median ratio of
+    measured to *uncorrected* prediction, and the interval takes the spread of the
+    ratios, widened for their small number. With fewer, nothing changes.
+
+    Args:
+        estimate: of ``job`` on ``machine``.
+        rows: past rows, of any machine and quantity.
+        job: the job.
+        machine: the machine.
+
+    Returns:
+        The estimate, and a note that says what was done; empty if nothing was.
+    """
+    key = machine_key(machine)
+    ratios = [
+        row.measured / row.predicted
+        for row in rows
+        if row.quantity == "step_s"
+        and row.machine == key
+        and row.predicted
+        and row.measured > 0
+        and _similar(row, job, job.model)
+    ]
+    if len(ratios) < MIN_ROWS:
+        return estimate, ""
+    logs = [math.log(ratio) for ratio in ratios]
+    middle = _percentile(logs, 0.5)
+    deviation = math.sqrt(sum((x - middle) ** 2 for x in logs) / (len(logs) - 1))
+    # Student's t for a 90 % interval of one further run.
+    quantile = {3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89}.get(len(logs), 1.75)
+    half = max(0.02, quantile * deviation * math.sqrt(1 + 1 / len(logs)))
+    bias = math.exp(middle)
+    step = estimate.step_s.value * bias
+    spread = math.exp(half) - 1
+    change: dict[str, object] = {
+        "step_s": type(estimate.step_s).around(step, spread),
+        "terms_s": {cause: seconds * bias for cause, seconds in estimate.terms_s.items()},
+    }
+    for name in ("total_s", "energy_j", "usd"):
+        interval = getattr(estimate, name)
+        if interval is not None:
+            change[name] = type(estimate.step_s).around(interval.value * bias, spread)
+    note = (
+        f"times x {bias:.2f} and interval +-{100 * spread:.0f} % by {len(ratios)} past runs of "
+        "such a job on this machine"
+    )
+    return estimate.model_copy(update=change), note
