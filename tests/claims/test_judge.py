@@ -112,6 +112,15 @@ def test_wide_timing_is_noisy_never_a_pass() -> None:
     assert judge([timing, metric(name="count")], both, aa=AA).status == "falls_short"
 
 
+def test_noise_of_an_error_is_in_points_not_in_shares_of_the_error() -> None:
+    error = metric(statistic="relative_error", comparison="<=", threshold=0.3, timing=True)
+    wrong = samples([2.0, 2.0], [1.0, 1.0])
+    close = samples([1.01, 1.02, 1.03, 1.04], [1.0] * 4)
+    assert judge([error], close, aa=wrong).status == "works"
+    wide = samples([1.01, 1.4, 1.01, 1.4], [1.0] * 4)
+    assert judge([error], wide, aa=wrong).status == "noisy"
+
+
 def test_void_when_the_baseline_passes_too() -> None:
     verdict = judge([metric()], GOOD, aa=GOOD)
     assert verdict.status == "skipped"

@@ -148,9 +148,16 @@ def _judge_metric(metric: Metric, samples: Samples, seed: int) -> MetricVerdict:
         low=spread.low,
         high=spread.high,
         holds=metric.holds(spread.value),
-        noisy=metric.timing and not spread.half_width <= MAX_HALF_WIDTH,
+        noisy=metric.timing and not _half_width(metric, spread) <= MAX_HALF_WIDTH,
         share_of_bound=spread.value / bound if bound else None,
     )
+
+
+def _half_width(metric: Metric, spread: Spread) -> float:
+    """Half the interval's width, as a share of what is measured."""
+    if metric.statistic == "relative_error":  # a share already
+        return (spread.high - spread.low) / 2
+    return spread.half_width
 
 
 def _evidence(judged: Sequence[Metric]) -> Evidence:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import JsonValue
 
+from shoal.claims import CLAIMS
 from shoal.claims.judge import judge
 from shoal.claims.protocols import Attempt, Experiment, Metric, Samples, Verdict
 from shoal.core.config import Value, parse
@@ -129,7 +130,8 @@ def recheck(path: Path, experiment: type[Experiment] | None = None) -> Record:
 
     Args:
         path: a results file.
-        experiment: the experiment as it is now, whose thresholds must be the file's.
+        experiment: the experiment as it is now, whose thresholds must be the file's; the
+            one that the file names if not given.
 
     Returns:
         Record: with the recomputed verdict.
@@ -137,6 +139,7 @@ def recheck(path: Path, experiment: type[Experiment] | None = None) -> Record:
     Raises:
         StoreError: the file was edited, its verdict does not follow from its samples, or
             its thresholds are not those of the experiment.
+        UnknownPartError: there is no such experiment.
     """
     record = read(path)
     try:
@@ -150,7 +153,9 @@ def recheck(path: Path, experiment: type[Experiment] | None = None) -> Record:
         )
     if record.digest != digest_of(record):
         raise StoreError(f"{path}: was edited after it was written; run the claim again")
-    if experiment is not None and record.metrics != tuple(experiment.metrics):
+    if experiment is None:
+        experiment = CLAIMS.load(record.claim, where=f"{path}: claim")
+    if record.metrics != tuple(experiment.metrics):
         raise StoreError(
             f"{path}: its thresholds are not those of the claim {record.claim!r} any more; "
             "run the claim again"
