@@ -124,6 +124,14 @@ def test_local_names_the_signal() -> None:
 
 
 @pytest.mark.multi
+def test_local_survives_a_call_that_closes_its_pipe() -> None:
+    with POOLS.build({"name": "local", "workers": 1}).open() as pool:
+        with pytest.raises(RankError, match=r"worker 0 .* died .*closerange"):
+            pool.submit(os.closerange, 3, 256).result(TIMEOUT)
+        assert pool.submit(abs, -1).result(TIMEOUT) == 1
+
+
+@pytest.mark.multi
 def test_local_close_finishes_what_was_submitted() -> None:
     pool = POOLS.build({"name": "local", "workers": 2}).open()
     futures = [pool.submit(abs, -n) for n in range(10)]

@@ -228,6 +228,11 @@ class _Worker:
                 epitaph = epitaph or self._epitaph(call.name)
                 call.future.set_exception(RankError(epitaph))
                 continue
+            except OSError as cause:  # no process or no pipe to be had
+                call.future.set_exception(
+                    RankError(f"pool {self._name}: no process could be started ({cause})")
+                )
+                continue
             try:
                 call.future.set_result(unpack_outcome(outcome, f"pool {self._name}"))
             except BaseException as error:
@@ -264,6 +269,9 @@ class _Worker:
         if self._ending:
             return f"pool {self._name}: was ended while running {doing}, because the pool closed"
         self._process.join(timeout=5)
+        if self._process.exitcode is None:  # it closed its pipe but did not end
+            self._process.kill()
+            self._process.join()
         code = self._process.exitcode
         how = f"exit code {code}"
         if code is not None and code < 0:
