@@ -112,6 +112,14 @@ def test_a_sink_that_fails_closes_the_others(tmp_path: Path) -> None:
     assert closed == ["closed"]
 
 
+def test_full_disk_is_told() -> None:
+    writer = jsonl(Path("/dev/full")).open()
+    with pytest.raises(StoreError, match=r"No space left on device\); free some space"):
+        writer.event({"kind": "step"}, {})
+    with pytest.raises(StoreError):
+        writer.close()
+
+
 def test_torn_last_line_is_left_out_and_cut_off_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with Meter([jsonl(path)]) as meter:

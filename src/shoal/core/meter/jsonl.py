@@ -6,6 +6,7 @@ loses at most the line it was writing.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -54,9 +55,11 @@ class JsonlWriter:
         line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             # Unbuffered, and one call: lines of several processes do not mix.
-            self._file.write(line)
+            written = self._file.write(line)
         except OSError as cause:
             raise self._refused(cause) from cause
+        if written != len(line):
+            raise self._refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     def counter(self, name: str, total: float, labels: Mapping[str, str]) -> None:
         """Counters are written once, in the ``totals`` event of the meter."""
