@@ -43,8 +43,14 @@ class Worker:
         )
 
     def send(self, call: str, **options: Any) -> None:
-        """Start a call without waiting for it."""
+        """Start a call without waiting for it.
+
+        Raises:
+            MachineError: the child was closed.
+        """
         assert self._child.stdin is not None
+        if self._child.stdin.closed:
+            raise MachineError("the measuring process has ended; start the probe again")
         with contextlib.suppress(BrokenPipeError):  # receive() says that the child is gone
             self._child.stdin.write(json.dumps({"call": call, "with": options}).encode() + b"\n")
             self._child.stdin.flush()

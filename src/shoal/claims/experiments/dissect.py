@@ -1,0 +1,311 @@
+"""[48] Dissect: does this machine show its insides to microbenchmarks?
+
+Source: Luo et al., Benchmarking and Dissecting the NVIDIA Hopper GPU Architecture, 2024.
+
+What is claimed here, on the CPU: the pointer chase finds the sizes of the caches that the
+operating system reports; latencies of adjacent levels differ clearly; rooflines made of
+probes predict how long torch's matrix products take; a repeated run of the compute
+probes agrees. The A/A run replaces each by the trap it avoids: a walk in the order of
+addresses, which the prefetcher hides; the peak of a data sheet; a single cold sample.
+The GPU part is skipped with its reason where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.native import compiler
+from shoal.core.parts import part
+from shoal.ir.machine import Measurement
+from shoal.machine import host
+from shoal.machine.probes.gpu import Gpu
+from shoal.machine.probes.matmul import Matmul
+from shoal.machine.probes.memory_bandwidth import MemoryBandwidth
+from shoal.machine.probes.memory_latency import MemoryLatency
+from shoal.machine.probes.units import Units
+from shoal.machine.protocols import Context as Probing
+
+__all__ = ["SHAPES", "Dissect", "adjacent_ratios", "predict", "size_errors"]
+
+# (m, n, k): tokens x outputs x inputs, as in the linear layers of small language models,
+# from a few tokens to a full batch, and squares between the sizes that were probed.
+SHAPES: tuple[tuple[int, int, int], ...] = (
+    (32, 512, 512),
+    (64, 1024, 1024),
+    (128, 768, 768),
+    (128, 3072, 768),
+    (192, 192, 192),
+    (256, 320, 896),
+    (256, 512, 2048),
+    (256, 1024, 512),
+    (320, 320, 320),
+    (384, 1536, 384),
+    (512, 256, 704),
+    (512, 704, 256),
+    (512, 1024, 1024),
+    (640, 640, 640),
+    (768, 768, 768),
+    (1024, 512, 512),
+    (1024, 1024, 384),
+    (1024, 384, 1024),
+    (1024, 2048, 512),
+    (1536, 768, 768),
+)
+DTYPES = ("fp32", "bf16")
+BYTES = {"fp32": 4, "bf16": 2}
+# Compute probes whose repetition is compared: rates of units and of large products.
+REPEATED = ("fma_fp32", "fma_fp64", "dot_bf16", "dot_int8", "permute_bytes", "popcount")
+
+
+@part
+class Dissect:
+    """Cache sizes, latency levels, roofline predictions and repeatability of this machine.
+
+    Args:
+        largest_bytes: last footprint of the full run's pointer chase.
+        repeats: samples of each probe and of each predicted product.
+    """
+
+    largest_bytes: int = 2**28
+    repeats: int = 9
+
+    rows: ClassVar[tuple[int, ...]] = (48,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="cache_size_error",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.5,
+            baseline="sequential walk",
+            evidence="same_regime",
+            paper="sizes of L1, L2 and shared memory of three GPUs recovered",
+        ),
+        Metric(
+            name="level_ratio",
+            unit="x",
+            statistic="min",
+            comparison=">=",
+            threshold=2.0,
+            baseline="sequential walk",
+            evidence="same_regime",
+            quick=False,
+            paper="SM-to-SM access near 180 cycles, a third below L2",
+        ),
+        Metric(
+            name="roofline_error",
+            unit="1",
+            statistic="relative_error",
+            comparison="<=",
+            threshold=0.30,
+            baseline="data-sheet peak",
+            evidence="same_regime",
+            quick=False,
+        ),
+        Metric(
+            name="repeat_error",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.15,
+            baseline="one cold sample",
+            evidence="same_regime",
+            quick=False,
+        ),
+        Metric(
+            name="gpu_bf16_over_fp32",
+            unit="x",
+            statistic="value",
+            comparison=">=",
+            threshold=1.6,
+            baseline="fp32",
+            evidence="same_regime",
+            quick=False,
+            paper="fp8, bf16 and tf32 tensor-core throughput by type",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            self.largest_bytes >= 2**23,
+            "claim.dissect.largest_bytes",
+            self.largest_bytes,
+            expected="at least 8388608, beyond the private caches",
+        )
+        require(self.repeats >= 3, "claim.dissect.repeats", self.repeats, expected="at least 3")
+
+    def refuses(self, context: Context) -> str | None:
+        """Without a compiler nothing can be probed."""
+        if compiler() is None:
+            return "no C++ compiler; install g++"
+        if not host.caches():
+            return "the operating system reports no caches to compare with"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Probe; quick takes about 3 s, the full run about 40 s."""
+        with Probing(fast=True, home=context.work_dir) as probing:
+            context.progress("memory latency", 0.0)
+            largest = min(self.largest_bytes, 2**26) if quick else self.largest_bytes
+            chase = MemoryLatency(
+                largest_bytes=int(min(largest, 0.25 * host.memory_available())),
+                repeats=self.repeats,
+                huge_pages="on",
+                order="sequential" if as_baseline else "random",
+            ).run(probing)
+            metrics = {"cache_size_error": Paired(method=size_errors(chase, host.caches()))}
+            details: dict[str, JsonValue] = {
+                "caches_os": dict(host.caches()),
+                "latency_s": [[m.at, m.median] for m in chase if m.quantity == "latency"],
+                "levels": {m.quantity: m.median for m in chase if m.at is None},
+            }
+            skipped: dict[str, str] = {}
+            if not quick:
+                metrics["level_ratio"] = Paired(method=adjacent_ratios(chase))
+                self._compute(context, probing, metrics, skipped, details, as_baseline)
+                self._gpu(probing, metrics, skipped)
+            return Samples(metrics=metrics, skipped=skipped, details=details)
+
+    def _compute(
+        self,
+        context: Context,
+        probing: Probing,
+        metrics: dict[str, Paired],
+        skipped: dict[str, str],
+        details: dict[str, JsonValue],
+        as_baseline: bool,
+    ) -> None:
+        context.progress("units", 0.2)
+        repeats = 1 if as_baseline else self.repeats
+        blocks = 100 if as_baseline else 30_000
+        units = [Units(repeats=repeats, blocks=blocks).run(probing) for _ in range(2)]
+        context.progress("memory bandwidth", 0.3)
+        bandwidth = MemoryBandwidth(repeats=5).run(probing)
+        context.progress("matrix products", 0.4)
+        probed = Matmul(repeats=self.repeats).run(probing)
+        if "matmul.torch" in probing.skipped:
+            skipped["roofline_error"] = probing.skipped["matmul.torch"]
+            products: list[list[Measurement]] = []
+        else:
+            predicted, measured = [], []
+            threads = len(probing.cpus)
+            table: list[JsonValue] = []
+            for index, (m, n, k) in enumerate(SHAPES):
+                context.progress("predicted products", 0.5 + 0.3 * index / len(SHAPES))
+                for dtype in DTYPES:
+                    seconds = probing.worker().call(
+                        "matmul", m=m, n=n, k=k, dtype=dtype, threads=threads, repeats=self.repeats
+                    )
+                    middle = sorted(seconds)[len(seconds) // 2]
+                    guess = (
+                        2.0 * m * n * k / _data_sheet(units[0], dtype, threads)
+                        if as_baseline
+                        else predict((m, n, k), dtype, probed, bandwidth, threads)
+                    )
+                    predicted.append(guess)
+                    measured.append(middle)
+                    table.append([m, n, k, dtype, guess, middle, *seconds])
+            metrics["roofline_error"] = Paired(method=tuple(predicted), baseline=tuple(measured))
+            details["products"] = table
+            context.progress("once more", 0.8)
+            edge = Matmul(sizes=(512, 1024), repeats=repeats)
+            products = [edge.run(probing) for _ in range(2)]
+        first = [*units[0], *(products[0] if products else [])]
+        second = [*units[1], *(products[1] if products else [])]
+        metrics["repeat_error"] = Paired(method=repeat_errors(first, second))
+
+    def _gpu(self, probing: Probing, metrics: dict[str, Paired], skipped: dict[str, str]) -> None:
+        found = Gpu(repeats=self.repeats).run(probing)
+        rates = {
+            dtype: max((m.median for m in found if m.quantity == f"matmul_{dtype}"), default=0.0)
+            for dtype in DTYPES
+        }
+        if not found:
+            skipped["gpu_bf16_over_fp32"] = probing.skipped["gpu"]
+        else:
+            metrics["gpu_bf16_over_fp32"] = Paired(method=(rates["bf16"] / rates["fp32"],))
+
+
+def size_errors(chase: Sequence[Measurement], caches: Mapping[str, int]) -> tuple[float, ...]:
+    """|found / reported - 1| of L1d and L2; 1 for one that the chase did not find."""
+    found = {m.quantity: m.median for m in chase}
+    return tuple(
+        abs(found.get(f"{name}.capacity", 0.0) / caches[name] - 1)
+        for name in ("l1d", "l2")
+        if name in caches
+    )
+
+
+def adjacent_ratios(chase: Sequence[Measurement]) -> tuple[float, ...]:
+    """Latency of each level over the level above; 1 where fewer than three were found."""
+    latencies = [m.median for m in chase if m.quantity.endswith(".latency")]
+    ratios = tuple(b / a for a, b in itertools.pairwise(latencies))
+    return ratios if len(ratios) >= 2 else (*ratios, 1.0)
+
+
+def repeat_errors(first: Sequence[Measurement], second: Sequence[Measurement]) -> tuple[float, ...]:
+    """|second / first - 1| of every compute probe that both runs have."""
+    again = {(m.probe, m.quantity, m.at): m.median for m in second}
+    return tuple(
+        abs(again[m.probe, m.quantity, m.at] / m.median - 1)
+        for m in first
+        if (m.probe, m.quantity, m.at) in again and (m.quantity in REPEATED or m.probe == "matmul")
+    )
+
+
+def predict(
+    shape: tuple[int, int, int],
+    dtype: str,
+    products: Sequence[Measurement],
+    bandwidth: Sequence[Measurement],
+    threads: int,
+) -> float:
+    """Seconds of a product by the roofline: the slower of arithmetic and memory.
+
+    The arithmetic's ceiling is the probed rate of a cube of equal volume, interpolated
+    on logarithms; the memory's is the read bandwidth at a footprint of the operands' size.
+    """
+    m, n, k = shape
+    ceiling = _interpolate(
+        {p.at: p.median for p in products if p.quantity == f"matmul_{dtype}" and p.at},
+        (float(m) * n * k) ** (1 / 3),
+    )
+    touched = float(BYTES[dtype]) * (m * n + n * k + m * k)
+    slope = _interpolate(
+        {
+            b.at * threads: b.median
+            for b in bandwidth
+            if b.quantity == f"read_{threads}threads" and b.at
+        },
+        touched,
+    )
+    return max(2.0 * m * n * k / ceiling, touched / slope)
+
+
+def _interpolate(points: Mapping[float, float], x: float) -> float:
+    known = sorted(points.items())
+    require(bool(known), "roofline", "no probe", expected="probes of products and bandwidth")
+    if x <= known[0][0]:
+        return known[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(known):
+        if x <= x1:
+            share = math.log(x / x0) / math.log(x1 / x0)
+            return math.exp((1 - share) * math.log(y0) + share * math.log(y1))
+    return known[-1][1]
+
+
+def _data_sheet(units: Sequence[Measurement], dtype: str, cores: int) -> float:
+    """What a vendor would print: operations a cycle x clock x cores."""
+    found = {m.quantity: m.median for m in units}
+    names = {"fp32": ("fma_fp32",), "bf16": ("tile_bf16", "dot_bf16", "fma_fp32")}[dtype]
+    rate = max(found.get(name, 0.0) for name in names)
+    # A single vector unit stands in where no instruction could be measured.
+    return (rate or 16.0) * found["clock"] * cores
