@@ -126,7 +126,7 @@ def test_dtype_is_kept_or_chosen(make, tmp_path):
 
 def test_mistral_without_window_is_llama(make, tmp_path):
     directory = good(make, tmp_path)
-    edit(directory, model_type="mistral", architectures=["MistralForCausalLM"])
+    edit(directory, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=None)
     assert huggingface.read(directory).config.family == "llama"
     edit(directory, sliding_window=16)
     with pytest.raises(ModelError, match=r"config\.json: sliding_window = 16"):
@@ -367,6 +367,19 @@ def test_nothing_half_written(make, tmp_path):
     with pytest.raises(ModelError, match=r"embed\.weight"):
         huggingface.write_state(tmp_path / "other", CONFIG, {})
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
+
+
+def test_disk_full_leaves_nothing(make, tmp_path, monkeypatch):
+    import safetensors
+    import safetensors.torch
+
+    def full(*args, **kwargs):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(ModelError, match=r"out: cannot be written .*No space left.*free some"):
+        huggingface.write(tmp_path / "out", make(CONFIG))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_default_rope_parameters_spelling():

@@ -169,8 +169,10 @@ def test_attention_gradient_in_bf16(masked, monkeypatch):
         enable_gqa=True,
     )
     expected = torch.autograd.grad(exact, wide, grad.double())
-    for limit in (2**25, 4 * 20 * 20):  # all sequences at a time, and one by one
+    # All sequences at a time and one by one; all queries at a time and in blocks.
+    for limit, block in ((2**25, 128), (4 * 20 * 20, 128), (2**25, 7)):
         monkeypatch.setattr(attention, "_MAX_SCORES", limit)
+        monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
         out = attend(q, k, v, mask, causal=not masked)
         assert relative(out, exact) < 0.01
         found = torch.autograd.grad(out, (q, k, v), grad.bfloat16())

@@ -24,6 +24,9 @@ __all__ = ["Attention", "KVCache", "attend", "document_mask"]
 # kernel is used both ways.
 _MAX_SCORES = 2**25
 
+# Queries of one block of the backward pass.
+_QUERY_BLOCK = 128
+
 
 class KVCache:
     """Keys and values of the tokens seen so far, in buffers of a fixed size.
@@ -98,34 +101,61 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, mask = ctx.saved_tensors
         batch, heads, length, dim = q.shape
-        kv_heads = k.shape[1]
         # Gradients in the layout [B, T, heads, d] that the projections have.
         grads = [torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v)]
-        if mask is None:
-            mask = _causal_mask(length, q.dtype)
         rows = max(1, _MAX_SCORES // (heads * length * length))
         for first in range(0, batch, rows):
             part = slice(first, first + rows)
-            group = (-1, length * heads // kv_heads, dim)
-            query = (q[part] * dim**-0.5).reshape(group)
-            key = k[part].reshape(-1, length, dim)
-            value = v[part].reshape(-1, length, dim)
-            out_grad = grad[part].reshape(group)
-            scores = torch.bmm(query, key.transpose(1, 2))
-            per_head = scores.view(-1, heads, length, length)
-            per_head.add_(mask[part] if len(mask) > 1 else mask)
-            weights = torch.softmax(scores, -1)
-            weights_grad = torch.bmm(out_grad, value.transpose(1, 2))
-            scores_grad = torch.ops.aten._softmax_backward_data(
-                weights_grad, weights, -1, weights.dtype
+            _attend_backward(
+                q[part],
+                k[part],
+                v[part],
+                mask if mask is None or len(mask) == 1 else mask[part],
+                grad[part],
+                [x[part] for x in grads],
             )
-            q_grad = torch.bmm(scores_grad, key).view(-1, heads, length, dim)
-            torch.mul(q_grad, dim**-0.5, out=grads[0][part])
-            k_grad = torch.bmm(scores_grad.transpose(1, 2), query)
-            grads[1][part] = k_grad.view(-1, kv_heads, length, dim)
-            v_grad = torch.bmm(weights.transpose(1, 2), out_grad)
-            grads[2][part] = v_grad.view(-1, kv_heads, length, dim)
         return grads[0], grads[1], grads[2], None
+
+
+def _attend_backward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor, out: list[Tensor]
+) -> None:
+    """Write the gradients of ``q``, ``k`` and ``v`` to ``out``, some queries at a time.
+
+    A block of queries needs the keys up to its end alone, so most of the upper triangle
+    is never computed. The last block comes first, for it touches every key.
+    """
+    _, heads, length, dim = q.shape
+    kv_heads = k.shape[1]
+    scale = dim**-0.5
+    key, value = (x.reshape(-1, length, dim) for x in (k, v))
+    key_grad, value_grad = torch.empty_like(key), torch.empty_like(value)
+    for start in reversed(range(0, length, _QUERY_BLOCK)):
+        stop = min(start + _QUERY_BLOCK, length)
+        group = (-1, (stop - start) * heads // kv_heads, dim)
+        query = (q[:, :, start:stop] * scale).reshape(group)
+        out_grad = grad[:, :, start:stop].reshape(group)
+        scores = torch.bmm(query, key[:, :stop].transpose(1, 2))
+        per_head = scores.view(-1, heads, stop - start, stop)
+        if mask is None:
+            per_head[..., start:].add_(_causal_mask(stop - start, q.dtype))
+        else:
+            per_head.add_(mask[:, :, start:stop, :stop])
+        weights = torch.softmax(scores, -1)
+        weights_grad = torch.bmm(out_grad, value[:, :stop].transpose(1, 2))
+        scores_grad = torch.ops.aten._softmax_backward_data(weights_grad, weights, -1, q.dtype)
+        query_grad = torch.bmm(scores_grad, key[:, :stop])
+        torch.mul(
+            query_grad.view(-1, heads, stop - start, dim), scale, out=out[0][:, :, start:stop]
+        )
+        beta = int(stop < length)  # 0 ignores what the fresh buffers hold
+        for total, left, right in (
+            (key_grad, scores_grad, query),
+            (value_grad, weights, out_grad),
+        ):
+            total[:, :stop].baddbmm_(left.transpose(1, 2), right, beta=beta)
+    out[1].copy_(key_grad.view(-1, kv_heads, length, dim))
+    out[2].copy_(value_grad.view(-1, kv_heads, length, dim))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:

@@ -145,6 +145,14 @@ class ModelConfig(Value):
             hint="rotary embeddings turn pairs",
             error=ModelError,
         )
+        dynamic = self.rope_scaling is not None and self.rope_scaling.rope_type == "dynamic"
+        require(
+            not dynamic or self.head_dim > 2,
+            "head_dim",
+            self.head_dim,
+            expected="more than 2 with dynamic rope scaling",
+            error=ModelError,
+        )
         require(
             0 < self.top_k <= self.num_experts if self.num_experts else self.top_k == 0,
             "top_k",

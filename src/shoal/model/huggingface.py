@@ -100,8 +100,8 @@ def read_config(directory: Path) -> ModelConfig:
             + (f"; {hint}" if hint else "; models of other architectures cannot be loaded")
         )
     family = FAMILIES.build(ARCHITECTURES[kind])
-    if kind == "mistral":  # its defaults differ from Llama's in this alone
-        raw = {"num_key_value_heads": 8, **raw}
+    if kind == "mistral":  # where a key is absent, its own defaults hold
+        raw = {"num_key_value_heads": 8, "sliding_window": 4096, **raw}
     config: ModelConfig = family.from_huggingface(raw, str(path))
     return config.model_copy(update={"name": directory.resolve().name})
 
