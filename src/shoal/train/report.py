@@ -35,7 +35,7 @@ def make_report(plan: Plan, directory: RunDir) -> Report:
     measured: dict[str, float] = {
         "step_s": statistics.median(event["step_s"] for event in steady),
         "steps": float(len(steps)),
-        "train_s": sum(event["step_s"] for event in steps.values()),
+        "total_s": sum(event["step_s"] for event in steps.values()),
         "memory_bytes": max(event["memory_bytes"] for event in steps.values()),
         "mfu": statistics.median(event["mfu"] for event in steady),
         "loss": steps[max(steps)]["loss"],
@@ -68,7 +68,7 @@ def predictions(plan: Plan) -> dict[str, float]:
     if estimate.wire_bytes:
         found["wire_bytes"] = sum(estimate.wire_bytes.values())
     if estimate.total_s is not None:
-        found["train_s"] = estimate.total_s.value
+        found["total_s"] = estimate.total_s.value
     return found
 
 
@@ -80,7 +80,7 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
         ("tokens_per_s", "tokens per second", 1, ""),
         ("memory_bytes", "memory of a rank", 1 / 2**20, "MiB"),
         ("wire_bytes", "bytes a rank sends in a step", 1 / 2**20, "MiB"),
-        ("train_s", "time in steps", 1, "s"),
+        ("total_s", "time in steps", 1, "s"),
         ("lost_s", "time lost with ranks", 1, "s"),
         ("mfu", "model FLOPs utilisation", 100, "%"),
         ("loss", "training loss, last step", 1, "nats/token"),
@@ -163,33 +163,11 @@ def _errors(plan: Plan, measured: dict[str, float]) -> dict[str, float]:
 
 def write_page(report: Report, directory: RunDir) -> None:
     """Write ``report.html``: curves, the comparison, what the plan said, a sample."""
-    from shoal.core.svg import Series, line_chart
-
     events = list(read_events(directory.events))
     steps = [event for event in events if event["kind"] == "step"]
     evaluations = [event for event in events if event["kind"] == "eval"]
     restarts = [event["step"] for event in events if event["kind"] == "start" and event["resumed"]]
-    loss = [Series("training loss", [(e["step"], e["loss"]) for e in steps])]
-    if evaluations:
-        loss.append(Series("held-out loss", [(e["step"], e["loss"]) for e in evaluations]))
-    charts = [
-        line_chart(loss, title="Loss over steps", x_label="step", y_label="loss (nats per token)"),
-        line_chart(
-            [
-                Series("measured", [(e["step"], 1e3 * e["step_s"]) for e in steps]),
-                *_predicted_series(report.plan, steps),
-            ],
-            title="Step time over steps",
-            x_label="step",
-            y_label="step time (ms)",
-        ),
-        line_chart(
-            [Series("memory of rank 0", [(e["step"], e["memory_bytes"] / 2**20) for e in steps])],
-            title="Memory over steps",
-            x_label="step",
-            y_label="memory (MiB)",
-        ),
-    ]
+    charts = _charts(report.plan, steps, evaluations)
     samples = [event for event in events if event["kind"] == "sample"]
     job, plan = report.plan.job, report.plan
     facts = [
@@ -217,20 +195,44 @@ def write_page(report: Report, directory: RunDir) -> None:
     )
 
 
-def _predicted_series(plan: Plan, steps: Sequence[dict[str, Any]]) -> list[Any]:
-    from shoal.core.svg import Series
+def _charts(
+    plan: Plan, steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Loss, step time with its prediction, and memory, as SVG."""
+    from shoal.core.svg import Band, Chart, Series
 
-    if plan.estimate is None or not steps:
-        return []
-    interval = plan.estimate.step_s
-    ends = (steps[0]["step"], steps[-1]["step"])
-    return [
-        Series(label, [(x, 1e3 * value) for x in ends])
-        for label, value in (
-            ("predicted", interval.value),
-            ("90 % low", interval.low),
-            ("90 % high", interval.high),
+    def curve(name: str, key: str, factor: float = 1.0) -> Series:
+        return Series(
+            name, [event["step"] for event in steps], [factor * event[key] for event in steps]
         )
+
+    loss = [curve("training", "loss")]
+    if evaluations:
+        loss.append(
+            Series(
+                "held-out",
+                [event["step"] for event in evaluations],
+                [event["loss"] for event in evaluations],
+                points=True,
+            )
+        )
+    times, bands = [curve("measured", "step_s", 1e3)], []
+    if plan.estimate is not None and steps:
+        step = plan.estimate.step_s.scaled(1e3)
+        ends = [min(event["step"] for event in steps), max(event["step"] for event in steps)]
+        times.append(Series("predicted", ends, [step.value] * 2, dashed=True))
+        bands.append(Band("90 % interval", ends, [step.low] * 2, [step.high] * 2))
+    memory = curve("rank 0", "memory_bytes", 1 / 2**20)
+    return [
+        Chart(title="Loss", x_label="step", y_label="nats per token", series=loss).render(),
+        Chart(
+            title="Step time, predicted and measured",
+            x_label="step",
+            y_label="ms",
+            series=times,
+            bands=bands,
+        ).render(),
+        Chart(title="Memory", x_label="step", y_label="MiB", series=[memory]).render(),
     ]
 
 

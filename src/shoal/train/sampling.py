@@ -25,10 +25,10 @@ def continue_text(
         ModelError: the directory has no tokenizer, or the text is too long for the model.
     """
     from shoal.corpora import tokenizer as bpe
-    from shoal.model import huggingface
     from shoal.model.generate import generate
+    from shoal.model.huggingface import read
 
-    model = huggingface.read(directory).eval()
+    model = read(directory).eval()
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise ModelError(f"{directory}: no tokenizer.json; copy the model's own beside its weights")

@@ -113,15 +113,30 @@ def scaling(
 
 def show_plans(plans: Sequence[Plan]) -> None:
     """Print ranked plans, why the first wins, and what it costs."""
-    from shoal.app.show import table
-    from shoal.plan.explain import details, explain
+    from shoal.app.show import human_bytes, table
+    from shoal.plan.table import COLUMNS, explain
 
-    columns, rows = explain(plans)
-    table("plans, best first", columns, rows, numeric=" " + "r" * (len(columns) - 1))
-    table("the best plan", ("", ""), details(plans[0]))
-    if plans[0].why:
-        typer.echo(plans[0].why)
-    for note in plans[0].notes:
+    columns = [column for column in COLUMNS if column != "why"]
+    rows = [[row[column] for column in columns] for row in explain(plans)]
+    table("plans, best first", columns, rows, numeric=" " + "r" * (len(columns) - 2))
+    best = plans[0]
+    if best.estimate is not None:
+        total = best.estimate.step_s.value
+        shares = [
+            (cause, f"{1e3 * seconds:,.3g} ms", f"{100 * seconds / total:.0f} %")
+            for cause, seconds in sorted(best.estimate.terms_s.items(), key=lambda item: -item[1])
+            if seconds > 0
+        ]
+        table("where a step's time goes, in the best plan", ("", "", ""), shares, numeric=" rr")
+        memory = [
+            (cause, human_bytes(size))
+            for cause, size in best.estimate.memory_bytes.items()
+            if size > 0
+        ]
+        table("memory of a rank", ("", ""), memory, numeric=" r")
+    if best.why:
+        typer.echo(best.why)
+    for note in best.notes:
         typer.echo(f"note: {note}")
 
 

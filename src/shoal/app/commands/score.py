@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
@@ -28,12 +29,12 @@ def score(
 
     store = Score()
     found = store.rows()[-last:]
-    summary = store.summary()
+    summaries = store.errors()
     if output is Format.json:
         as_json(
             {
-                "rows": [row.model_dump(mode="json") for row in found],
-                "summary": [s.model_dump(mode="json") for s in summary],
+                "rows": [row.model_dump(mode="json", exclude={"job"}) for row in found],
+                "errors": [summary.model_dump(mode="json") for summary in summaries],
             }
         )
         return
@@ -42,16 +43,16 @@ def score(
         return
     table(
         "predictions",
-        ("when", "job", "machine", "quantity", "predicted", "measured", "error"),
+        ("when", "run", "model", "quantity", "predicted", "measured", "error"),
         [
             (
-                row.when[:16],
-                row.job,
-                row.machine,
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(row.recorded_s)),
+                row.name,
+                row.model,
                 row.quantity,
-                f"{row.predicted:.4g}",
+                "" if row.predicted is None else f"{row.predicted:.4g}",
                 f"{row.measured:.4g}",
-                f"{100 * row.error:+.1f} %",
+                _percent(row.error, sign=True),
             )
             for row in found
         ],
@@ -59,16 +60,22 @@ def score(
     )
     table(
         "errors",
-        ("quantity", "runs", "median", "90th percentile", "inside the 90 % interval"),
+        ("quantity", "runs", "median", "median size", "inside the 90 % interval"),
         [
             (
                 s.quantity,
                 s.count,
-                f"{100 * s.median:.1f} %",
-                f"{100 * s.p90:.1f} %",
-                f"{100 * s.inside:.0f} %",
+                _percent(s.median, sign=True),
+                _percent(s.median_abs),
+                _percent(s.inside),
             )
-            for s in summary
+            for s in summaries
         ],
         numeric=" rrrr",
     )
+
+
+def _percent(share: float | None, *, sign: bool = False) -> str:
+    if share is None:
+        return ""
+    return f"{100 * share:+.1f} %" if sign else f"{100 * share:.1f} %"
