@@ -52,12 +52,15 @@ def test_trained_is_cached_by_recipe(tmp_path, monkeypatch):
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     runs = []
 
-    def train(job, run_dir, ranks):
+    def train(job, run_dir, ranks, *, machine):
+        assert machine == "probed"
         runs.append((job, ranks))
         (run_dir / "export").mkdir(parents=True)
         (run_dir / "export" / "config.json").write_text("{}")
 
     monkeypatch.setattr(run, "train", train)
+    probing = importlib.import_module("shoal.machine.probing")
+    monkeypatch.setattr(probing, "probe", lambda fast: "probed")
     place = zoo.trained("shoal-0.3m")
     assert place.parent == tmp_path / "zoo"
     assert place.name.startswith("shoal-0.3m-")

@@ -100,7 +100,7 @@ class _Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, mask = ctx.saved_tensors
-        batch, heads, length, dim = q.shape
+        batch, heads, length, _ = q.shape
         # Gradients in the layout [B, T, heads, d] that the projections have.
         grads = [torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v)]
         rows = max(1, _MAX_SCORES // (heads * length * length))

@@ -93,6 +93,7 @@ def recipe(name: str) -> TrainJob:
         model=name,
         seq_len=seq_len,
         global_batch=batch,
+        microbatch=batch,  # so that no planner changes the order of sums
         tokens=tokens,
         optimizer=Choice(name="adamw", options={"lr": lr}),
         evaluation=Evaluation(every=0, final=False, sample_tokens=0),
@@ -108,6 +109,9 @@ def _digest(job: TrainJob) -> str:
 def trained(name: str) -> Path:
     """The Hugging Face directory of a trained mini-model; trains it if it is not there yet.
 
+    Training is planned for the saved probe of this machine; where there is none, a fast
+    probe is made for the purpose, and not saved.
+
     Raises:
         ModelError: there is no such model in the zoo.
         ShoalError: its training failed.
@@ -117,15 +121,18 @@ def trained(name: str) -> Path:
     place = home / f"{name}-{_digest(job)}"
     if (place / "config.json").is_file():
         return place
+    from shoal.machine.described import load
+    from shoal.machine.probing import probe, saved_path
     from shoal.train.run import train
 
+    machine = load("local") if saved_path().is_file() else probe(fast=True)
     run_dir = home / f".{place.name}.run"
     try:
         # What an interrupted training left is not continued: another process may own it
         # no longer, and the recipe takes minutes at most.
         shutil.rmtree(run_dir, ignore_errors=True)
         home.mkdir(parents=True, exist_ok=True)
-        train(job, run_dir, ranks=1)
+        train(job, run_dir, ranks=1, machine=machine)
         (run_dir / "export").rename(place)
     except OSError as cause:
         if (place / "config.json").is_file():  # another process was first
