@@ -134,6 +134,8 @@ def test_keeps_the_promises_of_its_kind(kind: str, name: str) -> None:
         if inspect.isfunction(function) and not method.startswith("_")
     ]
     assert promised, f"{PROTOCOLS[kind]} promises nothing"
+    for attribute in vars(protocol).get("__annotations__", {}):
+        assert hasattr(cls, attribute), f"no attribute {attribute}"
     for method, function in promised:
         assert callable(getattr(cls, method, None)), f"no method {method}"
         expected = list(inspect.signature(function).parameters.values())
