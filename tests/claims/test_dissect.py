@@ -73,9 +73,9 @@ def test_twenty_shapes_that_were_not_probed():
 
 
 def test_bad_options():
-    with pytest.raises(ConfigError, match="claim.dissect.largest_bytes"):
+    with pytest.raises(ConfigError, match=r"claim\.dissect\.largest_bytes"):
         Dissect(largest_bytes=4096)
-    with pytest.raises(ConfigError, match="claim.dissect.repeats"):
+    with pytest.raises(ConfigError, match=r"claim\.dissect\.repeats"):
         Dissect(repeats=1)
 
 

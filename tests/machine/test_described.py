@@ -157,7 +157,7 @@ def test_impossible_numbers_name_file_key_and_fix(tmp_path, edit, words):
 def test_broken_yaml(tmp_path, text):
     path = tmp_path / "broken.yaml"
     path.write_text(text)
-    with pytest.raises(MachineError, match="broken.yaml"):
+    with pytest.raises(MachineError, match=r"broken\.yaml"):
         load(path)
 
 

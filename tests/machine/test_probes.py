@@ -100,9 +100,9 @@ def test_huge_pages_that_are_not_granted_are_skipped_with_a_reason(context, monk
 
 def test_a_footprint_above_the_free_memory_is_refused(context, monkeypatch):
     monkeypatch.setattr(host, "memory_available", lambda: 2**20)
-    with pytest.raises(MachineError, match="free memory.*largest_bytes"):
+    with pytest.raises(MachineError, match=r"free memory.*largest_bytes"):
         MemoryLatency(largest_bytes=2**24).run(context)
-    with pytest.raises(MachineError, match="free memory.*largest_bytes"):
+    with pytest.raises(MachineError, match=r"free memory.*largest_bytes"):
         MemoryBandwidth(largest_bytes=2**24).run(context)
 
 

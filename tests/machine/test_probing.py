@@ -161,7 +161,7 @@ def test_wrong_probes_are_named():
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_strict_refuses_a_busy_machine_and_saves_nothing(monkeypatch):
     monkeypatch.setattr(Watch, "seen", lambda self: BUSY)
-    with pytest.raises(NoisyMachineError, match="too busy to measure: 3.0 processes"):
+    with pytest.raises(NoisyMachineError, match=r"too busy to measure: 3\.0 processes"):
         probe(probes=TINY[2:3], strict=True, save=saved_path())
     assert not saved_path().exists()
     machine = probe(probes=TINY[2:3])

@@ -171,7 +171,7 @@ class Dissect:
             if not quick:
                 metrics["level_ratio"] = Paired(method=adjacent_ratios(chase))
                 self._compute(context, probing, metrics, skipped, details, as_baseline)
-                self._gpu(probing, metrics, skipped)
+                self._gpu(probing, metrics, skipped, as_baseline)
             return Samples(metrics=metrics, skipped=skipped, details=details)
 
     def _compute(
@@ -222,7 +222,13 @@ class Dissect:
         second = [*units[1], *(products[1] if products else [])]
         metrics["repeat_error"] = Paired(method=repeat_errors(first, second))
 
-    def _gpu(self, probing: Probing, metrics: dict[str, Paired], skipped: dict[str, str]) -> None:
+    def _gpu(
+        self,
+        probing: Probing,
+        metrics: dict[str, Paired],
+        skipped: dict[str, str],
+        as_baseline: bool,
+    ) -> None:
         found = Gpu(repeats=self.repeats).run(probing)
         rates = {
             dtype: max((m.median for m in found if m.quantity == f"matmul_{dtype}"), default=0.0)
@@ -231,7 +237,8 @@ class Dissect:
         if not found:
             skipped["gpu_bf16_over_fp32"] = probing.skipped["gpu"]
         else:
-            metrics["gpu_bf16_over_fp32"] = Paired(method=(rates["bf16"] / rates["fp32"],))
+            part_rate = rates["fp32" if as_baseline else "bf16"]
+            metrics["gpu_bf16_over_fp32"] = Paired(method=(part_rate / rates["fp32"],))
 
 
 def size_errors(chase: Sequence[Measurement], caches: Mapping[str, int]) -> tuple[float, ...]:
