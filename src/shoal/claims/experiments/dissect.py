@@ -96,6 +96,7 @@ class Dissect:
             threshold=2.0,
             baseline="sequential walk",
             evidence="same_regime",
+            timing=True,
             quick=False,
             paper="SM-to-SM access near 180 cycles, a third below L2",
         ),
@@ -117,6 +118,7 @@ class Dissect:
             threshold=0.15,
             baseline="one cold sample",
             evidence="same_regime",
+            timing=True,
             quick=False,
         ),
         Metric(
