@@ -213,6 +213,11 @@ def _tiers(seen: _Seen, cores: int, sources: dict[str, str]) -> list[MemoryTier]
     names = sorted({*caches, *probed})
     tiers = []
     below = 0.0
+    if seen.all("memory_bandwidth", ".*"):
+        sources["device.memory.read_bandwidth"] = "memory_bandwidth: read, all cores"
+        sources["device.memory.write_bandwidth"] = (
+            "memory_bandwidth: copy, all cores, bytes read and written together"
+        )
     for name in names:
         capacity = seen.of("memory_latency", f"{name}.capacity")
         sources[f"device.memory.{name}.capacity_bytes"] = (
