@@ -78,7 +78,7 @@ class Row(Value):
 
     @property
     def error(self) -> float | None:
-        """measured / predicted - 1; None without a prediction."""
+        """Measured / predicted - 1; None without a prediction."""
         return self.measured / self.predicted - 1 if self.predicted else None
 
     @property

@@ -1,0 +1,20 @@
+"""cost.scaling: laws of learning curves, one fitter for all of them.
+
+The door: the table of laws. ``curve`` holds the points, ``fit`` the fitter, ``ask`` the
+questions (best law, data needed, outliers, regimes), ``published`` known exponents.
+"""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["LAWS"]
+
+LAWS = PartTable(
+    "law",
+    {
+        "power": "shoal.cost.scaling.power:Power",
+        "power_floor": "shoal.cost.scaling.power_floor:PowerFloor",
+        "three_regime": "shoal.cost.scaling.three_regime:ThreeRegime",
+        "size": "shoal.cost.scaling.size:SizeLaw",
+        "joint": "shoal.cost.scaling.joint:Joint",
+    },
+)
