@@ -44,7 +44,11 @@ def table(
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    shown = Table(title=title or None, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    # rich wraps a title to the table's width, which may be that of two short columns.
+    if title:
+        console().print(f"[bold]{title}[/bold]")
+    headed = any(columns)
+    shown = Table(box=SIMPLE_HEAD if headed else None, show_header=headed, pad_edge=False)
     for index, column in enumerate(columns):
         right = numeric[index : index + 1] == "r"
         shown.add_column(column, justify="right" if right else "left", overflow="fold")

@@ -103,6 +103,7 @@ class TrainJob(Value):
         checkpoint: when to save and what to keep.
         timeout_s: a rank that makes no progress for so long is reported and ended.
         log_every: steps between lines in the event file.
+        sinks: where events go besides the run's own ``events.jsonl``.
     """
 
     job: Literal["train"] = "train"
@@ -131,6 +132,7 @@ class TrainJob(Value):
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     timeout_s: PositiveFloat = 120.0
     log_every: PositiveInt = 1
+    sinks: tuple[Annotated[Choice, Kind("sink")], ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

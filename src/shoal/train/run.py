@@ -181,9 +181,10 @@ def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | N
     write_atomic(directory.tokenizer, tokens.tokenizer_path.read_bytes())
     write_json(directory.tokens, {"path": str(tokens.path.absolute())})
     if directory.plan.exists():
-        old = directory.plan.read_bytes()
+        if Plan.load(directory.plan) == plan:
+            return
         number = len(list(directory.root.glob("plan.*.yaml")))
-        write_atomic(directory.root / f"plan.{number}.yaml", old)
+        write_atomic(directory.root / f"plan.{number}.yaml", directory.plan.read_bytes())
     # Written before anything is measured: a prediction made afterwards is none.
     plan.save(directory.plan, header="What will run, and what it is predicted to cost.")
 

@@ -115,6 +115,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     sinks = []
     if number == 0:
         sinks.append(SINKS.build({"name": "jsonl", "path": str(directory.events)}))
+        sinks += [SINKS.build(choice) for choice in job.sinks]
     with Meter(sinks) as meter:
         comm = TorchComm.from_environment(
             meter,

@@ -19,6 +19,8 @@ EXAMPLES = """
 
     shoal train --minutes 3 --ranks 2             # a small model on real text, here and now
 
+    shoal train --data notes/ --model shoal-1m    # your own text
+
     shoal train job.yaml --set optimizer=muon     # your own job
 
     shoal train --plan plan.yaml                  # what `shoal plan train --out` wrote
@@ -34,6 +36,12 @@ EXAMPLES = """
 def train(
     config: Annotated[
         Path | None, typer.Argument(help="A job in YAML; without one, the defaults.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model's name, or a Hugging Face directory to go on from.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Your text: a file or directory of text, JSONL or Parquet.")
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Data-parallel ranks to start.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Run this plan instead of a job.")] = None,
@@ -81,7 +89,14 @@ def train(
     elif old is not None and config is None and old.exists() and ranks is None and not set_:
         chosen = Plan.load(old)
     else:
-        resolved = _resolve(config, old, ranks, steps, minutes, set_ or [])
+        flags: dict[str, object] = {
+            "model": model,
+            "data": _data(data),
+            "parallel.dp": ranks,
+            "steps": steps,
+            "minutes": minutes,
+        }
+        resolved = _resolve(config, old, flags, set_ or [])
         chosen = _plan(resolved.value, machine)
     directory = run or Path("runs") / chosen.job.name
     if launch is not None:
@@ -112,15 +127,12 @@ def train(
 def _resolve(
     config: Path | None,
     old: Path | None,
-    ranks: int | None,
-    steps: int | None,
-    minutes: float | None,
+    flags: dict[str, object],
     sets: list[str],
 ) -> Resolved[TrainJob]:
     from shoal.core.config import resolve
     from shoal.ir import Plan, TrainJob
 
-    flags = {"parallel.dp": ranks, "steps": steps, "minutes": minutes}
     if old is not None and config is None and old.exists():
         base = resolve(TrainJob, environment={})
         base.value = Plan.load(old).job
@@ -135,6 +147,15 @@ def _resolve(
     if job.steps is None and job.tokens is None and job.minutes is None:
         found = found.replace({"minutes": 3.0}, "default: three minutes")
     return found
+
+
+def _data(path: str | None) -> object:
+    """The corpus part that reads ``path``, as a config spells it."""
+    if path is None:
+        return None
+    from shoal.corpora.files import from_path
+
+    return from_path(path).model_dump()
 
 
 def _plan(job: TrainJob, machine: str) -> Plan:

@@ -31,12 +31,12 @@ _FAMILY = "Shoal"
 # Model -> (tokens of training, sequence length, sequences of a step, peak learning rate).
 # Seconds for the smallest to minutes for the largest, on two cores.
 _RECIPES: dict[str, tuple[int, int, int, float]] = {
-    "shoal-0.3m": (400_000, 128, 16, 8e-3),
-    "shoal-1m": (800_000, 256, 8, 6e-3),
-    "shoal-4m": (1_600_000, 256, 8, 4e-3),
-    "shoal-8m": (1_600_000, 256, 8, 3e-3),
-    "shoal-16m": (1_600_000, 256, 8, 2e-3),
-    "shoal-moe-4m": (1_200_000, 256, 8, 4e-3),
+    "shoal-0.3m": (2_000_000, 128, 16, 5e-3),
+    "shoal-1m": (2_500_000, 256, 8, 4e-3),
+    "shoal-4m": (2_500_000, 256, 8, 3e-3),
+    "shoal-8m": (2_000_000, 256, 8, 2e-3),
+    "shoal-16m": (1_500_000, 256, 8, 1.5e-3),
+    "shoal-moe-4m": (2_000_000, 256, 8, 3e-3),
 }
 
 

@@ -1,0 +1,169 @@
+"""The command line as a user meets it: in a process of its own, by output and status."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shoal.machine.described import load
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with a described machine saved as the local one."""
+    place = tmp_path_factory.mktemp("home")
+    load("laptop").save(place / "machine.yaml")
+    return place
+
+
+def shoal(home: Path, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shoal", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "SHOAL_HOME": str(home), **environment},
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    """One clear line, no traceback, status 2."""
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr, done.stderr
+
+
+def test_help_and_version(home: Path) -> None:
+    done = shoal(home, "--help")
+    assert done.returncode == 0
+    for verb in ("probe", "plan", "train", "model", "score", "claims", "doctor", "demo"):
+        assert f" {verb} " in done.stdout
+    assert shoal(home, "--version").stdout.startswith("shoal 0.")
+
+
+def test_plan_ranks_and_saves(home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    done = shoal(
+        home,
+        "plan",
+        "train",
+        "Qwen3-14B",
+        "-m",
+        "16xH100",
+        "--tokens",
+        "20B",
+        "--out",
+        out,
+        "-o",
+        "json",
+        "--top",
+        3,
+    )
+    assert done.returncode == 0, done.stderr
+    plans = json.loads(done.stdout)
+    assert len(plans) == 3
+    steps = [plan["estimate"]["step_s"] for plan in plans]
+    assert all(step["low"] < step["value"] < step["high"] for step in steps)
+    assert steps[0]["value"] == min(step["value"] for step in steps)
+    assert plans[0]["fits"]
+    assert plans[0]["estimate"]["usd"]["value"] > 100
+    saved = yaml.safe_load(out.read_text())
+    assert saved["job"]["parallel"] == plans[0]["job"]["parallel"]
+    text = shoal(home, "plan", "train", "Llama-3-70B", "-m", "8xH100").stdout
+    assert "does not fit" in text
+    assert "this would" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("plan", "train", "Qwen3-14"), ("Qwen3-14",)),
+        (("plan", "train", "Qwen3-14B", "-m", "9xZ80"), ("9xZ80",)),
+        (("plan", "train", "Qwen3-14B", "--tokens", "many"), ("300M or 20B",)),
+        (("plan", "train", "Qwen3-14B", "--planner", "best"), ("search", "rules")),
+        (("train", "--set", "optimzer=muon"), ("did you mean 'optimizer'",)),
+        (("train", "--set", "optimizer=mun"), ("did you mean 'muon'",)),
+        (("train", "--set", "seq_len=-4"), ("seq_len", "-4")),
+        (("train", "--set", "seq_len"), ("path=value",)),
+        (("train", "--ranks", "3"), ("parallel.dp = 3", "at most 16")),
+        (("train", "--steps", "5", "--minutes", "1"), ("give one of them",)),
+        (("train", "no-such-job.yaml"), ("no-such-job.yaml", "cannot be read")),
+        (("train", "--launch", "pbs"), ("torchrun, slurm, kubernetes",)),
+        (("model", "ls", "no-such-dir"), ("no-such-dir",)),
+        (("claims", "run", "disect"), ("did you mean 'dissect'",)),
+        (("claims", "run"), ("no claim named",)),
+    ],
+)
+def test_what_is_wrong_is_said(home: Path, words: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    refused(shoal(home, *words), *parts)
+
+
+def test_environment_is_a_layer(home: Path) -> None:
+    done = shoal(home, "train", "--dry-run", SHOAL_OPTIMIZER="muon", SHOAL_SEED="7")
+    assert done.returncode == 0, done.stderr
+    assert "SHOAL_SEED" in done.stdout
+    refused(shoal(home, "train", "--dry-run", SHOAL_SEAD="7"), "SHOAL_SEAD", "did you mean 'seed'")
+
+
+def test_a_wrong_file_names_line_and_key(home: Path, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("seed: 1\nparallel: {ddp: 2}\n")
+    refused(shoal(home, "train", job), "job.yaml", "ddp", "did you mean 'dp'")
+    job.write_text("seed: [1\n")
+    refused(shoal(home, "train", job), "job.yaml, line 2")
+    job.write_bytes(b"\xff\x00\xfe")
+    refused(shoal(home, "train", job), "not text in UTF-8")
+    machine = tmp_path / "machine.yaml"
+    raw = load("laptop").model_dump(mode="json", exclude_none=True)
+    raw["device"]["matmul_flops"] = {"fp32": 1e30}
+    machine.write_text(yaml.safe_dump(raw))
+    refused(shoal(home, "plan", "train", "shoal-4m", "-m", machine), "fp32", "FLOP/s")
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda p: None, ("missing",)),
+        (lambda p: (p / "missing").mkdir(), ("missing",)),
+        (lambda p: (p / "missing").write_bytes(b""), ("missing",)),
+        (lambda p: (p / "missing").write_bytes(bytes(range(256)) * 50), ("missing",)),
+        (lambda p: (p / "missing").write_text("too short\n"), ("one batch",)),
+    ],
+)
+def test_bad_data(home: Path, tmp_path: Path, make: object, parts: tuple[str, ...]) -> None:
+    make(tmp_path)  # type: ignore[operator]
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        f"data: {{name: text, path: {tmp_path / 'missing'}}}\nsteps: 2\nmodel: shoal-0.3m\n"
+    )
+    refused(shoal(home, "train", job, "--run", tmp_path / "run"), *parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_launch_files_are_written(home: Path, tmp_path: Path) -> None:
+    done = shoal(home, "train", "--launch", "slurm", "--run", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "launch.sbatch").exists()
+    assert (tmp_path / "run" / "plan.yaml").exists()
+
+
+def test_schema_is_json(home: Path) -> None:
+    schema = json.loads(shoal(home, "train", "--schema").stdout)
+    assert "optimizer" in schema["properties"]
+
+
+def test_claims_list_has_every_row(home: Path) -> None:
+    rows = json.loads(shoal(home, "claims", "list", "-o", "json").stdout)
+    assert [row["id"] for row in rows] == list(range(146))
+    assert {"id", "name", "room", "status", "evidence", "threshold", "measured"} <= set(rows[0])
+
+
+def test_score_and_doctor(home: Path) -> None:
+    assert "no runs yet" in shoal(home, "score").stdout
+    checks = json.loads(shoal(home, "doctor", "-o", "json").stdout)
+    assert {"python", "torch", "compiler"} <= {check["name"] for check in checks}
