@@ -31,11 +31,9 @@ def measured(report: Path) -> tuple[dict[str, float], dict[str, float]]:
 def rows(folder: Path, minutes: float, wall_s: float, clone: bool) -> list[Row]:
     """What must hold after so many minutes of training."""
     found, errors = measured(folder / "run" / "report.json")
-    plan = (folder / "run" / "plan.yaml").stat()
-    events = (folder / "run" / "events.jsonl").open().readline()
-    before = (
-        plan.st_mtime <= json.loads(events)["time"] or (folder / "run" / "plan.0.yaml").exists()
-    )
+    with (folder / "run" / "events.jsonl").open() as events:
+        first = json.loads(events.readline())["time"]
+    before = (folder / "run" / "plan.yaml").stat().st_mtime <= first
     told = (
         f"{found['total_s']:.0f} s in steps, {found['steps']:.0f} steps, "
         f"{found['tokens_per_s']:,.0f} tokens/s on 2 ranks of one thread; one rank killed and "
