@@ -20,7 +20,7 @@ from shoal.ir.machine import Measurement
 from shoal.machine import host
 
 
-def number(probe, quantity, median, at=None):
+def number(probe, quantity, median, at=None, note="threads=1"):
     return Measurement(
         probe=probe,
         quantity=quantity,
@@ -30,6 +30,7 @@ def number(probe, quantity, median, at=None):
         high=median,
         repeats=1,
         at=at,
+        note=note,
     )
 
 
@@ -51,6 +52,8 @@ def test_repeat_errors_compare_equal_things():
     first = [number("units", "fma_fp32", 10.0), number("matmul", "matmul_fp32", 8.0, at=64)]
     second = [number("units", "fma_fp32", 11.0), number("matmul", "matmul_fp32", 8.0, at=128)]
     assert repeat_errors(first, second) == pytest.approx((0.1,))
+    crowd = [number("matmul", "matmul_fp32", 8.0, at=64, note="threads=2")]
+    assert repeat_errors(crowd, crowd) == ()
 
 
 def test_the_roofline_takes_the_slower_of_arithmetic_and_memory():

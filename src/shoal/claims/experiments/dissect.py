@@ -60,7 +60,8 @@ SHAPES: tuple[tuple[int, int, int], ...] = (
 )
 DTYPES = ("fp32", "bf16")
 BYTES = {"fp32": 4, "bf16": 2}
-# Compute probes whose repetition is compared: rates of units and of large products.
+# Compute probes whose repetition is compared, besides products on one core: several
+# threads wait for each other, which measures the neighbours.
 REPEATED = ("fma_fp32", "fma_fp64", "dot_bf16", "dot_int8", "permute_bytes", "popcount")
 
 
@@ -261,7 +262,7 @@ def adjacent_ratios(chase: Sequence[Measurement]) -> tuple[float, ...]:
 
 
 def repeat_errors(first: Sequence[Measurement], second: Sequence[Measurement]) -> tuple[float, ...]:
-    """|second / first - 1| of every compute probe that both runs have."""
+    """|second / first - 1| of every compute probe of one core that both runs have."""
     again = {(m.probe, m.quantity, m.at): m.median for m in second}
     return tuple(
         abs(again[m.probe, m.quantity, m.at] / m.median - 1)
