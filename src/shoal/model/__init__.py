@@ -2,8 +2,8 @@
 
 Read in this order: ``config`` (what fixes a model), ``transformer`` (its arithmetic;
 ``attention``, ``feedforward``, ``rope``, ``norm`` and ``loss`` beside it), ``families``
-and ``huggingface`` (directories), ``initialise`` and ``generate``. Only ``config``
-and ``families`` can be imported without torch.
+and ``huggingface`` (directories), ``initialise`` and ``generate``. Only ``config``,
+``protocols`` and ``families`` can be imported without torch.
 """
 
 from shoal.core.parts import PartTable
