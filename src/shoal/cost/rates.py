@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.core.errors import MachineError
-from shoal.ir import Link, Machine, Measurement, Parallel
+from shoal.ir import Link, Machine, Measurement, MemoryTier, Parallel
 
 __all__ = ["Curve", "Rates", "data_link", "ranks_per_host", "tensor_link"]
 
@@ -45,6 +45,12 @@ class Curve:
     def scaled(self, factor: float) -> Curve:
         """Every rate times ``factor``."""
         return Curve(tuple((x, y * factor) for x, y in self.points))
+
+
+def _mean_bandwidth(tier: MemoryTier) -> float:
+    """Byte/s of traffic that is half reading and half writing."""
+    assert tier.read_bandwidth is not None
+    return 2 / (1 / tier.read_bandwidth + 1 / (tier.write_bandwidth or tier.read_bandwidth))
 
 
 def ranks_per_host(machine: Machine, parallel: Parallel) -> int:
@@ -181,23 +187,24 @@ class Rates:
             one = _curve(measured, 1) or (many if self.cores == 1 else None)
             curve = self._between(one, many)
             if curve is not None:
-                if many is not None and self.sharing > 1:
-                    # All ranks stream at once: together no faster than all cores were.
-                    points = tuple(
-                        (x, min(y, many(x) / self.sharing * max(1.0, self._slack(one, many, x))))
-                        for x, y in curve.points
-                    )
-                    return Curve(points)
-                return curve
+                return self._shared(curve)
             return self._tier_curve()
         curve = _curve(measured, None)
         return curve or self._tier_curve()
 
-    def _slack(self, one: Curve | None, many: Curve, size: float) -> float:
-        """Private caches scale even where one operator's threads do not."""
-        if one is None or size > 2**22:
-            return 1.0
-        return one(size) * self.cores / many(size)
+    def _shared(self, curve: Curve) -> Curve:
+        """``curve`` while every rank of the host streams: beyond the caches they share DRAM."""
+        device = self.machine.device
+        caches = [t.capacity_bytes for t in device.memory if t.name in ("l2", "l3")]
+        main = device.main_memory
+        points = []
+        for size, rate in curve.points:
+            limit = math.inf
+            beyond = size * self.sharing > max(caches, default=2**25)
+            if self.sharing > 1 and beyond and main.read_bandwidth is not None:
+                limit = _mean_bandwidth(main) / self.sharing
+            points.append((size, min(rate / self.crowding, limit)))
+        return Curve(tuple(points))
 
     def _tier_curve(self) -> Curve:
         device = self.machine.device
@@ -207,8 +214,7 @@ class Rates:
         for tier in device.memory:
             if tier.read_bandwidth is None or tier.name in ("disk", "l1d"):
                 continue
-            both = 2 / (1 / tier.read_bandwidth + 1 / (tier.write_bandwidth or tier.read_bandwidth))
-            points.append((float(tier.capacity_bytes), share * part * both))
+            points.append((float(tier.capacity_bytes), share * part * _mean_bandwidth(tier)))
         if not points:
             raise MachineError(
                 f"machine {self.machine.name}: no memory level has a read_bandwidth; "

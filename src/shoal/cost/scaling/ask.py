@@ -136,12 +136,13 @@ def regimes(points: Sequence[Point], *, tolerance: float = 0.03) -> Regimes:
             return False
         return bool(np.polyfit(log_m[part], log_y[part], 1)[0] > 0.5 * slope)
 
+    # The outer halves of the sides, where they are most what they are.
+    plateau = flat(slice(0, max(2, first // 2 + 1))) and first > 0
+    floor = flat(slice(min(n - 2, (last + n) // 2), n)) and last < n - 1
     return Regimes(
-        best_guess_until=float(np.exp(log_m[first]))
-        if flat(slice(0, first + 1)) and first
-        else None,
+        best_guess_until=float(np.exp(log_m[first])) if plateau else None,
         power_from=float(np.exp(log_m[first])),
         power_until=float(np.exp(log_m[last])),
-        floor_from=float(np.exp(log_m[last])) if flat(slice(last, n)) and last < n - 1 else None,
+        floor_from=float(np.exp(log_m[last])) if floor else None,
         exponent=slope,
     )

@@ -78,7 +78,7 @@ class Fitted(Value):
         logs = law.log_value(self._thetas(), x)[:, 0]
         noise = generator(0, purpose="scaling.predict").standard_normal(len(logs) - 1)
         spread = logs[1:] + self.sigma * noise if len(logs) > 1 else logs
-        low, high = np.quantile(spread, [0.025, 0.975])
+        low, high = np.quantile(spread, [0.025, 0.975], method="weibull")
         value = float(np.exp(logs[0]))
         return Interval(
             value=value, low=min(value, float(np.exp(low))), high=max(value, float(np.exp(high)))
@@ -88,7 +88,7 @@ class Fitted(Value):
         """Value, low and high of the law itself at each size, for a picture."""
         law = self._law()
         logs = law.log_value(self._thetas(), np.asarray(sizes, dtype=float)[:, None])
-        low, high = np.quantile(logs, [0.025, 0.975], axis=0)
+        low, high = np.quantile(logs, [0.025, 0.975], axis=0, method="weibull")
         return (
             np.exp(logs[0]).tolist(),
             np.exp(np.minimum(low, logs[0])).tolist(),
@@ -103,7 +103,7 @@ class Fitted(Value):
             return None
         # A replicate whose floor is above the target never reaches it.
         reached = [math.inf if size is None else size for size in found]
-        low, high = np.quantile(np.minimum(reached, 1e300), [0.025, 0.975])
+        low, high = np.quantile(np.minimum(reached, 1e300), [0.025, 0.975], method="weibull")
         return Interval(value=found[0], low=min(found[0], low), high=max(found[0], high))
 
 
@@ -211,7 +211,7 @@ def fit(
     drawn = [part.values(sample) for sample in samples]
     for name, value in names.items():
         spread = np.array([row[name] for row in drawn]) if drawn else np.array([value])
-        low, high = np.quantile(spread, [0.025, 0.975])
+        low, high = np.quantile(spread, [0.025, 0.975], method="weibull")
         intervals[name] = Interval(
             value=value, low=min(value, float(low)), high=max(value, float(high))
         )

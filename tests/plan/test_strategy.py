@@ -1,0 +1,174 @@
+import pytest
+
+from shoal.core.errors import ConfigError, ModelError, PlanError
+from shoal.cost.shapes import find
+from shoal.ir import Device, Link, Machine, MemoryTier, Plan, TrainJob
+from shoal.plan.strategy import PLANNERS
+from shoal.plan.strategy.remedy import enlarged
+from shoal.plan.strategy.space import candidates, divisors, legal_parallel
+from shoal.plan.table import COLUMNS, explain, spell
+
+
+def gpus(nodes=1, per=8):
+    links = [Link(scope="device", bandwidth=3e11, latency_s=4e-6)] if per > 1 else []
+    if nodes > 1:
+        links.append(Link(scope="node", bandwidth=5e10, latency_s=6e-6))
+    return Machine(
+        name=f"{nodes * per}xG",
+        nodes=nodes,
+        devices_per_node=per,
+        device=Device(
+            name="G",
+            kind="gpu",
+            matmul_flops={"bf16": 6e14, "fp32": 5e13},
+            memory=(MemoryTier(name="hbm", capacity_bytes=80 * 10**9, read_bandwidth=3e12),),
+            power_watts=700,
+        ),
+        links=tuple(links),
+        usd_per_device_hour=2.0,
+    )
+
+
+LAPTOP = Machine(
+    name="laptop",
+    device=Device(
+        name="cpu",
+        kind="cpu",
+        num_cores=4,
+        matmul_flops={"fp32": 4e11},
+        memory=(MemoryTier(name="dram", capacity_bytes=16 * 10**9, read_bandwidth=3e10),),
+    ),
+    links=(Link(scope="loopback", bandwidth=2e9, latency_s=5e-5),),
+)
+
+
+def plan(job, machine, planner="search"):
+    return PLANNERS.build(planner).plan(job, machine)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_plans_are_concrete_ranked_and_explained(planner):
+    job = TrainJob(model="Qwen3-14B", tokens=20 * 10**9, seq_len=4096, global_batch=256)
+    plans = plan(job, gpus(2), planner)
+    assert plans[0].fits and plans[0].planner == planner and plans[0].why
+    for found in plans:
+        assert found.estimate is not None and found.job.microbatch and found.job.steps
+        assert found.job.parallel.world <= 16
+        assert Plan.model_validate(found.model_dump(mode="json")) == found
+    fitting = [p.fits for p in plans]
+    assert fitting == sorted(fitting, reverse=True)
+    rows = explain(plans)
+    assert all(tuple(row) == COLUMNS for row in rows)
+    assert "$" in rows[0]["price"] and rows[0]["fits"] == "yes"
+
+
+def test_search_is_at_least_as_fast_as_the_rules():
+    for model, nodes in (("Qwen3-14B", 2), ("Llama-3-70B", 8), ("Mixtral-8x7B-v0.1", 4)):
+        job = TrainJob(model=model, steps=10, seq_len=4096, global_batch=256)
+        best, ruled = plan(job, gpus(nodes))[0], plan(job, gpus(nodes), "rules")[0]
+        assert best.fits and ruled.fits
+        assert best.estimate.step_s.value <= 1.01 * ruled.estimate.step_s.value
+
+
+def test_search_equals_brute_force_over_its_own_space():
+    from shoal.cost.training import estimate
+    from shoal.ir import Work
+    from shoal.plan.strategy.judge import fits
+
+    job = TrainJob(model="Llama-3-8B", steps=10, seq_len=2048, global_batch=32)
+    machine, shape = gpus(1, 4), find("Llama-3-8B")
+    priced = [(c, estimate(Work(shape=shape, job=c), machine)) for c in candidates(job, machine)]
+    least = min(e.step_s.value for c, e in priced if fits(c, machine, e))
+    assert plan(job, machine)[0].estimate.step_s.value <= 1.01 * least
+
+
+def test_what_is_stated_is_kept():
+    job = TrainJob(
+        model="Llama-3-8B",
+        steps=1,
+        parallel={"dp": 8},
+        shard="zero2",
+        microbatch=1,
+        recompute="full",
+        precision="bf16",
+        global_batch=64,
+    )
+    plans = plan(job, gpus())
+    assert len(plans) == 1
+    for name in ("parallel", "shard", "microbatch", "recompute", "precision"):
+        assert getattr(plans[0].job, name) == getattr(job, name)
+
+
+def test_muon_keeps_its_matrices_whole():
+    job = TrainJob(model="shoal-4m", optimizer="muon", steps=1)
+    names = {c.shard.name for c in candidates(job, gpus())}
+    assert names == {"replicated", "zero1"}
+
+
+def test_splits_are_legal():
+    shape = find("Llama-3-8B")
+    job = TrainJob(model="Llama-3-8B", global_batch=12)
+    splits = list(legal_parallel(job, shape, gpus(2), 16))
+    assert splits
+    for split in splits:
+        assert split.world == 16 and 12 % split.dp == 0 and split.tp <= 8
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_what_does_not_fit_comes_with_what_would(planner):
+    job = TrainJob(
+        model="Llama-3-8B", steps=1, parallel={"dp": 8}, shard="replicated", global_batch=64
+    )
+    first = plan(job, gpus(), planner)[0]
+    assert not first.fits and "does not fit" in first.why
+    text = " ".join(first.notes)
+    assert "it does not fit: a rank needs" in text
+    assert "this would: shard: zero" in text
+    alone = plan(TrainJob(model="Llama-3-70B", steps=1, global_batch=64), gpus(1), planner)[0]
+    assert "devices of this kind" in " ".join(alone.notes)
+
+
+def test_the_remedy_fits():
+    job = TrainJob(model="Llama-3-70B", steps=1, global_batch=64)
+    note = next(n for n in plan(job, gpus(1))[0].notes if "devices" in n)
+    number = int(note.split("this would: ")[1].split()[0])
+    assert plan(job, enlarged(gpus(1), number // 8))[0].fits
+
+
+def test_tensor_and_pipeline_plans_say_that_they_cannot_run_yet():
+    job = TrainJob(model="Llama-3-8B", steps=1, parallel={"tp": 8}, global_batch=8)
+    assert any("data parallelism only" in note for note in plan(job, gpus())[0].notes)
+
+
+def test_minutes_become_steps():
+    found = plan(TrainJob(minutes=3, parallel={"dp": 2}), LAPTOP)[0]
+    assert found.job.minutes is None
+    assert found.estimate.total_s.value == pytest.approx(180, rel=0.05)
+
+
+def test_a_machine_can_be_enlarged():
+    assert enlarged(gpus(1, 1), 4).devices_per_node == 4
+    assert enlarged(gpus(1, 8), 4).nodes == 4
+    assert enlarged(LAPTOP, 2).link("node") is not None
+
+
+def test_spelling():
+    found = plan(TrainJob(steps=1, parallel={"dp": 2}, microbatch=4, recompute="full"), LAPTOP)[0]
+    assert spell(found).startswith("dp2 tp1 pp1 ") and " mb4 recompute " in spell(found)
+
+
+def test_bad_input():
+    with pytest.raises(ModelError, match="did you mean"):
+        plan(TrainJob(model="shoal-4mm"), LAPTOP)
+    with pytest.raises(PlanError, match="seq_len = 4096"):
+        plan(TrainJob(model="shoal-4m", seq_len=4096), LAPTOP)
+    with pytest.raises(PlanError, match="at most 8 ranks"):
+        plan(TrainJob(parallel={"dp": 16}), gpus())
+    with pytest.raises(PlanError, match="key/value heads"):
+        plan(TrainJob(parallel={"tp": 4}), gpus())
+    with pytest.raises(ConfigError, match=r"planner\.search\.keep"):
+        PLANNERS.build({"name": "search", "keep": 0})
+    by_hand = Plan(job=TrainJob(), machine=LAPTOP, shape=find("shoal-4m"))
+    with pytest.raises(ConfigError, match=r"plan\.estimate"):
+        explain([by_hand])
