@@ -63,6 +63,7 @@ def test_the_roofline_takes_the_slower_of_arithmetic_and_memory():
     ]
     fast = [number("memory_bandwidth", "read_2threads", 1e12, at=2**20)]
     slow = [number("memory_bandwidth", "read_2threads", 1e9, at=2**20)]
+    products = [item.model_copy(update={"note": "threads=2"}) for item in products]
     cube = (256, 256, 256)  # half-way between the two probed edges, on logarithms
     assert predict(cube, "fp32", products, fast, 2) == pytest.approx(2 * 256**3 / 2e11)
     assert predict(cube, "fp32", products, slow, 2) == pytest.approx(3 * 4 * 256**2 / 1e9)
@@ -78,6 +79,8 @@ def test_twenty_shapes_that_were_not_probed():
 def test_bad_options():
     with pytest.raises(ConfigError, match=r"claim\.dissect\.largest_bytes"):
         Dissect(largest_bytes=4096)
+    with pytest.raises(ConfigError, match=r"claim\.dissect\.threads"):
+        Dissect(threads=-1)
     with pytest.raises(ConfigError, match=r"claim\.dissect\.repeats"):
         Dissect(repeats=1)
 

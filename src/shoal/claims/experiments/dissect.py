@@ -72,10 +72,13 @@ class Dissect:
     Args:
         largest_bytes: last footprint of the full run's pointer chase.
         repeats: samples of each probe and of each predicted product.
+        threads: threads of the predicted products; 0 for all cores. Several threads
+            wait for each other, so on a shared machine they show the neighbours.
     """
 
     largest_bytes: int = 2**28
     repeats: int = 9
+    threads: int = 1
 
     rows: ClassVar[tuple[int, ...]] = (48,)
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -143,6 +146,12 @@ class Dissect:
             self.largest_bytes,
             expected="at least 8388608, beyond the private caches",
         )
+        require(
+            0 <= self.threads <= len(host.cpus()),
+            "claim.dissect.threads",
+            self.threads,
+            expected=f"0 to {len(host.cpus())}, the cores of this process",
+        )
         require(self.repeats >= 3, "claim.dissect.repeats", self.repeats, expected="at least 3")
 
     def refuses(self, context: Context) -> str | None:
@@ -199,7 +208,7 @@ class Dissect:
             products: list[list[Measurement]] = []
         else:
             predicted, measured = [], []
-            threads = len(probing.cpus)
+            threads = self.threads or len(probing.cpus)
             table: list[JsonValue] = []
             for index, (m, n, k) in enumerate(SHAPES):
                 context.progress("predicted products", 0.5 + 0.3 * index / len(SHAPES))
@@ -267,7 +276,8 @@ def repeat_errors(first: Sequence[Measurement], second: Sequence[Measurement]) -
     return tuple(
         abs(again[m.probe, m.quantity, m.at] / m.median - 1)
         for m in first
-        if (m.probe, m.quantity, m.at) in again and (m.quantity in REPEATED or m.probe == "matmul")
+        if (m.probe, m.quantity, m.at) in again
+        and (m.quantity in REPEATED or (m.probe == "matmul" and m.note == "threads=1"))
     )
 
 
@@ -285,7 +295,11 @@ def predict(
     """
     m, n, k = shape
     ceiling = _interpolate(
-        {p.at: p.median for p in products if p.quantity == f"matmul_{dtype}" and p.at},
+        {
+            p.at: p.median
+            for p in products
+            if p.quantity.startswith(f"matmul_{dtype}") and p.note == f"threads={threads}" and p.at
+        },
         (float(m) * n * k) ** (1 / 3),
     )
     touched = float(BYTES[dtype]) * (m * n + n * k + m * k)
