@@ -1,0 +1,124 @@
+"""What is generated is up to date, and says what it was given."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from docs_pages import ROOT, script
+
+from shoal.claims.protocols import Metric, Paired, Samples
+from shoal.claims.record import Record, verdict_of
+
+
+def test_the_reference_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("reference").main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_the_numbers_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("results").main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_options_of_both_styles_are_found() -> None:
+    rows = {c.words: {row[0]: row for row in c.rows} for c in script("reference").commands()}
+    assert "`--full`, `--fast`" in rows["shoal", "probe"]
+    assert rows["shoal", "plan", "train"]["`--machine`, `-m`"][2] == "`local`"
+    assert rows["shoal", "plan", "train"]["`MODEL`"][2] == "required"
+    assert rows["shoal", "train"]["`--set`"][1] == "text, repeatable"
+
+
+def _place(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results").mkdir()
+    for name in ("README.md", "docs/results.md"):
+        (tmp_path / name).write_text("# Title\n\n<!-- results -->\n<!-- /results -->\n\nEnd.\n")
+    return tmp_path
+
+
+BENCHMARKS = {
+    "machine": {"cpu": "A CPU", "cores": "2", "memory_bytes": str(8 * 2**30)},
+    "date": "2026-01-02",
+    "commit": "0123456789abcdef",
+    "rows": [
+        {"name": "speed | peer", "value": 1.234, "unit": "x", "threshold": 1.0,
+         "comparison": ">=", "holds": True, "note": "interleaved"},
+        {"name": "error", "value": 0.5, "unit": "", "threshold": 0.1, "comparison": "<=",
+         "holds": False, "note": ""},
+        {"name": "count", "value": 12345678, "unit": "B", "threshold": None, "comparison": None,
+         "holds": None, "note": ""},
+    ],
+}  # fmt: skip
+
+
+def test_benchmarks_become_a_table(tmp_path: Path) -> None:
+    root = _place(tmp_path)
+    (root / "results" / "benchmarks.json").write_text(json.dumps(BENCHMARKS))
+    results = script("results")
+    assert results.main(["--check"], root) == 1
+    assert results.main([], root) == 0
+    assert results.main(["--check"], root) == 0
+    text = (root / "README.md").read_text()
+    assert text.startswith("# Title") and text.endswith("End.\n")
+    assert "Measured on 2026-01-02 at commit `0123456789ab`: A CPU, 2 cores, 8 GiB." in text
+    assert "| speed \\| peer | 1.234 x | >= 1 x | yes |" in text
+    assert "| error | 0.5 | <= 0.1 | **no** |" in text
+    assert "| count | 12,345,678 B |  |  |" in text
+    assert "interleaved" not in text
+    assert "interleaved" in (root / "docs" / "results.md").read_text()
+
+
+def test_without_results_the_block_says_so(tmp_path: Path) -> None:
+    root = _place(tmp_path)
+    assert script("results").main([], root) == 0
+    assert "No results are on file yet" in (root / "README.md").read_text()
+
+
+def test_a_page_without_its_block_is_refused(tmp_path: Path) -> None:
+    root = _place(tmp_path)
+    (root / "README.md").write_text("# Title\n")
+    with pytest.raises(SystemExit, match=r"README\.md: expected one block"):
+        script("results").main([], root)
+
+
+def test_a_claim_that_does_not_hold_is_shown_as_plainly() -> None:
+    metrics = tuple(
+        Metric(name=name, unit="x", statistic="ratio", comparison=">=", threshold=limit,
+               baseline="plain", evidence="mechanism", paper="2 x in table 1")
+        for name, limit in (("good", 1.5), ("bad", 3.0))
+    )  # fmt: skip
+    pairs = Paired(method=(2.0, 2.0, 2.0), baseline=(1.0, 1.0, 1.0))
+    equal = Paired(method=(1.0, 1.0, 1.0), baseline=(1.0, 1.0, 1.0))
+    draft = Record(
+        claim="example",
+        rows=(1,),
+        command="shoal claims run example",
+        started="2026-01-02T03:04:05+00:00",
+        seconds=1.0,
+        seed=0,
+        metrics=metrics,
+        samples=Samples(metrics={"good": pairs, "bad": pairs}),
+        aa=Samples(metrics={"good": equal, "bad": equal}),
+        verdict={"status": "planned"},  # type: ignore[arg-type]
+    )
+    record = draft.model_copy(update={"verdict": verdict_of(draft)})
+    text = "\n".join(script("results").claims([record], full=True))
+    assert "| `example` | good | 2 x (2 to 2) | >= 1.5 x | mechanism | holds |" in text
+    assert "| `example` | bad | 2 x (2 to 2) | >= 3 x | mechanism | **does not hold** |" in text
+    assert "### example: falls_short (mechanism)" in text
+    assert "`shoal claims run example`" in text
+    assert "2 x in table 1" in text
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "search" / "search_index.json").exists()
