@@ -33,6 +33,7 @@ from shoal.model.config import ModelConfig
 from shoal.model.initialise import init_weights
 from shoal.model.transformer import Transformer
 from shoal.parallel.comm import TorchComm
+from shoal.train.allocator import keep_freed_memory
 from shoal.train.loop import Trainer
 
 MODEL = "shoal-4m"
@@ -173,6 +174,8 @@ def trainer_steps(folder: Path) -> Callable[[int], list[float]]:
 def against_peers(rounds: int) -> list[Row]:
     """Our loop, a bare loop and Hugging Face's Trainer, taking turns."""
     torch.set_num_threads(os.cpu_count() or 1)
+    # For every method alike: they share this process.
+    keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         methods = {
             "shoal": shoal_steps(),

@@ -141,12 +141,12 @@ def test_bad_data(home: Path, tmp_path: Path, make: object, parts: tuple[str, ..
     job.write_text(
         f"data: {{name: text, path: {tmp_path / 'missing'}}}\nsteps: 2\nmodel: shoal-0.3m\n"
     )
-    refused(shoal(home, "train", job, "--run", tmp_path / "run"), *parts)
+    refused(shoal(home, "train", job, "--dir", tmp_path / "run"), *parts)
     assert not (tmp_path / "run").exists()
 
 
 def test_launch_files_are_written(home: Path, tmp_path: Path) -> None:
-    done = shoal(home, "train", "--launch", "slurm", "--run", tmp_path / "run")
+    done = shoal(home, "train", "--launch", "slurm", "--dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "launch.sbatch").exists()
     assert (tmp_path / "run" / "plan.yaml").exists()

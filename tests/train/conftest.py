@@ -50,20 +50,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def make_plan(machine: Machine, corpus: Path) -> Callable[..., Plan]:
-    """``make_plan(steps=8, ...)`` -> a plan on the small corpus."""
+    """``make_plan(steps=24, ...)`` -> a plan on the small corpus."""
 
     def make(**changes: Any) -> Plan:
         job = TrainJob.model_validate(
             {
                 "name": "test",
-                "model": "shoal-0.3m",
+                "model": "shoal-1m",
                 "data": {"name": "text", "path": str(corpus), "pattern": "*.py"},
-                "steps": 8,
-                "seq_len": 32,
+                "steps": 24,
+                "seq_len": 64,
                 "global_batch": 8,
                 "threads": 1,
                 "precision": "fp32",
-                "checkpoint": {"every": 3, "keep": 4},
+                "checkpoint": {"every": 6, "keep": 4},
                 "evaluation": {"every": 0, "final": False, "sample_tokens": 0},
                 "timeout_s": 60,
                 **changes,

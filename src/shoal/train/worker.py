@@ -93,6 +93,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     from shoal.ir import Plan
     from shoal.parallel.comm import TorchComm
     from shoal.plan.length import num_steps
+    from shoal.train.allocator import keep_freed_memory
     from shoal.train.build import build_model
     from shoal.train.loop import Trainer
     from shoal.train.mfu import peak_flops
@@ -108,6 +109,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
         )
     threads = job.threads or max(1, (os.cpu_count() or 1) // local_world())
     torch.set_num_threads(threads)
+    keep_freed_memory()
     cuda = plan.machine.device.kind == "gpu" and torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     if cuda:
@@ -128,6 +130,9 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
             model = build_model(job).to(device)
             place = Path(json.loads(directory.tokens.read_text())["path"])
             tokens = open_tokens(place, model.config.vocab_size)
+            if model.config.eos_token_id is None:
+                # Without it an exported model would never stop by itself.
+                model.config = model.config.model_copy(update={"eos_token_id": tokens.end_of_text})
             total = num_steps(job, plan.estimate)
             trainer = Trainer(job, total, model, tokens, comm)
             yield _Rank(
@@ -152,7 +157,7 @@ def local_world() -> int:
 
 def _identity(rank: _Rank) -> dict[str, Any]:
     """What a checkpoint must agree with to be continued by this run."""
-    return dict(rank.trainer.model.config.model_dump(mode="json"))
+    return dict(rank.trainer.model.config.model_dump(mode="json", exclude={"name"}))
 
 
 def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:

@@ -32,7 +32,7 @@ def list_(
         shoal claims list -o json
     """
     from shoal.app.show import as_json, table
-    from shoal.claims.catalogue import listing
+    from shoal.claims.catalogue import counts, listing
 
     rows = [
         row
@@ -48,10 +48,12 @@ def list_(
         [(r.id, r.name, r.year, r.room, r.status, r.evidence, _measured(r.measured)) for r in rows],
         numeric="r",
     )
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.status] = counts.get(row.status, 0) + 1
-    typer.echo(", ".join(f"{number} {name}" for name, number in sorted(counts.items())))
+    by_grade = sorted(counts(rows).items(), key=str)
+    told = (
+        f"{number} {status}" + (f" ({evidence})" if evidence else "")
+        for (status, evidence), number in by_grade
+    )
+    typer.echo(", ".join(told))
 
 
 @app.command("run")
@@ -61,6 +63,7 @@ def run(
     quick: Annotated[bool, typer.Option("--quick", help="Counts only, at most 10 s.")] = False,
     data: Annotated[Path | None, typer.Option(help="Directory of public data.")] = None,
     model: Annotated[str | None, typer.Option(help="A model directory of your own.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.", min=0)] = 0,
     results: Annotated[Path, typer.Option(help="Where results are written.")] = Path("results"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict only.")] = False,
 ) -> None:
@@ -88,6 +91,7 @@ def run(
                 quick=quick,
                 data=data,
                 model=model,
+                seed=seed,
                 results=results,
                 progress=lambda text, share, bar=bar: bar(share, 1.0, text),  # type: ignore[misc]
             )

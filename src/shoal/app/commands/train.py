@@ -25,7 +25,7 @@ EXAMPLES = """
 
     shoal train --plan plan.yaml                  # what `shoal plan train --out` wrote
 
-    shoal train --run runs/run --resume           # go on where it stopped
+    shoal train --dir runs/run --resume           # go on where it stopped
 
     shoal train job.yaml --launch slurm           # write what starts it on a cluster
 
@@ -45,8 +45,8 @@ def train(
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Data-parallel ranks to start.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Run this plan instead of a job.")] = None,
-    run: Annotated[
-        Path | None, typer.Option(help="Directory of the run; runs/NAME by default.")
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Directory of the run; runs/NAME by default.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue that run.")] = False,
     from_step: Annotated[
@@ -83,7 +83,8 @@ def train(
         return
     chosen: Plan
     resolved: Resolved[TrainJob] | None = None
-    old = run / "plan.yaml" if run is not None and (resume or from_step is not None) else None
+    going_on = resume or from_step is not None
+    old = directory / "plan.yaml" if directory is not None and going_on else None
     if plan is not None:
         chosen = Plan.load(plan)
     elif old is not None and config is None and old.exists() and ranks is None and not set_:
@@ -98,7 +99,7 @@ def train(
         }
         resolved = _resolve(config, old, flags, set_ or [])
         chosen = _plan(resolved.value, machine)
-    directory = run or Path("runs") / chosen.job.name
+    directory = directory or Path("runs") / chosen.job.name
     if launch is not None:
         _write_launch(chosen, launch, directory)
         return

@@ -58,7 +58,7 @@ class Kubernetes:
             "shoal",
             "train",
             "--plan=plan.yaml",
-            f"--run=runs/{plan.job.name}",
+            f"--dir=runs/{plan.job.name}",
             "--resume",
         ]
         container: dict[str, Any] = {

@@ -64,6 +64,6 @@ class Slurm:
             f"srun torchrun --nnodes {nodes} --nproc-per-node {ranks} \\",
             '  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" \\',
             f'  --rdzv-endpoint "$head:{self.port}" \\',
-            f"  -m shoal train --plan plan.yaml --run runs/{plan.job.name} --resume",
+            f"  -m shoal train --plan plan.yaml --dir runs/{plan.job.name} --resume",
         ]
         return {"launch.sbatch": "\n".join(lines) + "\n"}

@@ -45,6 +45,6 @@ class Torchrun:
 set -eu
 exec torchrun --nnodes {nodes} --nproc-per-node {ranks} \\
   --node-rank "${{1:-0}}" --master-addr "${{2:-127.0.0.1}}" --master-port {self.port} \\
-  -m shoal train --plan plan.yaml --run runs/{name} --resume
+  -m shoal train --plan plan.yaml --dir runs/{name} --resume
 """
         return {"launch.sh": script}
