@@ -35,6 +35,10 @@ __all__ = ["Pricer", "estimate", "microbatch_of", "steps_of"]
 # FLOP/s of a fused attention kernel on a GPU as a share of its matrix products' rate,
 # forward and backward (Dao, FlashAttention-2, 2023, figures 5 and 6: 50 to 73 %).
 GPU_ATTENTION = (0.65, 0.55)
+# On a CPU an operator of a step finds its operands displaced from the caches and writes to
+# memory fresh from the allocator; the probe repeats one operator on the same arrays. The
+# same operators take this much longer in a step than repeated (PyTorch 2.13, three models).
+DISPLACED = 1.75
 # Share of the backward pass behind which a GPU hides the gradients' collectives.
 OVERLAP = 0.8
 # What a rank's process holds before the model: framework, libraries, allocator.
@@ -89,25 +93,33 @@ def _one(op: Op, backward: bool, matmul: Curve, stream: Curve, precision: str, c
     """Seconds of one entry of the ledger in one direction."""
     calls = op.count * (op.backward_calls if backward else op.forward_calls)
     traffic = op.backward_bytes if backward else op.forward_bytes
+    displaced = DISPLACED if cpu else 1.0
     if op.kind == "memory":
-        seconds = traffic / stream(max(1.0, op.size_bytes))
+        seconds = displaced * traffic / stream(max(1.0, op.size_bytes))
         return _Pass(memory=op.count * seconds, calls=calls)
     if op.kind == "attention":
         flops = op.backward_flops if backward else op.forward_flops
         share = 1.0 if cpu else GPU_ATTENTION[1 if backward else 0]
-        seconds = flops / (share * matmul(2048.0)) + traffic / stream(op.size_bytes)
+        seconds = flops / (share * matmul(256.0 if cpu else 2048.0))
+        seconds += traffic / stream(op.size_bytes)
         return _Pass(attention=op.count * seconds, calls=calls)
     width = 2.0 if precision == "bf16" else 4.0
     flops = 2.0 * op.M * op.N * op.K
     touched = width * (op.M * op.K + op.N * op.K + op.M * op.N)
-    edge = (op.M * op.N * op.K) ** (1 / 3)
-    floor = touched / stream(max(1.0, touched))
+    traffic = displaced * touched / stream(max(1.0, touched))
+    if cpu:
+        # A skinny product reuses its operands as little as a small cube does.
+        edge = math.sqrt(min(op.M, op.N, op.K) * (op.M * op.N * op.K) ** (1 / 3))
+        once = flops / matmul(edge) + traffic
+        repacked = REPACKED.get(precision, 1.0)
+        weight = flops / (repacked * matmul(edge)) + traffic
+    else:
+        edge = (op.M * op.N * op.K) ** (1 / 3)
+        once = weight = max(flops / matmul(edge), traffic)
     if not backward:
-        return _Pass(matmul=op.count * max(flops / matmul(edge), floor), calls=calls)
-    repacked = REPACKED.get(precision, 1.0) if cpu else 1.0
+        return _Pass(matmul=op.count * once, calls=calls)
     # The gradients of the input and of the weight; the latter multiplies a transpose.
-    seconds = max(flops / matmul(edge), floor) + max(flops / (repacked * matmul(edge)), floor)
-    return _Pass(matmul=op.count * seconds, calls=calls)
+    return _Pass(matmul=op.count * op.backward_share * (once + weight), calls=calls)
 
 
 def estimate(work: Work, machine: Machine) -> Estimate:
