@@ -191,6 +191,8 @@ class Dissect:
                 self._gpu(probing, metrics, skipped, as_baseline)
                 if not as_baseline:
                     # The frame looked before; a neighbour that came meanwhile spoils it too.
+                    # Our own child must not be taken for one.
+                    probing.close()
                     check_quiet()
             return Samples(metrics=metrics, skipped=skipped, details=details)
 
