@@ -164,6 +164,18 @@ class Pricer:
             self._updates[key] = part.estimate(work, self.machine)
         return self._updates[key]
 
+    def _others(self, work: Work) -> float:
+        """Seconds of a step by the parts that neither compute nor communicate.
+
+        A part's estimate may depend on the batch, so it is asked for each work.
+        """
+        job = work.job
+        chosen = (("corpus", job.data), ("packing", job.packing), ("lr_schedule", job.lr_schedule))
+        return sum(
+            sum(self._part(kind, choice).estimate(work, self.machine).terms_s.values())
+            for kind, choice in chosen
+        )
+
     def _both(self, work: Work, rates: Rates, microbatch: int) -> tuple[_Pass, _Pass]:
         """Seconds of one micro-batch forward and backward, recomputation included."""
         job = work.job
@@ -235,6 +247,7 @@ class Pricer:
             "optimizer": update,
             "collective": collective + (tensor_s + pipe_s) * passes,
             "bubble": bubble,
+            "data": self._others(work),
         }
         step = sum(terms.values())
         tokens = float(job.global_batch * job.seq_len)
