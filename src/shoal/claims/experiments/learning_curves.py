@@ -1,0 +1,313 @@
+"""[77] LearningCurves: is generalisation error a power of the training data?
+
+Source: Hestness et al., Deep Learning Scaling is Predictable, Empirically, 2017.
+
+What is claimed here: character models (an LSTM and a Transformer) on the default corpus
+follow a power law whose slope does not depend on the architecture and which predicts the
+largest shard from the smaller ones; the best model's size grows as a power of the data;
+error rates on augmented digits follow a steeper power law. And the fitter can be trusted:
+it recovers planted parameters and rates that are theorems. The A/A run puts a constant,
+"data does not matter", in the place of the law.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.experiments.learning_curves_charlm import (
+    ARCHITECTURES,
+    Setting,
+    Texts,
+    read_texts,
+    train,
+)
+from shoal.claims.experiments.learning_curves_digits import digits_curve
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import Choice, part, table
+from shoal.core.random import generator
+from shoal.cost.scaling.curve import Point
+from shoal.cost.scaling.fit import Fitted, fit
+
+__all__ = ["LearningCurves", "best_size", "known_rates", "planted_share"]
+
+CONSTANT = "a constant: data does not matter"
+
+
+def _metric(name: str, comparison: str, threshold: float, **more: object) -> Metric:
+    return Metric.model_validate(
+        {
+            "name": name,
+            "unit": "1",
+            "statistic": "value",
+            "comparison": comparison,
+            "threshold": threshold,
+            "baseline": CONSTANT,
+            "evidence": "mechanism",
+            "quick": False,
+            **more,
+        }
+    )
+
+
+@part
+class LearningCurves:
+    """Learning curves of character models and of digits, and what the fitter is worth.
+
+    Args:
+        smallest: power of two of characters in the smallest shard.
+        largest: power of two of characters in the largest shard.
+        widths: hidden widths of the models.
+        steps: most steps of the run on the largest shard.
+        corpus: where the text is from.
+    """
+
+    smallest: int = 13
+    largest: int = 19
+    widths: tuple[int, ...] = (16, 32, 64, 128)
+    steps: int = 700
+    corpus: str = "stdlib"
+
+    rows: ClassVar[tuple[int, ...]] = (77,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        _metric("r2", ">=", 0.97, statistic="min", paper="power law over orders of magnitude"),
+        _metric("exponent", "within", -0.25, upper=-0.03, statistic="min", paper="-0.094"),
+        _metric("shallowest_exponent", "within", -0.25, upper=-0.03, statistic="max"),
+        _metric("largest_error", "<=", 0.05, statistic="max"),
+        _metric("exponent_difference", "<=", 0.04, paper="slope independent of architecture"),
+        _metric("size_exponent", "within", 0.2, upper=1.0, paper="0.78"),
+        _metric("digits_exponent", "within", -0.6, upper=-0.2, paper="-0.309 (ImageNet)"),
+        _metric("shared_documents", "<=", 0, quick=True),
+        _metric("planted_share", ">=", 0.9, statistic="mean", evidence="simulated", quick=True),
+        _metric("known_rates", "<=", 0.05, statistic="max", evidence="simulated", quick=True),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            self.smallest >= 10 and self.smallest + 4 <= self.largest <= 26,
+            "claim.learning_curves.largest",
+            self.largest,
+            expected="at least four octaves above smallest, which is 10 or more; at most 26",
+        )
+        require(
+            len(self.widths) >= 3 and all(w >= 8 and w % 8 == 0 for w in self.widths),
+            "claim.learning_curves.widths",
+            self.widths,
+            expected="three or more multiples of 8",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """Nothing: it needs neither a quiet machine nor a GPU."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Collect the samples; see the module's description."""
+        metrics: dict[str, Paired] = {}
+        details: dict[str, JsonValue] = {}
+        texts = context.remember("texts", lambda: self._texts(context, quick))
+        shared = len(texts.train_names & texts.heldout_names)
+        metrics["shared_documents"] = Paired(method=(float(shared),))
+        recovered = planted_share(40 if quick else 200, constant=as_baseline)
+        metrics["planted_share"] = Paired(method=recovered)
+        metrics["known_rates"] = Paired(method=known_rates(constant=as_baseline))
+        if not quick:
+            grid = context.remember("grid", lambda: self._grid(context, texts))
+            digits = context.remember("digits", lambda: digits_curve(context.seed))
+            more, details = self._laws(grid, digits, constant=as_baseline)
+            metrics.update(more)
+        return Samples(metrics=metrics, details=details)
+
+    def _texts(self, context: Context, quick: bool) -> Texts:
+        choice = (
+            Choice(name="text", options={"path": str(context.data)})
+            if context.data is not None
+            else Choice(name=self.corpus)
+        )
+        size = 2 ** (self.smallest if quick else self.largest)
+        return read_texts(choice, train_chars=size, heldout_chars=2**15, seed=context.seed)
+
+    def _grid(self, context: Context, texts: Texts) -> dict[str, list[list[float]]]:
+        """Per architecture: [characters, parameters, mean loss, spread, seeds] of every run."""
+        shards = [2**i for i in range(self.smallest, self.largest + 1)]
+        rates = {name: self._tuned(name, texts, context.seed) for name in ARCHITECTURES}
+        total = len(shards) * len(self.widths) * len(ARCHITECTURES)
+        done = 0
+        grid: dict[str, list[list[float]]] = {name: [] for name in ARCHITECTURES}
+        for chars in shards:
+            for width in self.widths:
+                for name in ARCHITECTURES:
+                    seeds = 3 if chars <= 2 ** (self.smallest + 1) else 1
+                    losses, count = [], 0
+                    for turn in range(seeds):
+                        setting = Setting(
+                            name, width, chars, context.seed + turn, rates[name], self._steps(chars)
+                        )
+                        loss, count = train(setting, texts)
+                        losses.append(loss)
+                    spread = float(np.std(losses, ddof=1)) if seeds > 1 else math.nan
+                    grid[name].append(
+                        [float(chars), float(count), float(np.mean(losses)), spread, float(seeds)]
+                    )
+                    done += 1
+                    context.progress(f"{name} of width {width} on {chars} characters", done / total)
+        return grid
+
+    def _steps(self, chars: int) -> int:
+        """Steps for a shard: the root of its size, since large shards need fewer passes."""
+        share = math.pow(chars / 2**self.largest, 0.35)
+        return max(60, round(self.steps * share))
+
+    def _tuned(self, name: str, texts: Texts, seed: int) -> float:
+        """The best of three learning rates on the smallest shard."""
+        chars = 2**self.smallest
+        width = self.widths[len(self.widths) // 2]
+        losses = {
+            lr: train(Setting(name, width, chars, seed, lr, self._steps(chars)), texts)[0]
+            for lr in (3e-3, 1e-2, 3e-2)
+        }
+        return min(losses, key=lambda lr: losses[lr])
+
+    def _laws(
+        self, grid: dict[str, list[list[float]]], digits: Sequence[Point], *, constant: bool
+    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+        curves = {name: best_curve(rows) for name, rows in grid.items()}
+        r2, exponents, errors, sizes = [], {}, [], []
+        offsets: dict[str, tuple[float, float]] = {}
+        details: dict[str, JsonValue] = {
+            "grid": {name: [list(row[:3]) for row in rows] for name, rows in grid.items()},
+            "digits": [[p.size, p.value] for p in digits],
+        }
+        for name, points in curves.items():
+            fitted = _fitted(points, constant)
+            before = _fitted(points[:-1], constant)
+            predicted = _value(before, points[:-1], points[-1].size)
+            errors.append(abs(predicted / points[-1].value - 1))
+            r2.append(fitted.r2 if fitted else 0.0)
+            exponents[name] = fitted.parameters["beta"].value if fitted else 0.0
+            sizes.append(0.0 if constant else best_size(grid[name]))
+            if fitted is not None:
+                middle = math.sqrt(points[0].size * points[-1].size)
+                here = fitted.predict(middle)
+                offsets[name] = (here.value, fitted.sigma / math.sqrt(len(points)))
+                details[f"law.{name}"] = {
+                    key: [value.value, value.low, value.high]
+                    for key, value in fitted.parameters.items()
+                }
+        if len(offsets) == 2:
+            (a, sa), (b, sb) = offsets.values()
+            apart = abs(math.log(a / b)) / max(math.hypot(sa, sb), 1e-9)
+            details["offsets"] = (
+                f"{apart:.1f} standard errors apart"
+                if apart > 2
+                else "equal within two standard errors"
+            )
+        of_digits = _fitted(digits, constant)
+        values = list(exponents.values())
+        found = {
+            "r2": tuple(r2),
+            "exponent": tuple(values),
+            "shallowest_exponent": tuple(values),
+            "largest_error": tuple(errors),
+            # Two constants have equal slopes, which says nothing of architectures; the
+            # baseline's difference is that from the steepest slope that would pass.
+            "exponent_difference": (0.25 if constant else max(values) - min(values),),
+            "size_exponent": (float(np.median(sizes)),),
+            "digits_exponent": (of_digits.parameters["beta"].value if of_digits else 0.0,),
+        }
+        details["size_exponents"] = [float(size) for size in sizes]
+        return {name: Paired(method=sample) for name, sample in found.items()}, details
+
+
+def best_curve(rows: Sequence[Sequence[float]]) -> list[Point]:
+    """The best model's loss at each size of data."""
+    found = []
+    for chars in sorted({row[0] for row in rows}):
+        best = min((row for row in rows if row[0] == chars), key=lambda row: row[2])
+        spread = None if math.isnan(best[3]) else best[3]
+        found.append(Point(size=chars, value=best[2], spread=spread, metric="nats per character"))
+    return found
+
+
+def best_size(rows: Sequence[Sequence[float]]) -> float:
+    """Exponent of the best model's parameters over data.
+
+    The best size lies between the sizes that were run: the lowest point of the parabola
+    through the losses over log parameters, kept within one octave of those that were run.
+    """
+    chars, sizes = [], []
+    for amount in sorted({row[0] for row in rows}):
+        own = sorted((row for row in rows if row[0] == amount), key=lambda row: row[1])
+        logs = np.log2([row[1] for row in own])
+        a, b, _ = np.polyfit(logs, [row[2] for row in own], 2)
+        end = logs[0] if own[0][2] < own[-1][2] else logs[-1]
+        place = -b / (2 * a) if a > 0 else end  # without a valley, the better end
+        chars.append(math.log2(amount))
+        sizes.append(float(np.clip(place, logs[0] - 1, logs[-1] + 1)))
+    return float(np.polyfit(chars, sizes, 1)[0])
+
+
+def _fitted(points: Sequence[Point], constant: bool) -> Fitted | None:
+    return None if constant else fit("power", points)
+
+
+def _value(fitted: Fitted | None, points: Sequence[Point], size: float) -> float:
+    if fitted is None:
+        return float(np.mean([point.value for point in points]))
+    return fitted.predict(size).value
+
+
+def planted_share(trials: int, *, constant: bool = False) -> tuple[float, ...]:
+    """1 for each planted exponent that lies in the fitted interval, 0 otherwise."""
+    law = table("law").build("power_floor")
+    true = {"alpha": 5.0, "beta": -0.35, "gamma": 0.1}
+    sizes = 2.0 ** np.arange(8, 20)
+    clean = law.log_value(law.theta(true)[None], sizes[:, None])[0]
+    found = []
+    for seed in range(trials):
+        noise = generator(seed, purpose="learning_curves.planted").standard_normal(len(sizes))
+        values = np.exp(clean + 0.02 * noise)
+        if constant:
+            found.append(0.0)  # a constant has the exponent 0, with no interval around it
+            continue
+        points = [Point(size=m, value=v) for m, v in zip(sizes, values, strict=True)]
+        beta = fit("power_floor", points, seed=seed).parameters["beta"]
+        found.append(float(true["beta"] in beta))
+    return tuple(found)
+
+
+def known_rates(*, constant: bool = False) -> tuple[float, ...]:
+    """How far fitted exponents are from those that are theorems.
+
+    A mean's squared error falls as 1/m; a counted frequency's absolute error as m^(-1/2);
+    the distance to the nearest of m points in the plane as m^(-1/2).
+    """
+    random = generator(0, purpose="learning_curves.rates")
+    sizes = [2**i for i in range(4, 12)]
+    curves: dict[str, tuple[float, list[float]]] = {
+        "mean": (-1.0, [float((random.standard_normal(20000) ** 2).mean()) / m for m in sizes]),
+        "coin": (
+            -0.5,
+            [float(np.abs(random.binomial(m, 0.3, 20000) / m - 0.3).mean()) for m in sizes],
+        ),
+        "nearest": (-0.5, [_nearest(random, m) for m in sizes]),
+    }
+    found = []
+    for exponent, values in curves.values():
+        points = [Point(size=float(m), value=v) for m, v in zip(sizes, values, strict=True)]
+        fitted = None if constant else fit("power", points, replicates=0)
+        found.append(abs((fitted.parameters["beta"].value if fitted else 0.0) - exponent))
+    return tuple(found)
+
+
+def _nearest(random: np.random.Generator, count: int) -> float:
+    gaps = []
+    for _ in range(max(1, 2**19 // (100 * count))):
+        points = random.random((100, count, 2)) - 0.5
+        gaps.append(np.sqrt((points**2).sum(-1)).min(-1))
+    return float(np.concatenate(gaps).mean())
