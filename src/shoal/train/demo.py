@@ -96,7 +96,7 @@ def run_demo(
 
     say("5. What does it write?  (shoal model generate)")
     prompt = "def main():\n"
-    text = continue_text(run_dir / "export", prompt, 48)
+    text = continue_text(run_dir / "export", prompt, 64, temperature=0.6, top_k=20)
     for line in (prompt + text).splitlines():
         say(f"   | {line}")
 

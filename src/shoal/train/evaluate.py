@@ -67,13 +67,20 @@ def bits_per_byte(
 
 
 def sample(trainer: Trainer, tokens: TokenSet, length: int) -> str:
-    """A continuation of the first held-out document's opening, greedily."""
+    """A continuation of the first held-out document's opening, the same in every run."""
     from shoal.model.generate import generate
 
     tokenizer = tokens.tokenizer()
     opening = tokens.heldout.document(0)[:16].tolist()
     trainer.model.eval()
     with torch.no_grad():
-        ids = generate(trainer.model, [tokens.end_of_text, *opening], length)
+        ids = generate(
+            trainer.model,
+            [tokens.end_of_text, *opening],
+            length,
+            temperature=0.7,
+            top_k=40,
+            seed=trainer.job.seed,
+        )
     trainer.model.train()
     return str(tokenizer.decode([*opening, *ids]))

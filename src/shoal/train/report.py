@@ -98,12 +98,16 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
         found.append(
             (
                 label,
-                "" if before is None else f"{before * factor:,.4g} {unit}".strip(),
-                f"{report.measured[key] * factor:,.4g} {unit}".strip(),
+                "" if before is None else f"{_number(before * factor)} {unit}".strip(),
+                f"{_number(report.measured[key] * factor)} {unit}".strip(),
                 "" if error is None else f"{100 * error:+.1f} %",
             )
         )
     return found
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _kept_steps(events: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -164,10 +168,9 @@ def _errors(plan: Plan, measured: dict[str, float]) -> dict[str, float]:
 def write_page(report: Report, directory: RunDir) -> None:
     """Write ``report.html``: curves, the comparison, what the plan said, a sample."""
     events = list(read_events(directory.events))
-    steps = [event for event in events if event["kind"] == "step"]
     evaluations = [event for event in events if event["kind"] == "eval"]
     restarts = [event["step"] for event in events if event["kind"] == "start" and event["resumed"]]
-    charts = _charts(report.plan, steps, evaluations)
+    charts = _charts(report.plan, _starts(events), evaluations)
     samples = [event for event in events if event["kind"] == "sample"]
     job, plan = report.plan.job, report.plan
     facts = [
@@ -195,18 +198,37 @@ def write_page(report: Report, directory: RunDir) -> None:
     )
 
 
+def _starts(events: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The step events of each start that has any."""
+    found: list[list[dict[str, Any]]] = []
+    for event in events:
+        if event["kind"] == "start":
+            found.append([])
+        elif event["kind"] == "step":
+            found[-1].append(event)
+    return [steps for steps in found if steps]
+
+
 def _charts(
-    plan: Plan, steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]
+    plan: Plan,
+    starts: Sequence[Sequence[dict[str, Any]]],
+    evaluations: Sequence[dict[str, Any]],
 ) -> list[str]:
     """Loss, step time with its prediction, and memory, as SVG."""
     from shoal.core.svg import Band, Chart, Series
 
-    def curve(name: str, key: str, factor: float = 1.0) -> Series:
-        return Series(
-            name, [event["step"] for event in steps], [factor * event[key] for event in steps]
-        )
+    def curves(name: str, key: str, factor: float = 1.0) -> list[Series]:
+        """One line a start: a resumed run goes back some steps, and a line must not."""
+        return [
+            Series(
+                name if number == 0 else f"{name}, resumed at {steps[0]['step']}",
+                [event["step"] for event in steps],
+                [factor * event[key] for event in steps],
+            )
+            for number, steps in enumerate(starts)
+        ]
 
-    loss = [curve("training", "loss")]
+    loss = curves("training", "loss")
     if evaluations:
         loss.append(
             Series(
@@ -216,13 +238,13 @@ def _charts(
                 points=True,
             )
         )
-    times, bands = [curve("measured", "step_s", 1e3)], []
-    if plan.estimate is not None and steps:
+    times, bands = curves("measured", "step_s", 1e3), []
+    if plan.estimate is not None:
         step = plan.estimate.step_s.scaled(1e3)
-        ends = [min(event["step"] for event in steps), max(event["step"] for event in steps)]
+        ends = [starts[0][0]["step"], starts[-1][-1]["step"]]
         times.append(Series("predicted", ends, [step.value] * 2, dashed=True))
         bands.append(Band("90 % interval", ends, [step.low] * 2, [step.high] * 2))
-    memory = curve("rank 0", "memory_bytes", 1 / 2**20)
+    memory = curves("rank 0", "memory_bytes", 1 / 2**20)
     return [
         Chart(title="Loss", x_label="step", y_label="nats per token", series=loss).render(),
         Chart(
@@ -232,7 +254,7 @@ def _charts(
             series=times,
             bands=bands,
         ).render(),
-        Chart(title="Memory", x_label="step", y_label="MiB", series=[memory]).render(),
+        Chart(title="Memory", x_label="step", y_label="MiB", series=memory).render(),
     ]
 
 
@@ -262,13 +284,14 @@ table {{ border-collapse: collapse; margin: 1rem 0; }}
 th, td {{ padding: .3rem .8rem; border-bottom: 1px solid var(--line); text-align: left; }}
 td {{ font-variant-numeric: tabular-nums; }}
 th[scope=row] {{ font-weight: 500; white-space: pre; vertical-align: top; }}
-figure {{ margin: 1.5rem 0; }} svg {{ max-width: 100%; height: auto; }}
-pre {{ overflow-x: auto; border: 1px solid var(--line); padding: 1rem; }}
+.curves {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(28rem, 1fr)); gap: 1rem; }}
+figure {{ margin: 0; }} svg {{ max-width: 100%; height: auto; }}
+pre {{ overflow: auto; max-height: 24rem; border: 1px solid var(--line); padding: 1rem; }}
 </style></head><body>
 <main>
 <h1>{html.escape(title)}</h1>
 <h2>Prediction beside measurement</h2>{comparison}
-<h2>Curves</h2>{charts}
+<h2>Curves</h2><div class="curves">{charts}</div>
 {written}
 <h2>What ran</h2>{facts}
 <details><summary>Versions</summary>{versions}</details>

@@ -109,6 +109,8 @@ def show_machine(machine: Machine) -> None:
     if machine.noise is not None:
         rows.append(("noise", f"+-{100 * machine.noise:.0f} %"))
     table("", ("", ""), rows)
+    if "noise" in machine.sources:
+        typer.echo(f"noisy: {machine.sources['noise']}")
     doubtful = [m for m in machine.measurements if not m.plausible]
     for measurement in doubtful:
         typer.echo(f"doubtful: {measurement.probe} {measurement.quantity}: {measurement.note}")
