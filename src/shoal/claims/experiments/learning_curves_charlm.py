@@ -183,12 +183,12 @@ def train(
             left = 1 - (step - 1) / setting.steps
             group["lr"] = setting.lr * warm * (0.1 + 0.9 * left)
         optimizer.zero_grad()
-        loss_of(torch.from_numpy(rows)).backward()
+        loss_of(torch.from_numpy(rows)).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % every == 0 or step == setting.steps:
             with torch.no_grad():
-                parts = [float(loss_of(part)) * len(part) for part in held.split(128)]
+                parts = [float(loss_of(part)) * len(part) for part in torch.split(held, 128)]
             now = sum(parts) / len(held)
             worse = 0 if now < best else worse + 1
             best = min(best, now)
