@@ -242,3 +242,33 @@ def test_torchrun_joins(make_plan: Make, tmp_path: Path, straight: Path) -> None
     assert done.returncode == 0, done.stderr[-2000:]
     assert losses(tmp_path / "run") == losses(straight)
     assert (tmp_path / "run" / "report.json").exists()
+
+
+@pytest.mark.slow
+def test_choices_run_together(make_plan: Make, tmp_path: Path) -> None:
+    """Document masks, bf16, Muon over ZeRO-1, recomputation, accumulation and more sinks."""
+    plan = make_plan(
+        parallel={"dp": 2},
+        packing="document",
+        precision="bf16",
+        optimizer="muon",
+        shard="zero1",
+        lr_schedule="wsd",
+        recompute="full",
+        microbatch=2,
+        sinks=[{"name": "tensorboard", "path": str(tmp_path / "board")}],
+    )
+    execute(plan, tmp_path / "run")
+    found = losses(tmp_path / "run")
+    assert found[23] < found[0] - 0.5
+    assert list((tmp_path / "board").glob("events.out.tfevents.*"))
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager(make_plan: Make, tmp_path: Path) -> None:
+    changes = {"model": "shoal-0.3m", "steps": 4, "checkpoint": {"every": 0}}
+    execute(make_plan(**changes), tmp_path / "eager")
+    execute(make_plan(**changes, compile=True, timeout_s=240), tmp_path / "compiled")
+    eager, compiled = losses(tmp_path / "eager"), losses(tmp_path / "compiled")
+    for step, loss in eager.items():
+        assert compiled[step] == pytest.approx(loss, rel=1e-4)
