@@ -206,3 +206,13 @@ def test_json_schema_for_editors() -> None:
     by_name = {option["properties"]["name"]["const"]: option for option in optimizer["anyOf"][1:]}
     assert set(by_name["sgd"]["properties"]) == {"name", "lr"}
     assert by_name["lion"]["additionalProperties"] is False
+
+
+def test_a_base_is_below_every_other_layer() -> None:
+    base = Job(name="old", steps=10, parallel=Parallel(dp=4))
+    found = resolve(Job, base=base, environment={}, flags={"steps": 20}, sets=["parallel.tp=2"])
+    assert found.value == Job(name="old", steps=20, parallel=Parallel(dp=4, tp=2))
+    reasons = {path: reason for path, _, reason in found.lines()}
+    assert reasons["name"] == reasons["parallel.dp"] == "plan"
+    assert reasons["steps"].startswith("flag")
+    assert reasons["parallel.tp"].startswith("--set")

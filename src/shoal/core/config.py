@@ -30,7 +30,7 @@ from shoal.core.parts import Choice, explain, options_of, table
 __all__ = ["Kind", "Resolved", "Value", "parse", "resolve"]
 
 # Environment variables of the product that are not keys of a configuration.
-RESERVED = frozenset({"SHOAL_HOME", "SHOAL_DATA", "SHOAL_DEBUG"})
+RESERVED = frozenset({"SHOAL_HOME", "SHOAL_DATA", "SHOAL_DEBUG", "SHOAL_RENDEZVOUS"})
 
 _V = TypeVar("_V", bound="Value")
 
@@ -139,6 +139,7 @@ class Resolved(Generic[_V]):
 def resolve(
     cls: type[_V],
     *,
+    base: _V | None = None,
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
@@ -148,6 +149,7 @@ def resolve(
 
     Args:
         cls: the configuration's type.
+        base: a value to start from, such as that of a run to go on with; the defaults if none.
         file: a YAML file, or none.
         environment: the variables to read; ``os.environ`` if not given.
         flags: dotted path -> value; entries that are None were not given.
@@ -158,6 +160,9 @@ def resolve(
     """
     raw: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    if base is not None:
+        raw = base.model_dump(mode="json")
+        origins = {path: "plan" for path, _ in _leaves(raw)}
 
     def put(path: str, value: Any, reason: str) -> None:
         _put(raw, path, value, reason)

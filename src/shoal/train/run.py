@@ -31,7 +31,7 @@ Watch = Callable[[dict[str, Any]], None]
 
 
 def plan_job(job: TrainJob, machine: Machine, *, planner: str = "search") -> Plan:
-    """The best plan that keeps every choice the job has made.
+    """The best plan that keeps every choice the job has made, and that can run.
 
     Raises:
         PlanError: there is none.
@@ -39,7 +39,13 @@ def plan_job(job: TrainJob, machine: Machine, *, planner: str = "search") -> Pla
     from shoal.plan import strategy
 
     plans: list[Plan] = strategy.PLANNERS.build(planner).plan(job, machine)
-    return plans[0]
+    for plan in plans:
+        if plan.job.parallel.tp == plan.job.parallel.pp == 1:
+            return plan
+    raise PlanError(
+        f"{job.model} on {machine.name}: every plan is tensor or pipeline parallel, and this "
+        "version runs data parallelism; set parallel.tp and parallel.pp to 1"
+    )
 
 
 def train(

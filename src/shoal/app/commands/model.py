@@ -86,7 +86,7 @@ def convert(
     source: Annotated[Path, typer.Argument(help="A run, a checkpoint or a Hugging Face model.")],
     out: Annotated[Path, typer.Argument(help="Directory to make.")],
     to: Annotated[Target, typer.Option(help="Kind of directory to make.")] = Target.huggingface,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
 ) -> None:
     """Turn one kind of directory into another, or change the dtype.
 
@@ -94,7 +94,7 @@ def convert(
 
         shoal model convert runs/run model
 
-        shoal model convert model small --dtype bfloat16
+        shoal model convert model small --dtype bf16
     """
     from shoal.checkpoint.inspect import convert as change
 

@@ -85,18 +85,19 @@ def train(
     resolved: Resolved[TrainJob] | None = None
     going_on = resume or from_step is not None
     old = directory / "plan.yaml" if directory is not None and going_on else None
+    flags: dict[str, object] = {
+        "model": model,
+        "data": _data(data),
+        "parallel.dp": ranks,
+        "steps": steps,
+        "minutes": minutes,
+    }
+    changed = config is not None or bool(set_) or any(v is not None for v in flags.values())
     if plan is not None:
         chosen = Plan.load(plan)
-    elif old is not None and config is None and old.exists() and ranks is None and not set_:
+    elif old is not None and old.exists() and not changed:
         chosen = Plan.load(old)
     else:
-        flags: dict[str, object] = {
-            "model": model,
-            "data": _data(data),
-            "parallel.dp": ranks,
-            "steps": steps,
-            "minutes": minutes,
-        }
         resolved = _resolve(config, old, flags, set_ or [])
         chosen = _plan(resolved.value, machine)
     directory = directory or Path("runs") / chosen.job.name
@@ -135,14 +136,17 @@ def _resolve(
     from shoal.ir import Plan, TrainJob
 
     if old is not None and config is None and old.exists():
-        base = resolve(TrainJob, environment={})
-        base.value = Plan.load(old).job
-        changes = {path: value for path, value in flags.items() if value is not None}
-        changed = base.replace({**changes, "microbatch": None}, "flag")
-        for word in sets:
-            path, _, text = word.partition("=")
-            changed = changed.replace({path: text}, f"--set {path}")
-        return changed
+        job = Plan.load(old).job
+        again: dict[str, object] = {"microbatch": None}  # ranks may be others now
+        if flags["minutes"] is not None:
+            again["steps"] = None
+        return resolve(
+            TrainJob,
+            base=job.model_copy(update=again),
+            environment={},
+            flags=flags,
+            sets=sets,
+        )
     found = resolve(TrainJob, file=config, flags=flags, sets=sets)
     job = found.value
     if job.steps is None and job.tokens is None and job.minutes is None:

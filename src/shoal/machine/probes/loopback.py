@@ -22,7 +22,7 @@ class Loopback:
     """Round trip of a small message and one-way bandwidth over 127.0.0.1.
 
     Args:
-        message_bytes: size of the message that goes to and fro.
+        message_bytes: size of the message that goes there and back.
         bulk_bytes: bytes sent one way for one sample of the bandwidth.
         repeats: samples; 0 for 7 (fast) or 25.
     """
