@@ -85,5 +85,5 @@ def record(rows: list[Row]) -> None:
 
 
 def require_quiet() -> None:
-    """Refuse to measure while something else runs."""
-    check_quiet()
+    """Wait up to five minutes for a quiet machine, then refuse to measure."""
+    check_quiet(wait_s=300)

@@ -138,7 +138,25 @@ class Dissect:
             paper="fp8, bf16 and tf32 tensor-core throughput by type",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="roofline_error",
+            tried="predicting products of all threads beside busy neighbours; now one thread, "
+            "and a machine that is busy before or after is refused",
+            value=0.90,
+        ),
+        Attempt(
+            metric="repeat_error",
+            tried="one short turn a sample; now the fastest of three longer turns",
+            value=0.44,
+        ),
+        Attempt(
+            metric="repeat_error",
+            tried="bandwidth and products of several threads among the repeated probes; now "
+            "units and products on one core",
+            value=0.93,
+        ),
+    )
 
     def __post_init__(self) -> None:
         require(
