@@ -232,7 +232,7 @@ def over_ranks(rounds: int) -> list[Row]:
                 )
                 directory = Path(folder) / f"{ranks}-{number}"
                 os.environ["SHOAL_HOME"] = str(Path(folder) / "home")
-                execute(plan_job(work, load("local")), directory)
+                execute(plan_job(work, load("laptop")), directory)
                 steps = [e for e in read_events(directory / "events.jsonl") if e["kind"] == "step"]
                 seconds[ranks].append(statistics.median(e["step_s"] for e in steps[4:]))
     ratio = bootstrap(np.divide(seconds[1], seconds[2]))

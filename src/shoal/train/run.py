@@ -75,7 +75,8 @@ def train(
     from shoal.machine.described import load
 
     if ranks is not None:
-        changed = job.model_dump(mode="json")
+        # What the job leaves open stays open for the planner.
+        changed = job.model_dump(mode="json", exclude_unset=True)
         changed["parallel"] = {"dp": ranks, "tp": 1, "pp": 1}
         job = TrainJob.model_validate(changed)
     plan = plan_job(job, machine or load("local"))

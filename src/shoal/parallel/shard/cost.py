@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.cost.arithmetic import parameters
+from shoal.cost.rates import data_link
 from shoal.ir import Estimate, Interval, Machine, Work
 
 __all__ = ["sharding_estimate"]
@@ -24,17 +25,12 @@ def sharding_estimate(
     shape = work.shape
     share = 4.0 * parameters(shape) / (work.job.parallel.tp * work.job.parallel.pp)
     sent = share * sent_per_parameter_byte * (ranks - 1) / ranks
-    scope = (
-        "node"
-        if machine.nodes > 1 and ranks > machine.devices_per_node
-        else ("device" if machine.device.kind == "gpu" else "loopback")
-    )
-    link = machine.link(scope) or machine.link("node") or machine.link("device")
+    link = data_link(machine, work.job.parallel)
     seconds = 0.0
     if ranks > 1 and link is not None:
         seconds = sent / link.bandwidth + messages * 2 * (ranks - 1) * link.latency_s
     return Estimate(
         step_s=Interval.around(seconds, 0.3),
         terms_s={"collective": seconds},
-        wire_bytes={scope: sent} if ranks > 1 else {},
+        wire_bytes={link.scope: sent} if ranks > 1 and link is not None else {},
     )

@@ -1,7 +1,9 @@
 """Replicated data parallelism: every rank holds the model; gradients are all-reduced.
 
 Gradients are packed into flat buckets in the order in which they become ready; a full
-bucket is reduced while backward goes on.
+bucket is reduced while backward goes on. That pays where the network has hands of its
+own: on CPU ranks the collective takes its time from the very cores that compute, so
+buckets are large there.
 
 Source: Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (bucketing, overlap).
 """
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from shoal.parallel.comm import Pending, TorchComm
     from shoal.parallel.protocols import Sharded
 
-__all__ = ["Replicated", "ReplicatedModel"]
+__all__ = ["Replicated", "ReplicatedModel", "bucket_bytes", "check_bucket"]
 
 
 @part
@@ -32,30 +34,47 @@ class Replicated:
     """Every rank holds everything; choose it when the model fits.
 
     Args:
-        bucket_mb: gradient bytes that travel together, in MiB.
+        bucket_mb: gradient bytes that travel together, in MiB; 64 on CPU ranks and 25 on
+            GPUs if not given.
     """
 
-    bucket_mb: float = 8.0
+    bucket_mb: float | None = None
     divides: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
-        require(
-            0 < self.bucket_mb <= 4096,
-            "shard.replicated.bucket_mb",
-            self.bucket_mb,
-            expected="MiB above 0 and up to 4096",
-        )
+        check_bucket(self.bucket_mb, "shard.replicated.bucket_mb")
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """One all-reduce of the gradients: each byte is sent twice."""
         from shoal.cost.arithmetic import parameters
 
-        buckets = int(4 * parameters(work.shape) / (self.bucket_mb * 2**20)) + 1
+        size = bucket_bytes(self.bucket_mb, machine.device.kind)
+        buckets = int(4 * parameters(work.shape) / size) + 1
         return sharding_estimate(work, machine, sent_per_parameter_byte=2.0, messages=buckets)
 
     def apply(self, model: nn.Module, comm: TorchComm, *, whole_matrices: bool) -> Sharded:
         """Hook the model's gradients."""
-        return ReplicatedModel(model, comm, bucket_bytes=int(self.bucket_mb * 2**20))
+        device = next(model.parameters()).device.type
+        return ReplicatedModel(model, comm, bucket_bytes=bucket_bytes(self.bucket_mb, device))
+
+
+def check_bucket(bucket_mb: float | None, where: str) -> None:
+    """Refuse a bucket without room.
+
+    Raises:
+        ConfigError: the size is not above 0, or beyond 4 GiB.
+    """
+    require(
+        bucket_mb is None or 0 < bucket_mb <= 4096,
+        where,
+        bucket_mb,
+        expected="MiB above 0 and up to 4096",
+    )
+
+
+def bucket_bytes(bucket_mb: float | None, device: str) -> int:
+    """The size that was given, or what suits ranks on ``device``."""
+    return int((bucket_mb or (64 if device == "cpu" else 25)) * 2**20)
 
 
 class _Bucket:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
 from shoal.parallel.shard.cost import sharding_estimate
-from shoal.parallel.shard.replicated import ReplicatedModel
+from shoal.parallel.shard.replicated import ReplicatedModel, bucket_bytes, check_bucket
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,11 +30,15 @@ class Zero1:
     """Optimizer state is divided over the ranks; choose it before zero2 when that is enough.
 
     Args:
-        bucket_mb: gradient bytes that travel together, in MiB.
+        bucket_mb: gradient bytes that travel together, in MiB; 64 on CPU ranks and 25 on
+            GPUs if not given.
     """
 
-    bucket_mb: float = 8.0
+    bucket_mb: float | None = None
     divides: ClassVar[frozenset[str]] = frozenset({"optimizer"})
+
+    def __post_init__(self) -> None:
+        check_bucket(self.bucket_mb, "shard.zero1.bucket_mb")
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """An all-reduce of the gradients (2) and a broadcast of the parameters (1)."""
@@ -44,7 +48,8 @@ class Zero1:
 
     def apply(self, model: nn.Module, comm: TorchComm, *, whole_matrices: bool) -> Sharded:
         """Hook the model's gradients and divide its parameters."""
-        return Zero1Model(model, comm, bucket_bytes=int(self.bucket_mb * 2**20))
+        device = next(model.parameters()).device.type
+        return Zero1Model(model, comm, bucket_bytes=bucket_bytes(self.bucket_mb, device))
 
 
 def assign(sizes: dict[str, int], world: int) -> dict[str, int]:
