@@ -41,7 +41,7 @@ def demo_job(minutes: float, ranks: int) -> TrainJob:
             "global_batch": 16 * ranks // 2 if ranks > 1 else 16,
             "microbatch": None,
             "minutes": minutes,
-            "optimizer": "muon",
+            "optimizer": {"name": "muon", "lr": 4e-3 if long else 5e-3},
             "lr_schedule": "wsd",
             "shard": "zero1" if ranks > 1 else "replicated",
             "parallel": {"dp": ranks},
