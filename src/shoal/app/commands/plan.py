@@ -34,7 +34,12 @@ def train(
     planner: Annotated[str, typer.Option(help="search or rules.")] = "search",
     set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
     top: Annotated[int, typer.Option(help="Plans to show.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Save the best plan.")] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Show estimates corrected by past errors here.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Save the best plan, its estimate as it was priced.")
+    ] = None,
     output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
 ) -> None:
     """Rank the ways to train a model on a machine; nothing runs and no torch is needed.
@@ -74,10 +79,29 @@ def train(
     if out is not None:
         plans[0].save(out, header="The best plan; run it with `shoal train --plan`.")
         typer.echo(f"saved {out}", err=True)
+    plans = plans[:top]
+    if calibrate:
+        plans = [_calibrated(plan) for plan in plans]
     if output is Format.json:
-        as_json([plan.model_dump(mode="json", exclude_none=True) for plan in plans[:top]])
+        as_json([plan.model_dump(mode="json", exclude_none=True) for plan in plans])
     else:
-        show_plans(plans[:top])
+        show_plans(plans)
+
+
+def _calibrated(plan: Plan) -> Plan:
+    """The plan with its estimate corrected by what similar runs on its machine took.
+
+    It is for reading only: a saved plan keeps the estimate as it was priced, or the
+    score would judge its own corrections.
+    """
+    from shoal.cost.score import Score
+    from shoal.cost.score import calibrate as correct
+
+    assert plan.estimate is not None
+    rows = Score().rows(quantity="step_s")
+    estimate, note = correct(plan.estimate, rows, job=plan.job, machine=plan.machine)
+    note = note or "not calibrated: fewer than three similar runs on this machine are in the score"
+    return plan.model_copy(update={"estimate": estimate, "notes": (*plan.notes, note)})
 
 
 @app.command("scaling")

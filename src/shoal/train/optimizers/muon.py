@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import part
+from shoal.cost.arithmetic import linears
 from shoal.cost.arithmetic import parameters as count_parameters
-from shoal.ir import Estimate, Interval, Machine, ModelShape, Work
+from shoal.ir import Estimate, Interval, Machine, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,9 +77,14 @@ class Muon:
         count = count_parameters(shape)
         rest = shape.vocab_size * shape.hidden * (1 if shape.tied else 2)
         matrices = max(0, count - rest)
+        # AdamW updates the output matrix, as it does the embedding.
+        blocks = [linear for linear in linears(shape) if linear.name != "logits"]
         flops = sum(
-            self.iterations * (4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3) * number
-            for m, n, number in _matrices(shape)
+            self.iterations
+            * (4 * min(x.N, x.K) ** 2 * max(x.N, x.K) + 2 * min(x.N, x.K) ** 3)
+            * x.layers
+            * x.copies
+            for x in blocks
         )
         device = machine.device
         rate = device.matmul_flops.get("bf16") or device.matmul_flops.get("fp32") or 1e11
@@ -124,21 +130,3 @@ class Muon:
                 )
             )
         return TorchUpdater(optimizers, {p: name for name, p in parameters.items()})
-
-
-def _matrices(shape: ModelShape) -> list[tuple[int, int, int]]:
-    """(rows, columns, how many) of the blocks' matrices, fused as the model has them."""
-    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    out = shape.num_heads * shape.head_dim
-    found = [(heads, shape.hidden, shape.num_layers), (shape.hidden, out, shape.num_layers)]
-    sparse = shape.num_layers - shape.num_dense_layers if shape.num_experts else 0
-    wide = 2 if shape.gated else 1
-    if shape.num_layers - sparse:
-        dense = shape.num_layers - sparse
-        found.append((wide * shape.ffn_hidden, shape.hidden, dense))
-        found.append((shape.hidden, shape.ffn_hidden, dense))
-    if sparse:
-        number = sparse * (shape.num_experts + shape.num_shared_experts)
-        found.append((wide * shape.expert_hidden, shape.hidden, number))
-        found.append((shape.hidden, shape.expert_hidden, number))
-    return found
