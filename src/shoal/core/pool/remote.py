@@ -90,6 +90,6 @@ def _bad(error: BaseException) -> bytes:
     try:
         packed = pickle.dumps((False, error, text))
         pickle.loads(packed)  # noqa: S301 - some exceptions pack but do not unpack
-    except Exception:
+    except Exception:  # its own packing failed, in whatever way: its text goes in its place
         return pickle.dumps((False, told, text))
     return packed
