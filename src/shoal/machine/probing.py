@@ -118,7 +118,7 @@ def assemble(
     if latency and bandwidth:
         links.append(Link(scope="loopback", bandwidth=bandwidth, latency_s=latency))
         sources["links.loopback"] = (
-            "collective: gloo all-reduce of 2 ranks; time = 2 (n-1) (latency + bytes / "
+            "collective: all-reduce of 2 ranks; time = 2 (n-1) (latency + bytes / "
             "(n bandwidth)); the network's own numbers are the measurements of loopback"
         )
     elif (trip := seen.of("loopback", "round_trip")) and (rate := seen.of("loopback", "bandwidth")):

@@ -6,7 +6,7 @@ clock around it do not count.
 
 from __future__ import annotations
 
-import datetime
+import importlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -131,41 +131,6 @@ def overhead(threads: int, repeats: int, device: str = "cpu") -> dict[str, list[
     return found
 
 
-def all_reduce(
-    rank: int, world: int, store: str, sizes: list[int], repeats: int
-) -> dict[str, list[float]]:
-    """Seconds of one all-reduce over gloo, by bytes; every rank calls it."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=30),
-    )
-    found = {}
-    try:
-        for size in sizes:
-            data = torch.zeros(max(1, size // 4))
-            batch = 200 if size <= 65536 else 3
-            samples = []
-            for _ in range(3):
-                dist.all_reduce(data)
-            for _ in range(repeats):
-                dist.barrier()
-                begin = time.perf_counter()
-                for _ in range(batch):
-                    dist.all_reduce(data)
-                samples.append((time.perf_counter() - begin) / batch)
-            found[str(size)] = samples
-    finally:
-        dist.destroy_process_group()
-    return found
-
-
 def gpu_facts() -> dict[str, Any] | None:
     """What the driver says about the first GPU, or None without one."""
     import torch
@@ -184,12 +149,17 @@ def gpu_facts() -> dict[str, Any] | None:
     }
 
 
+def _all_reduce(**options: Any) -> Any:
+    # Collectives live above this room and are loaded by name, as parts are.
+    return importlib.import_module("shoal.parallel.measure").all_reduce(**options)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "hello": hello,
     "matmul": matmul,
     "elementwise": elementwise,
     "copy": copy,
     "overhead": overhead,
-    "all_reduce": all_reduce,
+    "all_reduce": _all_reduce,
     "gpu_facts": gpu_facts,
 }

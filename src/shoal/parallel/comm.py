@@ -2,7 +2,7 @@
 
 A :class:`Comm` names its ranks, counts what each collective puts on the wire by the
 stated algorithm (ring), and keeps the rank's heartbeat, so that a rank that hangs can
-be named. Gloo on CPUs, NCCL on GPUs.
+be named. NCCL on GPUs; on CPUs the memory that the ranks of a host share, or Gloo.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.core.errors import RankError
 from shoal.parallel.heartbeat import Heartbeat, blame
+from shoal.parallel.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,6 +95,7 @@ class TorchComm:
         beats: directory of heartbeat files, shared by the ranks of a host.
         device: cpu or cuda.
         rendezvous: where the ranks meet: ``env://`` under torchrun, or ``file://``.
+        shared_memory: CPU ranks of one host sum and copy through shared memory, not Gloo.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class TorchComm:
         beats: Path | None = None,
         device: str = "cpu",
         rendezvous: str = "env://",
+        shared_memory: bool = True,
     ) -> None:
         self.rank = rank
         self.world = world
@@ -113,6 +116,7 @@ class TorchComm:
         self.beats = beats
         self.beat = Heartbeat(beats / f"rank-{rank}.beat", rank) if beats else None
         self.scope = "device" if device == "cuda" else "loopback"
+        self.shared: SharedMemory | None = None
         if world > 1:
             import torch.distributed as dist
 
@@ -125,6 +129,8 @@ class TorchComm:
                     # The supervisor speaks first: it knows every rank's stack.
                     timeout=timedelta(seconds=timeout_s + 30),
                 )
+            if shared_memory and device == "cpu":
+                self.shared = SharedMemory.join(rank, world, timeout_s + 30)
 
     @classmethod
     def from_environment(cls, meter: Meter, **options: Any) -> TorchComm:
@@ -143,6 +149,10 @@ class TorchComm:
         import torch.distributed as dist
 
         self.count("all_reduce", ring_all_reduce_bytes(x.nbytes, self.world), tag)
+        shared = self.shared
+        if shared is not None and x.is_contiguous():
+            self.guard(lambda: shared.all_reduce(x))
+            return _Done()
         return _Guarded(self, self._start(lambda: dist.all_reduce(x, async_op=True)))
 
     def broadcast(self, x: Tensor, root: int, *, tag: str) -> Pending:
@@ -153,11 +163,18 @@ class TorchComm:
 
         # A ring passes the tensor on; the last rank sends nothing.
         self.count("broadcast", x.nbytes * (self.world - 1) / self.world, tag)
+        shared = self.shared
+        if shared is not None and x.is_contiguous():
+            self.guard(lambda: shared.broadcast(x, root))
+            return _Done()
         return _Guarded(self, self._start(lambda: dist.broadcast(x, root, async_op=True)))
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self.world == 1:
+            return
+        if self.shared is not None:
+            self.guard(self.shared.barrier)
             return
         import torch.distributed as dist
 

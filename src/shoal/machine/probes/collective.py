@@ -1,4 +1,4 @@
-"""All-reduce between two processes of this host, over gloo: what training really uses.
+"""All-reduce between two processes of this host, by the collectives that training uses.
 
 A ring all-reduce of n ranks takes ``2 (n-1) (latency + bytes / (n bandwidth))``; with
 two ranks and two sizes both unknowns follow.
@@ -20,7 +20,7 @@ __all__ = ["Collective"]
 
 @part
 class Collective:
-    """Latency and bandwidth of gloo between two local ranks.
+    """Latency and bandwidth of an all-reduce between two local ranks.
 
     Args:
         small_bytes: the size that shows the latency.

@@ -1,0 +1,101 @@
+"""One rank of test_shared_memory.py: checks every collective, then meets a peer that dies."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from shoal.core.errors import RankError
+from shoal.core.meter import Meter
+from shoal.parallel import shared_memory
+from shoal.parallel.comm import TorchComm
+from shoal.parallel.shared_memory import SharedMemory
+
+# Small slots, so that a tensor takes several turns of both sets.
+shared_memory._CHUNK = 4096
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+SIZES = (0, 1, 2, 3, 1023, 1024, 1025, 5000)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+
+
+def part(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + size)
+    return (100 * torch.randn(size, generator=generator)).to(dtype)
+
+
+def check(comm: TorchComm, *, exact: bool = True) -> None:
+    for dtype in DTYPES:
+        for size in SIZES:
+            total = part(0, size, dtype)
+            for rank in range(1, WORLD):
+                total += part(rank, size, dtype)
+            mine = part(RANK, size, dtype)
+            comm.all_reduce(mine, tag="test").wait()
+            if exact:  # the order of the ranks, to the bit
+                assert torch.equal(mine, total), (dtype, size)
+            else:
+                assert torch.allclose(mine.double(), total.double(), rtol=0.05, atol=3.0)
+            root = size % WORLD
+            mine = part(RANK, size, dtype)
+            comm.broadcast(mine, root, tag="test").wait()
+            assert torch.equal(mine, part(root, size, dtype)), (dtype, size)
+    grid = torch.arange(6.0).view(2, 3).t()  # not contiguous: it takes the other road
+    comm.all_reduce(grid, tag="test").wait()
+    assert torch.equal(grid, WORLD * torch.arange(6.0).view(2, 3).t())
+    # Ranks that come at very different times still meet.
+    for turn in range(3):
+        if turn % WORLD == RANK:
+            time.sleep(0.05)
+        one = torch.ones(2000)
+        comm.all_reduce(one, tag="test").wait()
+        assert bool((one == WORLD).all())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    out = Path(sys.argv[1])
+    with Meter([]) as meter:
+        comm = TorchComm.from_environment(
+            meter, rendezvous=f"file://{out}/meet", timeout_s=60.0, beats=out
+        )
+        assert comm.shared is not None
+        assert not list(shared_memory._FOLDER.glob("shoal-*")), "the file has no name any more"
+        check(comm)
+        quiet = TorchComm.from_environment(meter, shared_memory=False)
+        assert quiet.shared is None
+        check(quiet, exact=False)
+
+        shared_memory._FOLDER = out / "missing" if RANK == 0 else out
+        assert SharedMemory.join(RANK, WORLD, 60.0) is None, "no file system: nobody joins"
+        shared_memory._FOLDER = Path("/dev/shm")
+        if RANK == 1:
+            shared_memory._namespace = lambda: "another container"
+        assert SharedMemory.join(RANK, WORLD, 60.0) is None, "one cannot open it: nobody joins"
+
+        comm.shared.timeout_s = 0.3
+        if RANK == 0:
+            comm.barrier()
+            try:
+                comm.barrier()  # rank 1 sleeps
+            except RankError as late:
+                assert "did not come in 0.3 s" in str(late), late
+            comm.shared.timeout_s = 60.0
+            (out / "told").touch()
+            try:
+                comm.all_reduce(torch.ones(4), tag="test").wait()
+                raise AssertionError("rank 1 has ended")
+            except RankError as gone:
+                assert "rank 1 has ended" in str(gone), gone
+                assert "waiting for rank" in str(gone), gone
+        else:
+            comm.barrier()
+            while RANK == 1 and not (out / "told").exists():
+                time.sleep(0.01)
+        (out / f"done-{RANK}").touch()
+    os._exit(0)  # Gloo's own goodbye would wait for the peer
+
+
+main()
