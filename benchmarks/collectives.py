@@ -82,7 +82,8 @@ def main() -> None:
             )
             for rank in range(2)
         ]
-        if any([rank.wait() for rank in ranks]):
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
             raise SystemExit("a rank failed")
         seconds = json.loads((Path(folder) / "seconds.json").read_text())
     rows = []

@@ -246,7 +246,7 @@ def over_ranks(rounds: int) -> list[Row]:
             comparison=">=",
             threshold=1.7,
             note=f"{MODEL}, {BATCH} x {LENGTH} tokens a step in all, bf16, one thread a rank, "
-            f"replicated through shared memory; one rank {1e3 * statistics.median(seconds[1]):.0f} ms, two "
+            f"replicated; one rank {1e3 * statistics.median(seconds[1]):.0f} ms, two "
             f"{1e3 * statistics.median(seconds[2]):.0f} ms a step; {rounds} rounds in turn",
             samples={"one_rank_s": seconds[1], "two_ranks_s": seconds[2]},
         )

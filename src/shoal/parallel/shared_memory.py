@@ -36,7 +36,7 @@ _CHUNK = 2 * 2**20  # bytes of a slot: two ranks' slots fit in the caches of a c
 _LINE = 64  # bytes of a cache line: counters of different ranks must not share one
 _SPINS = 2000  # polls, about 0.2 ms, before a waiting rank gives its core away
 _NAP_S = 5e-5
-_FOLDER = Path("/dev/shm")
+_FOLDER = Path("/dev/shm")  # noqa: S108 - opened by mkstemp, and nameless at once
 
 
 class SharedMemory:
@@ -86,11 +86,11 @@ class SharedMemory:
         able = torch.tensor([int(file >= 0)])
         dist.all_reduce(able, dist.ReduceOp.MIN)
         shared = cls(file, rank, world, timeout_s) if able.item() else None
-        dist.barrier()
         if file >= 0:
             os.close(file)
         if rank == 0 and found:
             os.unlink(found)
+        dist.barrier()
         return shared
 
     def all_reduce(self, x: Tensor) -> None:
@@ -185,7 +185,7 @@ def _size(world: int) -> int:
 def _namespace() -> str:
     """Which process numbers are ours: ranks of another container cannot be watched."""
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return ""
 
