@@ -14,6 +14,7 @@
     │   └── NoisyMachineError  a measurement that nobody should trust
     ├── PlanError              no legal plan, or a plan that cannot run here
     ├── RankError              a rank that died or hangs
+    ├── ServeError             a request or a server that cannot be
     ├── BuildError             native code that does not compile
     ├── StoreError             a score or results file that cannot be used
     └── MissingExtraError      an optional package that is not installed
@@ -39,6 +40,7 @@ __all__ = [
     "NoisyMachineError",
     "PlanError",
     "RankError",
+    "ServeError",
     "ShoalError",
     "StoreError",
     "UnknownKeyError",
@@ -94,6 +96,10 @@ class PlanError(ShoalError):
 
 class RankError(ShoalError):
     """A rank died or hangs."""
+
+
+class ServeError(ShoalError):
+    """A request that cannot be served, or a server that cannot start."""
 
 
 class BuildError(ShoalError):

@@ -12,13 +12,14 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import ValidationError
+from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
 
 from shoal.core.config import Value
 from shoal.core.errors import StoreError
 from shoal.core.files import shoal_home
-from shoal.ir import Estimate, Machine, Report, TrainJob
+from shoal.ir import Estimate, Machine, Report, ServeJob, ServeReport, TrainJob
 
 __all__ = ["ErrorSummary", "Row", "Score", "calibrate", "machine_key", "summarise"]
 
@@ -74,7 +75,7 @@ class Row(Value):
     low: float | None = None
     high: float | None = None
     measured: float
-    job: TrainJob | None = None
+    job: TrainJob | ServeJob | None = None
 
     @property
     def error(self) -> float | None:
@@ -116,11 +117,20 @@ def machine_key(machine: Machine) -> str:
     return f"{model}|{device.kind}|{device.num_cores or 0}|{machine.num_devices}"
 
 
-def _predicted(report: Report) -> dict[str, tuple[float, float | None, float | None]]:
+def _predicted(
+    report: Report | ServeReport,
+) -> dict[str, tuple[float, float | None, float | None]]:
+    found: dict[str, tuple[float, float | None, float | None]] = {}
     cost = report.plan.estimate
+    if isinstance(report, ServeReport):
+        for name, told in report.plan.predicted.items():
+            found[name] = (told.value, told.low, told.high)
+        if cost is not None and cost.memory_bytes:
+            found["memory_bytes"] = (cost.memory_total, None, None)
+        return found
     if cost is None:
         return {}
-    found: dict[str, tuple[float, float | None, float | None]] = {
+    found |= {
         "step_s": (cost.step_s.value, cost.step_s.low, cost.step_s.high),
     }
     if cost.tokens:
@@ -193,7 +203,7 @@ class Score:
         connection.executescript(_SCHEMA)
         connection.execute(f"PRAGMA user_version={VERSION}")
 
-    def append(self, report: Report) -> None:
+    def append(self, report: Report | ServeReport) -> None:
         """Keep a report: a row for each measured quantity.
 
         Raises:
@@ -250,7 +260,7 @@ class Score:
             Row(**dict(zip(_COLUMNS, row[:-1], strict=True)), job=_job(row[-1])) for row in found
         ]
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[Report | ServeReport]:
         """Every report, oldest first.
 
         Raises:
@@ -259,7 +269,7 @@ class Score:
         with self._open() as connection:
             texts = connection.execute("SELECT report FROM reports ORDER BY id").fetchall()
         try:
-            return [Report.model_validate_json(text) for (text,) in texts]
+            return [_REPORT.validate_json(text) for (text,) in texts]
         except ValidationError as cause:
             raise StoreError(
                 f"{self.path}: a report does not fit this version "
@@ -284,12 +294,27 @@ _COLUMNS = (
 )
 
 
-def _job(text: str | None) -> TrainJob | None:
+# Kinds of report differ in the kind of the planned job.
+_REPORT: TypeAdapter[Report | ServeReport] = TypeAdapter(
+    Annotated[
+        Annotated[Report, Tag("train")] | Annotated[ServeReport, Tag("serve")],
+        Discriminator(lambda raw: raw["plan"]["job"].get("job", "train")),
+    ]
+)
+_JOB: TypeAdapter[TrainJob | ServeJob] = TypeAdapter(
+    Annotated[
+        Annotated[TrainJob, Tag("train")] | Annotated[ServeJob, Tag("serve")],
+        Discriminator(lambda raw: raw.get("job", "train")),
+    ]
+)
+
+
+def _job(text: str | None) -> TrainJob | ServeJob | None:
     """The job of a row; None if this version has no such part any more."""
     if text is None:
         return None
     try:
-        return TrainJob.model_validate_json(text)
+        return _JOB.validate_json(text)
     except (ValidationError, ValueError):  # an old job is history, not an error
         return None
 
@@ -329,7 +354,7 @@ def _similar(row: Row, job: TrainJob, model: str) -> bool:
     """The past job ran the same model the same way; batch and length may differ."""
     past = row.job
     return (
-        past is not None
+        isinstance(past, TrainJob)
         and row.model == model
         and past.precision == job.precision
         and past.parallel == job.parallel

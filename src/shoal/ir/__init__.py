@@ -1,27 +1,62 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
 from shoal.ir.estimate import Estimate, Interval
-from shoal.ir.job import CheckpointPolicy, Evaluation, Parallel, TrainJob
+from shoal.ir.job import CheckpointPolicy, Evaluation, Parallel, ServeJob, TrainJob
 from shoal.ir.machine import Device, Link, Machine, Measurement, MemoryTier
-from shoal.ir.plan import Plan, Report, Work
+from shoal.ir.plan import Plan, Report, ServePlan, ServeReport, Work
 from shoal.ir.protocols import Part
+from shoal.ir.serving import (
+    Arrival,
+    Chunk,
+    KVManager,
+    KVPart,
+    Limits,
+    Output,
+    Request,
+    Runner,
+    SamplingParams,
+    Scheduler,
+    SchedulerPart,
+    Step,
+    StepCost,
+    StepResult,
+    TokenInfo,
+)
 from shoal.ir.shape import ModelShape
 
 __all__ = [
+    "Arrival",
     "CheckpointPolicy",
+    "Chunk",
     "Device",
     "Estimate",
     "Evaluation",
     "Interval",
+    "KVManager",
+    "KVPart",
+    "Limits",
     "Link",
     "Machine",
     "Measurement",
     "MemoryTier",
     "ModelShape",
+    "Output",
     "Parallel",
     "Part",
     "Plan",
     "Report",
+    "Request",
+    "Runner",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerPart",
+    "ServeJob",
+    "ServePlan",
+    "ServeReport",
+    "Step",
+    "StepCost",
+    "StepResult",
+    "TokenInfo",
     "TrainJob",
     "Work",
 ]

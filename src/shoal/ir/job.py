@@ -1,4 +1,4 @@
-"""Jobs: what to do. One kind of job a room; this is the training job.
+"""Jobs: what to do. One kind of job a room; here are training and serving.
 
 A choice that a room's part makes is a :class:`~shoal.core.parts.Choice` with its
 kind; reading a job checks every name and option.
@@ -21,7 +21,7 @@ from shoal.core.config import Kind, Value
 from shoal.core.errors import ConfigError
 from shoal.core.parts import Choice
 
-__all__ = ["CheckpointPolicy", "Evaluation", "Parallel", "TrainJob"]
+__all__ = ["CheckpointPolicy", "Evaluation", "Parallel", "ServeJob", "TrainJob"]
 
 
 class Parallel(Value):
@@ -152,3 +152,38 @@ class TrainJob(Value):
                 f"sequences a step; give a divisor of {share}"
             )
         return self
+
+
+class ServeJob(Value):
+    """Answer requests with a decoder-only language model.
+
+    Args:
+        job: the kind of job.
+        name: name of the run.
+        model: a Hugging Face directory; for planning also a shipped shape.
+        precision: dtype of weights and cache; auto takes that of the model's files.
+        scheduler: who runs now.
+        kv: who holds which block of the cache.
+        kv_tokens: tokens that the cache holds; None takes what the memory allows, up to
+            ``max_running`` requests of full length.
+        max_running: most requests in one step.
+        max_step_tokens: most tokens in one step; long prompts are cut to fit.
+        max_position: most tokens of one request, prompt and output; None for the model's.
+        threads: threads that compute; 0 for all cores.
+        workload: what arrives, for planning and benchmarks.
+        seed: seed of the workload.
+    """
+
+    job: Literal["serve"] = "serve"
+    name: str = Field(default="serve", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    model: str
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    scheduler: Annotated[Choice, Kind("scheduler")] = Choice(name="fcfs")
+    kv: Annotated[Choice, Kind("kv")] = Choice(name="paged")
+    kv_tokens: PositiveInt | None = None
+    max_running: PositiveInt = 64
+    max_step_tokens: PositiveInt = 512
+    max_position: PositiveInt | None = None
+    threads: NonNegativeInt = 0
+    workload: Annotated[Choice, Kind("workload")] = Choice(name="chat")
+    seed: NonNegativeInt = 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from shoal.core.config import Value
-from shoal.ir.estimate import Estimate
-from shoal.ir.job import TrainJob
+from shoal.ir.estimate import Estimate, Interval
+from shoal.ir.job import ServeJob, TrainJob
 from shoal.ir.machine import Machine
 from shoal.ir.shape import ModelShape
 
-__all__ = ["Plan", "Report", "Work"]
+__all__ = ["Plan", "Report", "ServePlan", "ServeReport", "Work"]
 
 
 class Work(Value):
@@ -62,6 +62,50 @@ class Report(Value):
     """
 
     plan: Plan
+    measured: dict[str, float]
+    errors: dict[str, float] = {}
+    versions: dict[str, str] = {}
+
+
+class ServePlan(Value):
+    """A serving job with every choice made, and what it will cost.
+
+    Args:
+        job: the concrete job, its ``kv_tokens`` included.
+        machine: the machine the prediction holds for.
+        shape: the model's shape.
+        estimate: one full decode step: time by cause, memory by cause (``weights``,
+            ``cache``, ``activations``, ``runtime``), what binds.
+        predicted: quantity -> interval, over the whole workload: ``tokens_per_s`` (output),
+            ``requests_per_s``, ``total_s``, ``ttft_p50_s``, ``ttft_p95_s``, ``tpot_p50_s``,
+            ``tpot_p95_s``.
+        fits: whether weights and cache fit the memory.
+        why: what binds, in a sentence.
+        notes: what a reader should know.
+    """
+
+    job: ServeJob
+    machine: Machine
+    shape: ModelShape
+    estimate: Estimate | None = None
+    predicted: dict[str, Interval] = {}
+    fits: bool = True
+    why: str = ""
+    notes: tuple[str, ...] = ()
+
+
+class ServeReport(Value):
+    """Prediction beside measurement of a served workload.
+
+    Args:
+        plan: what was planned.
+        measured: quantity -> value, the keys of :class:`ServePlan`'s ``predicted`` and
+            ``memory_bytes``.
+        errors: quantity -> measured / predicted - 1.
+        versions: package -> version.
+    """
+
+    plan: ServePlan
     measured: dict[str, float]
     errors: dict[str, float] = {}
     versions: dict[str, str] = {}

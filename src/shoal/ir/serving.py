@@ -1,0 +1,329 @@
+"""Serving: the values and protocols that engine, simulator and schedulers exchange.
+
+The engine is a loop: a :class:`Scheduler` plans a :class:`Step`, a :class:`Runner`
+executes it, the scheduler commits its :class:`StepResult`. The simulator is the same
+loop with the same scheduler and the same :class:`KVManager`; only its runner differs,
+which returns predicted seconds instead of computing. No scheduler reads a clock: the
+time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+__all__ = [
+    "Arrival",
+    "Chunk",
+    "FinishReason",
+    "KVManager",
+    "KVPart",
+    "Limits",
+    "Output",
+    "Request",
+    "RequestState",
+    "Runner",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerPart",
+    "Step",
+    "StepCost",
+    "StepResult",
+    "TokenInfo",
+]
+
+RequestState = Literal["waiting", "running", "finished"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are chosen, and when it ends.
+
+    Args:
+        max_tokens: most new tokens.
+        temperature: 0 takes the best token.
+        top_k: sample from so many of the best tokens; 0 for all.
+        top_p: sample from the best tokens that together have this probability.
+        seed: the same seed, prompt and options give the same tokens.
+        stop_ids: tokens that end the request; the ending token is part of its output.
+        logprobs: report the log probability of each token and of so many best ones; None for
+            no report.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt and what has been generated of it.
+
+    Args:
+        id: unique among the requests of an engine.
+        tokens: the prompt, then the generated tokens.
+        n_prompt: tokens of the prompt.
+        params: how to sample.
+        arrival: s, on the clock of whoever drives the scheduler.
+        n_computed: tokens whose keys and values are in the cache.
+        n_cached: tokens of the prompt that were found in the cache at the last admission.
+        priority: a smaller number goes first, where a scheduler looks at it.
+        adapter: name of the adapter it is for; part of the identity of its cache blocks.
+        blocks: numbers of the cache blocks that hold its tokens, in order.
+        state: where it is in its life.
+        preemptions: how often its cache was taken away, to be recomputed.
+    """
+
+    id: str
+    tokens: list[int]
+    n_prompt: int
+    params: SamplingParams
+    arrival: float = 0.0
+    n_computed: int = 0
+    n_cached: int = 0
+    priority: float = 0.0
+    adapter: str | None = None
+    blocks: list[int] = field(default_factory=list)
+    state: RequestState = "waiting"
+    preemptions: int = 0
+
+    @property
+    def n_generated(self) -> int:
+        """New tokens so far."""
+        return len(self.tokens) - self.n_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``start .. start + length`` of a request, computed in one step.
+
+    A decode is a chunk of length 1. A chunk that reaches the request's last token
+    yields the next one.
+    """
+
+    request: Request
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """First token after the chunk."""
+        return self.start + self.length
+
+    @property
+    def yields(self) -> bool:
+        """Whether a new token follows from it."""
+        return self.stop == len(self.request.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one iteration computes.
+
+    Args:
+        chunks: decodes first, then prompts; at most one chunk of a request.
+        preempted: requests whose blocks were taken; they wait, to be recomputed.
+    """
+
+    chunks: tuple[Chunk, ...]
+    preempted: tuple[Request, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it computes."""
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """Log probabilities at one generated token.
+
+    Args:
+        logprob: of the token that was chosen.
+        top: (token, logprob) of the best ones, best first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What executing a step gave.
+
+    Args:
+        tokens: request id -> new tokens, for every chunk that yields.
+        infos: request id -> log probabilities, where they were asked for; as many.
+        seconds: how long it took, or is predicted to take.
+    """
+
+    tokens: Mapping[str, Sequence[int]]
+    infos: Mapping[str, Sequence[TokenInfo]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step gave one request.
+
+    Args:
+        request_id: whose.
+        tokens: new tokens; empty for one that was aborted.
+        infos: their log probabilities, where asked for.
+        finish: why it ended; None while it goes on.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    infos: tuple[TokenInfo, ...] = ()
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a scheduler keeps to.
+
+    Args:
+        max_running: most requests in one step.
+        max_step_tokens: most tokens in one step.
+        max_position: most tokens of one request, prompt and output together.
+    """
+
+    max_running: int
+    max_step_tokens: int
+    max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a trace.
+
+    Args:
+        at: s after the start.
+        prompt: token ids; what matters to a simulator is their number and which prefixes
+            are shared.
+        output_tokens: tokens it generates.
+        session: requests of one conversation share it.
+    """
+
+    at: float
+    prompt: tuple[int, ...]
+    output_tokens: int
+    session: str = ""
+
+
+@runtime_checkable
+class KVManager(Protocol):
+    """Who holds which block of the cache: bookkeeping without tensors."""
+
+    block_size: int
+    num_blocks: int
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be given out, those of forgotten prefixes included."""
+        ...
+
+    def match_prefix(self, request: Request) -> int:
+        """Give a request without blocks those that hold the start of its tokens.
+
+        Sets ``blocks`` and ``n_computed``; at least the last token is left to compute.
+        Returns the number of tokens found.
+        """
+        ...
+
+    def allocate(self, request: Request, n_tokens: int) -> bool:
+        """Make ``request.blocks`` hold ``n_tokens`` tokens; False, changing nothing, if full."""
+        ...
+
+    def computed(self, request: Request) -> None:
+        """The first ``n_computed`` tokens are in the cache now; full blocks can be shared."""
+        ...
+
+    def free(self, request: Request) -> None:
+        """Take all blocks away and set ``n_computed`` to 0."""
+        ...
+
+    def fits(self, n_tokens: int) -> bool:
+        """Whether a request of ``n_tokens`` could be held if it were alone."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters for metrics: ``blocks_used``, ``prefix_hit_tokens``, ``prefix_query_tokens``."""
+        ...
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """Who runs now. Owns its requests and the bookkeeping of their blocks."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ServeError: it can never run: longer than ``max_position`` or than the cache.
+        """
+        ...
+
+    def abort(self, request_id: str) -> Output | None:
+        """Forget a request; None if there is none of that id (any more)."""
+        ...
+
+    def plan(self, now: float) -> Step:
+        """What to compute next; an empty step if there is nothing to do."""
+        ...
+
+    def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
+        """Take in what the step gave; requests aborted meanwhile are left out."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks yet."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        ...
+
+
+class KVPart(Protocol):
+    """A part of kind ``kv``."""
+
+    def build(self, num_tokens: int) -> KVManager:
+        """Bookkeeping for a cache of ``num_tokens`` tokens, rounded down to whole blocks."""
+        ...
+
+
+class SchedulerPart(Protocol):
+    """A part of kind ``scheduler``."""
+
+    def build(self, kv: KVManager, limits: Limits) -> Scheduler:
+        """A scheduler without requests."""
+        ...
+
+
+class Runner(Protocol):
+    """Who computes: a model on this machine, or a prediction."""
+
+    def execute(self, step: Step) -> StepResult:
+        """Compute a step; its keys and values go to the blocks of its requests."""
+        ...
+
+
+class StepCost(Protocol):
+    """Seconds of a step by its shape."""
+
+    def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """Seconds of a step of chunks (tokens before it, tokens in it)."""
+        ...
