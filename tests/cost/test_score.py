@@ -3,7 +3,7 @@ import sqlite3
 import pytest
 
 from shoal.core.errors import StoreError
-from shoal.cost.score import Score, calibrate
+from shoal.cost.score import Score, calibrate, run_id
 from shoal.cost.shapes import find
 from shoal.ir import Device, Estimate, Interval, Machine, MemoryTier, Plan, Report, TrainJob
 
@@ -83,3 +83,78 @@ def test_calibration_needs_three_similar_runs(tmp_path):
     assert sum(changed.terms_s.values()) == pytest.approx(1.30)
     assert changed.step_s.high / changed.step_s.low < cost.step_s.high / cost.step_s.low
     assert "1.30" in note and "3 past runs" in note
+
+
+def _version_1(path, texts):
+    """A store as the first version wrote it."""
+    with sqlite3.connect(path) as connection:
+        connection.executescript(
+            """
+            CREATE TABLE runs (id INTEGER PRIMARY KEY, recorded_s REAL NOT NULL,
+              name TEXT NOT NULL, model TEXT NOT NULL, machine TEXT NOT NULL,
+              quantity TEXT NOT NULL, predicted REAL, low REAL, high REAL,
+              measured REAL NOT NULL, run INTEGER NOT NULL REFERENCES reports(id));
+            CREATE TABLE reports (id INTEGER PRIMARY KEY, recorded_s REAL NOT NULL,
+              report TEXT NOT NULL);
+            CREATE INDEX runs_by_machine ON runs (machine, quantity);
+            PRAGMA user_version=1;
+            """
+        )
+        for number, text in enumerate(texts, start=1):
+            connection.execute("INSERT INTO reports VALUES (?, ?, ?)", (number, 7.0, text))
+            connection.execute(
+                "INSERT INTO runs VALUES (NULL, 7, 'run', 'shoal-4m', 'm', 'step_s', 1, 0.8, 1.2, "
+                "1.1, ?)",
+                (number,),
+            )
+    connection.close()
+
+
+def test_a_store_of_version_1_is_brought_up_to_date_in_place(tmp_path):
+    path = tmp_path / "score.db"
+    _version_1(path, [report(1.1).model_dump_json(), report(1.2, name="two").model_dump_json()])
+    score = Score(path)
+    assert score.reports() == [report(1.1), report(1.2, name="two")]
+    assert [row.job.name for row in score.rows()] == ["run", "two"]
+    first, second = sorted(score.run_dirs(), key=lambda entry: entry.id)
+    assert (first.id, first.kind, first.name, first.model) == (
+        "report-1",
+        "train",
+        "run",
+        "shoal-4m",
+    )
+    assert second.name == "two" and second.path is None and second.ended
+    score.append(report(1.3))
+    assert len(Score(path).run_dirs()) == 3
+
+
+def test_directories_of_runs_are_remembered(tmp_path):
+    score = Score(tmp_path / "score.db")
+    assert score.run_dirs() == []
+    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    identity = score.register(one, "train", "one", "shoal-4m")
+    score.register(two, "train", "two")
+    assert identity == run_id(one) != run_id(two)
+    assert [entry.name for entry in score.run_dirs()] == ["two", "one"]
+    assert not score.run_dirs()[1].ended
+    score.append(report(1.1, name="one"), one)
+    found = {entry.name: entry for entry in score.run_dirs()}
+    assert found["one"].ended and found["one"].path == one and found["one"].report == 1
+    assert found["two"].report is None
+    score.register(one, "train", "one", "shoal-4m")  # it goes on
+    again = {entry.name: entry for entry in score.run_dirs()}["one"]
+    assert again.report == 1 and not again.ended
+    score.append(report(1.2, name="one"), one)
+    newest = {entry.name: entry for entry in score.run_dirs()}["one"]
+    assert newest.ended and newest.report == 2
+    numbers = score.quantities([2])[2]
+    assert numbers["step_s"].error == pytest.approx(0.2)
+    assert numbers["loss"].predicted is None and numbers["loss"].error is None
+    assert score.report(2) == report(1.2, name="one") and score.report(9) is None
+
+
+def test_rows_without_jobs(tmp_path):
+    score = Score(tmp_path / "score.db")
+    score.append(report(1.1))
+    (row,) = score.rows(quantity="step_s", jobs=False)
+    assert row.job is None and row.error == pytest.approx(0.1)

@@ -129,8 +129,7 @@ class Chart:
         out = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}" role="img" '
-            'font-family="system-ui, sans-serif" font-size="12" fill="currentColor" '
-            'style="max-width:100%;height:auto">',
+            'font-family="system-ui, sans-serif" font-size="12" fill="currentColor">',
             f"<title>{escape(self.title)}</title>",
             f"<desc>{escape(self.description or self._describe())}</desc>",
             f'<text x="{self.width / 2:.0f}" y="18" text-anchor="middle" font-weight="600">'

@@ -1,16 +1,21 @@
 """The score: every run's prediction beside its measurement, kept in one SQLite file.
 
+It also knows where the directories of runs lie, so that live and past runs can be found.
+
 Readers and writers of several processes may share the file (write-ahead log). The
-schema has a version; a file of a newer Shoal is refused rather than guessed at.
+schema has a version: a file of an older one is brought up to date in place, a file of a
+newer Shoal is refused rather than guessed at.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -21,33 +26,106 @@ from shoal.core.errors import StoreError
 from shoal.core.files import shoal_home
 from shoal.ir import Estimate, Machine, Report, ServeJob, ServeReport, TrainJob
 
-__all__ = ["ErrorSummary", "Row", "Score", "calibrate", "machine_key", "summarise"]
+__all__ = [
+    "Entry",
+    "ErrorSummary",
+    "Quantity",
+    "Row",
+    "Score",
+    "calibrate",
+    "machine_key",
+    "run_id",
+    "summarise",
+]
 
-VERSION = 1
+VERSION = 2
 # Past runs of a similar job from which a correction is made.
 MIN_ROWS = 3
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS runs (
-  id INTEGER PRIMARY KEY,
-  recorded_s REAL NOT NULL,
-  name TEXT NOT NULL,
-  model TEXT NOT NULL,
-  machine TEXT NOT NULL,
-  quantity TEXT NOT NULL,
-  predicted REAL,
-  low REAL,
-  high REAL,
-  measured REAL NOT NULL,
-  run INTEGER NOT NULL REFERENCES reports(id)
-);
-CREATE TABLE IF NOT EXISTS reports (
-  id INTEGER PRIMARY KEY,
-  recorded_s REAL NOT NULL,
-  report TEXT NOT NULL
-);
-CREATE INDEX IF NOT EXISTS runs_by_machine ON runs (machine, quantity);
-"""
+# What brings a file from the version before to this one.
+_STEPS: dict[int, tuple[str, ...]] = {
+    1: (
+        "CREATE TABLE runs (id INTEGER PRIMARY KEY, recorded_s REAL NOT NULL, name TEXT NOT NULL, "
+        "model TEXT NOT NULL, machine TEXT NOT NULL, quantity TEXT NOT NULL, predicted REAL, "
+        "low REAL, high REAL, measured REAL NOT NULL, "
+        "run INTEGER NOT NULL REFERENCES reports(id))",
+        "CREATE TABLE reports (id INTEGER PRIMARY KEY, recorded_s REAL NOT NULL, "
+        "report TEXT NOT NULL)",
+        "CREATE INDEX runs_by_machine ON runs (machine, quantity)",
+    ),
+    2: (
+        "CREATE TABLE run_dirs (id TEXT PRIMARY KEY, path TEXT NOT NULL UNIQUE, "
+        "kind TEXT NOT NULL, name TEXT NOT NULL, model TEXT NOT NULL, started_s REAL NOT NULL)",
+        "ALTER TABLE reports ADD COLUMN kind TEXT NOT NULL DEFAULT 'train'",
+        "ALTER TABLE reports ADD COLUMN name TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE reports ADD COLUMN model TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE reports ADD COLUMN directory TEXT REFERENCES run_dirs(id)",
+        "UPDATE reports SET kind = coalesce(json_extract(report, '$.plan.job.job'), 'train'), "
+        "name = coalesce(json_extract(report, '$.plan.job.name'), ''), "
+        "model = coalesce(json_extract(report, '$.plan.job.model'), '')",
+        # Reports are long; lists are read from these indices alone.
+        "CREATE INDEX reports_listed ON reports (directory, id, recorded_s, kind, name, model)",
+        "CREATE INDEX runs_by_report ON runs (run, quantity, predicted, low, high, measured)",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One run, live or past, as a list shows it.
+
+    Args:
+        id: stands for it in addresses: 16 hexadecimal digits of its directory's path, or
+            ``report-N`` when no directory is known.
+        kind: kind of job: train or serve.
+        name: name of the job.
+        model: its model.
+        path: its directory; None for a report of an older version.
+        started_s: when it was started, or started again; s since 1970.
+        report: number of its newest report; None while there is none.
+        recorded_s: when that was written.
+    """
+
+    id: str
+    kind: str
+    name: str
+    model: str
+    path: Path | None
+    started_s: float
+    report: int | None = None
+    recorded_s: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        """A report was written since it was last started."""
+        return self.recorded_s is not None and self.recorded_s >= self.started_s
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A measured number beside its prediction.
+
+    Args:
+        measured: what the run saw.
+        predicted: what the plan said; None if it said nothing.
+        low: lower end of its 90 % interval.
+        high: upper end.
+    """
+
+    measured: float
+    predicted: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Measured / predicted - 1; None without a prediction."""
+        return self.measured / self.predicted - 1 if self.predicted else None
+
+
+def run_id(path: Path) -> str:
+    """What stands for a directory in addresses: the same for the same absolute path."""
+    return hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:16]
 
 
 class Row(Value):
@@ -191,6 +269,11 @@ class Score:
                 f"{self.path}: written by a newer version (schema {version}, this one knows "
                 f"{VERSION}); upgrade shoal-ml, or set SHOAL_HOME to another directory"
             )
+        if version == VERSION:
+            return
+        # Several processes may find the same old file; one of them changes it.
+        connection.execute("BEGIN IMMEDIATE")
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
         tables = {
             row[0]
             for row in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")
@@ -200,11 +283,94 @@ class Score:
                 f"{self.path}: a database of something else (tables {', '.join(sorted(tables))}); "
                 "give another path"
             )
-        connection.executescript(_SCHEMA)
+        for step in range(version + 1, VERSION + 1):
+            for statement in _STEPS[step]:
+                connection.execute(statement)
         connection.execute(f"PRAGMA user_version={VERSION}")
 
-    def append(self, report: Report | ServeReport) -> None:
+    def register(self, path: Path, kind: str, name: str, model: str = "") -> str:
+        """Remember that a run has its directory at ``path`` and starts now.
+
+        Args:
+            path: directory of the run.
+            kind: kind of job: train or serve.
+            name: name of the job.
+            model: its model.
+
+        Returns:
+            The id of the run.
+
+        Raises:
+            StoreError: the file cannot be written.
+        """
+        identity = run_id(path)
+        with self._open() as connection:
+            connection.execute(
+                "INSERT INTO run_dirs (id, path, kind, name, model, started_s) "
+                "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET kind = excluded.kind, "
+                "name = excluded.name, model = excluded.model, started_s = excluded.started_s",
+                (identity, str(path.absolute()), kind, name, model, time.time()),
+            )
+        return identity
+
+    def run_dirs(self) -> list[Entry]:
+        """Every run that is known, newest first; reports of unknown directories among them.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        with self._open() as connection:
+            found = connection.execute(
+                "SELECT d.id, d.kind, d.name, d.model, d.path, d.started_s, r.id, r.recorded_s "
+                "FROM run_dirs d LEFT JOIN reports r ON r.id = "
+                "(SELECT max(id) FROM reports WHERE directory = d.id) "
+                "UNION ALL SELECT 'report-' || id, kind, name, model, NULL, recorded_s, id, "
+                "recorded_s FROM reports WHERE directory IS NULL ORDER BY 6 DESC"
+            ).fetchall()
+        return [
+            Entry(identity, kind, name, model, None if path is None else Path(path), *rest)
+            for identity, kind, name, model, path, *rest in found
+        ]
+
+    def quantities(self, reports: Sequence[int]) -> dict[int, dict[str, Quantity]]:
+        """Report -> quantity -> what was measured and predicted.
+
+        Args:
+            reports: numbers of reports; few, such as those of a page.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        places = ", ".join("?" * len(reports))
+        with self._open() as connection:
+            rows = connection.execute(
+                "SELECT run, quantity, measured, predicted, low, high FROM runs "  # noqa: S608
+                f"WHERE run IN ({places})",
+                tuple(reports),
+            ).fetchall()
+        found: dict[int, dict[str, Quantity]] = {number: {} for number in reports}
+        for number, name, *values in rows:
+            found[number][name] = Quantity(*values)
+        return found
+
+    def report(self, number: int) -> Report | ServeReport | None:
+        """One report; None if there is none of that number.
+
+        Raises:
+            StoreError: it cannot be read back.
+        """
+        with self._open() as connection:
+            found = connection.execute(
+                "SELECT report FROM reports WHERE id = ?", (number,)
+            ).fetchone()
+        return None if found is None else self._parsed(found[0])
+
+    def append(self, report: Report | ServeReport, directory: Path | None = None) -> None:
         """Keep a report: a row for each measured quantity.
+
+        Args:
+            report: prediction beside measurement.
+            directory: where the run lies, if it was registered.
 
         Raises:
             StoreError: the file cannot be written.
@@ -215,8 +381,16 @@ class Score:
         key = machine_key(report.plan.machine)
         with self._open() as connection:
             cursor = connection.execute(
-                "INSERT INTO reports (recorded_s, report) VALUES (?, ?)",
-                (now, report.model_dump_json()),
+                "INSERT INTO reports (recorded_s, report, kind, name, model, directory) "
+                "VALUES (?, ?, ?, ?, ?, (SELECT id FROM run_dirs WHERE id = ?))",
+                (
+                    now,
+                    report.model_dump_json(),
+                    job.job,
+                    job.name,
+                    job.model,
+                    None if directory is None else run_id(directory),
+                ),
             )
             connection.executemany(
                 "INSERT INTO runs (recorded_s, name, model, machine, quantity, predicted, low, "
@@ -237,27 +411,45 @@ class Score:
                 ],
             )
 
-    def rows(self, *, quantity: str | None = None, machine: Machine | None = None) -> list[Row]:
+    def rows(
+        self,
+        *,
+        quantity: str | None = None,
+        machine: Machine | None = None,
+        jobs: bool = True,
+    ) -> list[Row]:
         """Past predictions, oldest first.
 
         Args:
             quantity: only this one.
             machine: only those of this machine.
+            jobs: read the jobs too, which takes time; without, :attr:`Row.job` is None.
 
         Raises:
             StoreError: the file cannot be read.
         """
+        key = None if machine is None else machine_key(machine)
         with self._open() as connection:
             found = connection.execute(
-                "SELECT r.recorded_s, r.name, r.model, r.machine, r.quantity, r.predicted, r.low, "
-                "r.high, r.measured, json_extract(p.report, '$.plan.job') FROM runs r "
-                "JOIN reports p ON p.id = r.run "
-                "WHERE (?1 IS NULL OR r.quantity = ?1) AND (?2 IS NULL OR r.machine = ?2) "
-                "ORDER BY r.id",
-                (quantity, None if machine is None else machine_key(machine)),
+                "SELECT recorded_s, name, model, machine, quantity, predicted, low, high, "
+                "measured, run FROM runs WHERE (?1 IS NULL OR quantity = ?1) "
+                "AND (?2 IS NULL OR machine = ?2) ORDER BY id",
+                (quantity, key),
             ).fetchall()
+            texts = (
+                connection.execute(
+                    "SELECT id, json_extract(report, '$.plan.job') FROM reports WHERE id IN "
+                    "(SELECT run FROM runs WHERE (?1 IS NULL OR quantity = ?1) "
+                    "AND (?2 IS NULL OR machine = ?2))",
+                    (quantity, key),
+                ).fetchall()
+                if jobs
+                else []
+            )
+        job_of = {number: _job(text) for number, text in texts}
         return [
-            Row(**dict(zip(_COLUMNS, row[:-1], strict=True)), job=_job(row[-1])) for row in found
+            Row(**dict(zip(_COLUMNS, row[:-1], strict=True)), job=job_of.get(row[-1]))
+            for row in found
         ]
 
     def reports(self) -> list[Report | ServeReport]:
@@ -268,8 +460,11 @@ class Score:
         """
         with self._open() as connection:
             texts = connection.execute("SELECT report FROM reports ORDER BY id").fetchall()
+        return [self._parsed(text) for (text,) in texts]
+
+    def _parsed(self, text: str) -> Report | ServeReport:
         try:
-            return [_REPORT.validate_json(text) for (text,) in texts]
+            return _REPORT.validate_json(text)
         except ValidationError as cause:
             raise StoreError(
                 f"{self.path}: a report does not fit this version "
@@ -278,7 +473,7 @@ class Score:
 
     def errors(self) -> list[ErrorSummary]:
         """Summary of the errors, quantity by quantity."""
-        return summarise(self.rows())
+        return summarise(self.rows(jobs=False))
 
 
 _COLUMNS = (

@@ -18,6 +18,7 @@ from shoal.core.files import write_atomic, write_json
 from shoal.core.parts import table
 from shoal.corpora import heldout
 from shoal.corpora.tokens import prepare
+from shoal.cost.score import Score
 from shoal.cost.shapes import resolve as resolve_shape
 from shoal.ir import Machine, Plan, Report, TrainJob
 from shoal.train.layout import RunDir
@@ -185,6 +186,8 @@ def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | N
         seq_len=job.seq_len,
         global_batch=job.global_batch,
     )
+    # Registered before anything lies there, so that a run can be seen while it runs.
+    Score().register(directory.root, "train", job.name, job.model)
     write_atomic(directory.tokenizer, tokens.tokenizer_path.read_bytes())
     write_json(directory.tokens, {"path": str(tokens.path.absolute())})
     if directory.plan.exists():
@@ -200,7 +203,6 @@ def conclude(plan: Plan, directory: RunDir) -> Report:
     """Export the trained model, write the report and add it to the score."""
     from shoal.checkpoint.inspect import convert
     from shoal.corpora.tokens import open_tokens
-    from shoal.cost.score import Score
 
     report = make_report(plan, directory)
     if report.measured["finished"]:
@@ -214,7 +216,7 @@ def conclude(plan: Plan, directory: RunDir) -> Report:
         report.measured["xz_bits_per_byte"] = heldout.xz_bits_per_byte(tokens)
     write_json(directory.report, report.model_dump(mode="json"))
     write_page(report, directory)
-    Score().append(report)
+    Score().append(report, directory.root)
     return report
 
 

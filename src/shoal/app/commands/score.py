@@ -28,7 +28,7 @@ def score(
     from shoal.cost.score import Score
 
     store = Score()
-    found = store.rows()[-last:]
+    found = store.rows(jobs=False)[-last:]
     summaries = store.errors()
     if output is Format.json:
         as_json(
