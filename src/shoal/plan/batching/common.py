@@ -1,0 +1,156 @@
+"""What all schedulers share: the books of requests, refusal, commit and abort.
+
+A scheduler is what :class:`~shoal.ir.serving.Scheduler` promises; it adds ``plan`` to this.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+
+from shoal.core.errors import ServeError, require
+from shoal.ir import KVManager, Limits, Output, Request, Step, StepResult
+from shoal.ir.serving import FinishReason
+
+__all__ = ["Queues"]
+
+
+class Queues:
+    """Requests that wait, in the order of their arrival, and those that run.
+
+    Args:
+        kv: bookkeeping of the cache; this scheduler is its only user.
+        limits: what to keep to.
+    """
+
+    def __init__(self, kv: KVManager, limits: Limits) -> None:
+        self.kv = kv
+        self.limits = limits
+        self.waiting: deque[Request] = deque()
+        # By id, in the order of admission.
+        self.running: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks yet."""
+        return len(self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self.running)
+
+    def most_cached(self, request: Request) -> int:
+        """Most tokens of a request that ever lie in the cache; the last one never does."""
+        longest = request.n_prompt + request.params.max_tokens
+        return min(longest, self.limits.max_position) - 1
+
+    def add(self, request: Request) -> None:
+        """See :class:`~shoal.ir.serving.Scheduler`."""
+        where = f"request {request.id}"
+        require(
+            request.id not in self.requests,
+            "request.id",
+            request.id,
+            expected="an id that no running request has",
+            error=ServeError,
+        )
+        require(
+            request.n_prompt >= 1 and len(request.tokens) >= request.n_prompt,
+            f"{where}: prompt tokens",
+            request.n_prompt,
+            expected="at least 1",
+            error=ServeError,
+        )
+        require(
+            request.params.max_tokens >= 1,
+            f"{where}: max_tokens",
+            request.params.max_tokens,
+            expected="at least 1",
+            error=ServeError,
+        )
+        require(
+            len(request.tokens) < self.limits.max_position,
+            f"{where}: prompt tokens",
+            len(request.tokens),
+            expected=f"at most {self.limits.max_position - 1}, one less than max_position",
+            hint="shorten the prompt, or serve with a larger max_position",
+            error=ServeError,
+        )
+        most = self.most_cached(request)
+        require(
+            self.kv.fits(most),
+            f"{where}: tokens to keep in the cache",
+            most,
+            expected=f"at most {self.kv.num_blocks * self.kv.block_size}, all that the cache holds",
+            hint=f"prompt {request.n_prompt} + max_tokens {request.params.max_tokens}: shorten "
+            "one of them, or serve with more kv_tokens",
+            error=ServeError,
+        )
+        request.state = "waiting"
+        self.requests[request.id] = request
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> Output | None:
+        """See :class:`~shoal.ir.serving.Scheduler`."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        if request.state == "waiting":
+            self.waiting.remove(request)
+        self._forget(request)
+        return Output(request_id, (), finish="abort")
+
+    def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
+        """See :class:`~shoal.ir.serving.Scheduler`."""
+        outputs: list[Output] = []
+        for chunk in step.chunks:
+            request = chunk.request
+            if self.running.get(request.id) is not request:
+                continue  # aborted while the step ran
+            yields = chunk.yields
+            request.n_computed = chunk.stop
+            self.kv.computed(request)
+            if not yields:
+                continue
+            given = result.tokens.get(request.id)
+            if not given:
+                raise ServeError(
+                    f"request {request.id}: the runner gave no token for a chunk that ends at its "
+                    f"last token, {chunk.stop}; it must give at least one"
+                )
+            taken, finish = self._append(request, given)
+            infos = tuple(islice(result.infos.get(request.id, ()), taken))
+            outputs.append(Output(request.id, tuple(given[:taken]), infos, finish))
+            if finish is not None:
+                self._forget(request)
+        return outputs
+
+    def _append(self, request: Request, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Add tokens until one ends the request; how many were taken, and why it ended."""
+        params = request.params
+        for taken, token in enumerate(tokens, 1):
+            request.tokens.append(token)
+            if token in params.stop_ids:
+                return taken, "stop"
+            if (
+                request.n_generated >= params.max_tokens
+                or len(request.tokens) >= self.limits.max_position
+            ):
+                return taken, "length"
+        return len(tokens), None
+
+    def _forget(self, request: Request) -> None:
+        self.running.pop(request.id, None)
+        del self.requests[request.id]
+        self.kv.free(request)
+        request.state = "finished"
+
+    def _start(self, request: Request, found: int) -> None:
+        """Move the first one that waits to those that run; ``found`` tokens were cached."""
+        self.waiting.popleft()
+        self.running[request.id] = request
+        request.state = "running"
+        request.n_cached = min(found, request.n_prompt)

@@ -1,0 +1,232 @@
+"""Paged cache: blocks of a few tokens, given out when they are needed, shared by prefix.
+
+A request's tokens lie in blocks anywhere in the cache; only the last one is partly
+empty. A full block is known by a digest chained over all tokens up to its end, so a later
+request that starts with the same tokens uses the same block. A block that nobody holds
+keeps its tokens until the space is needed; the one that was left longest ago goes first.
+
+Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with
+PagedAttention, 2023, section 4.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir import Request
+
+__all__ = ["Paged", "PagedBlocks"]
+
+_DIGEST_BYTES = 16
+
+
+@part
+class Paged:
+    """Blocks given out on demand, with reference counts and reuse of prefixes.
+
+    Args:
+        block_size: tokens of a block.
+        prefix_reuse: requests that start alike share the full blocks of their start.
+    """
+
+    block_size: int = 16
+    prefix_reuse: bool = True
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.block_size <= 4096,
+            "kv.paged.block_size",
+            self.block_size,
+            expected="1 to 4096 tokens",
+        )
+
+    def build(self, num_tokens: int) -> PagedBlocks:
+        """See :class:`~shoal.ir.serving.KVPart`.
+
+        Raises:
+            ConfigError: not even one block.
+        """
+        require(
+            num_tokens >= self.block_size,
+            "kv_tokens",
+            num_tokens,
+            expected=f"at least one block of {self.block_size} tokens",
+            hint="give the cache more tokens, or use a smaller kv.block_size",
+        )
+        return PagedBlocks(
+            num_tokens // self.block_size, self.block_size, prefix_reuse=self.prefix_reuse
+        )
+
+
+class PagedBlocks:
+    """The bookkeeping that :class:`Paged` builds; each call costs O(1) a block.
+
+    A block is free (nothing in it), forgotten (known by its digest, held by nobody), or
+    held by one request or several.
+
+    Args:
+        num_blocks: blocks of the cache.
+        block_size: tokens of a block.
+        prefix_reuse: share full blocks.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_reuse: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_reuse = prefix_reuse
+        # Popped from the end: low numbers first, and the last one freed is still in cache.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        # Least recently left first.
+        self._forgotten: OrderedDict[int, None] = OrderedDict()
+        self._holders = [0] * num_blocks
+        self._digests: list[bytes | None] = [None] * num_blocks
+        self._known: dict[bytes, int] = {}
+        # Digests of the full blocks of a request that holds some, as far as they were needed;
+        # and how many of its blocks have been offered for sharing.
+        self._chains: dict[str, list[bytes]] = {}
+        self._offered: dict[str, int] = {}
+        # (found, asked) of requests that were matched and have not been given blocks yet.
+        self._matched: dict[str, tuple[int, int]] = {}
+        self._hits = 0
+        self._queries = 0
+        self._evictions = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be given out, those of forgotten prefixes included."""
+        return len(self._free) + len(self._forgotten)
+
+    def match_prefix(self, request: Request) -> int:
+        """See :class:`~shoal.ir.serving.KVManager`."""
+        if request.blocks:
+            raise ValueError(f"request {request.id} is matched while it holds blocks")
+        if not self.prefix_reuse:
+            return 0
+        # The last token is computed in any case: its output is the next token.
+        most = (len(request.tokens) - 1) // self.block_size
+        blocks = request.blocks
+        for index in range(most):
+            block = self._known.get(self._digest(request, index))
+            if block is None:
+                break
+            if self._holders[block] == 0:
+                del self._forgotten[block]
+            self._holders[block] += 1
+            blocks.append(block)
+        request.n_computed = len(blocks) * self.block_size
+        self._offered[request.id] = len(blocks)
+        self._matched[request.id] = (request.n_computed, len(request.tokens))
+        return request.n_computed
+
+    def allocate(self, request: Request, n_tokens: int) -> bool:
+        """See :class:`~shoal.ir.serving.KVManager`."""
+        missing = -(-n_tokens // self.block_size) - len(request.blocks)
+        if missing > self.num_free:
+            return False
+        for _ in range(missing):
+            block = self._free.pop() if self._free else self._evict()
+            self._holders[block] = 1
+            request.blocks.append(block)
+        if request.id in self._matched:
+            found, asked = self._matched.pop(request.id)
+            self._hits += found
+            self._queries += asked
+        return True
+
+    def computed(self, request: Request) -> None:
+        """See :class:`~shoal.ir.serving.KVManager`."""
+        if not self.prefix_reuse:
+            return
+        full = request.n_computed // self.block_size
+        for index in range(self._offered.get(request.id, 0), full):
+            digest = self._digest(request, index)
+            # Another request may have computed the same tokens meanwhile; its block stays.
+            if digest not in self._known:
+                block = request.blocks[index]
+                self._known[digest] = block
+                self._digests[block] = digest
+        self._offered[request.id] = full
+
+    def free(self, request: Request) -> None:
+        """See :class:`~shoal.ir.serving.KVManager`."""
+        # The end of a prefix is of use to fewer requests than its start: it goes first.
+        for block in reversed(request.blocks):
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            if self._digests[block] is None:
+                self._free.append(block)
+            else:
+                self._forgotten[block] = None
+        request.blocks = []
+        request.n_computed = 0
+        for book in (self._chains, self._offered, self._matched):
+            book.pop(request.id, None)
+
+    def fits(self, n_tokens: int) -> bool:
+        """Whether a request of ``n_tokens`` could be held if it were alone."""
+        return n_tokens <= self.num_blocks * self.block_size
+
+    def stats(self) -> Mapping[str, float]:
+        """``blocks_used``, ``prefix_hit_tokens``, ``prefix_query_tokens``, ``evictions``."""
+        return {
+            "blocks_used": self.num_blocks - self.num_free,
+            "prefix_hit_tokens": self._hits,
+            "prefix_query_tokens": self._queries,
+            "evictions": self._evictions,
+        }
+
+    def check_integrity(self, requests: Mapping[str, Request]) -> None:
+        """Compare all books with the requests that hold blocks; for tests.
+
+        Raises:
+            AssertionError: a block is lost, counted wrongly or held where it must not be.
+        """
+        holders = [0] * self.num_blocks
+        for request in requests.values():
+            assert len(set(request.blocks)) == len(request.blocks), "held twice by one request"
+            for block in request.blocks:
+                holders[block] += 1
+            # Whatever a request may still write to is its own.
+            for block in request.blocks[request.n_computed // self.block_size :]:
+                assert holders[block] == self._holders[block] == 1, "a block with two writers"
+                assert self._digests[block] is None, "a shared block can be written"
+        assert holders == self._holders, "wrong reference counts"
+        held = {block for block, count in enumerate(holders) if count}
+        places = [*self._free, *self._forgotten, *held]
+        assert sorted(places) == list(range(self.num_blocks)), "a block is lost or in two places"
+        assert all(self._digests[block] is None for block in self._free)
+        assert all(self._digests[block] is not None for block in self._forgotten)
+        known = {digest: b for b, digest in enumerate(self._digests) if digest is not None}
+        assert known == self._known, "a digest without its block"
+        for book in (self._chains, self._offered, self._matched):
+            assert set(book) <= set(requests), "a book of a request that is gone"
+
+    def _evict(self) -> int:
+        block, _ = self._forgotten.popitem(last=False)
+        digest = self._digests[block]
+        assert digest is not None
+        del self._known[digest]
+        self._digests[block] = None
+        self._evictions += 1
+        return block
+
+    def _digest(self, request: Request, index: int) -> bytes:
+        """Of all tokens up to the end of block ``index``, and of the adapter.
+
+        A cryptographic digest: with a plain hash, a client could make a prompt that is
+        answered from somebody else's cache.
+        """
+        chain = self._chains.setdefault(request.id, [])
+        while len(chain) <= index:
+            start = len(chain) * self.block_size
+            parent = chain[-1] if chain else (request.adapter or "").encode()
+            tokens = array("q", request.tokens[start : start + self.block_size])
+            text = parent + b"\0" + tokens.tobytes()
+            chain.append(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
+        return chain[index]

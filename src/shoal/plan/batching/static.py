@@ -1,0 +1,61 @@
+"""Static batches: nobody joins until everybody has finished.
+
+How batches were run before continuous batching: the first requests that wait are
+admitted together, their prompts are computed, and then all of them advance one token a
+step until the last one ends. It is the baseline of ``fcfs``. Here a request that has
+ended costs nothing more, which padded batches cannot claim.
+
+Source: Yu et al., Orca, 2022, section 2 (what it is compared with).
+"""
+
+from __future__ import annotations
+
+from shoal.core.parts import part
+from shoal.ir import Chunk, KVManager, Limits, Step
+from shoal.plan.batching.common import Queues
+
+__all__ = ["Static", "StaticScheduler"]
+
+
+@part
+class Static:
+    """Batches of up to ``max_running`` requests, each run to its end before the next.
+
+    A batch takes the requests that wait when it starts, as many as the cache holds at
+    their full lengths; so nothing is ever preempted.
+    """
+
+    def build(self, kv: KVManager, limits: Limits) -> StaticScheduler:
+        """See :class:`~shoal.ir.serving.SchedulerPart`."""
+        return StaticScheduler(kv, limits)
+
+
+class StaticScheduler(Queues):
+    """The scheduler that :class:`Static` builds."""
+
+    def plan(self, now: float) -> Step:
+        """See :class:`~shoal.ir.serving.Scheduler`."""
+        if not self.running:
+            self._admit()
+        budget = self.limits.max_step_tokens
+        chunks: list[Chunk] = []
+        # All prompts first: a request that could generate waits for the others.
+        for request in self.running.values():
+            left = min(request.n_prompt - request.n_computed, budget)
+            if left > 0:
+                chunks.append(Chunk(request, request.n_computed, left))
+                budget -= left
+        if not chunks:
+            # With more requests than a step has tokens, those behind go first.
+            behind = sorted(self.running.values(), key=lambda request: request.n_generated)
+            chunks = [Chunk(request, request.n_computed, 1) for request in behind[:budget]]
+        return Step(tuple(chunks))
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.limits.max_running:
+            request = self.waiting[0]
+            found = self.kv.match_prefix(request)
+            if not self.kv.allocate(request, self.most_cached(request)):
+                self.kv.free(request)
+                return
+            self._start(request, found)
