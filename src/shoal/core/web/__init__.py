@@ -1,0 +1,10 @@
+"""Web pages as text: one base page, one style sheet, templates that always escape.
+
+The gallery and the dashboard look alike because both start here. Everything a page
+needs (style sheet, scripts, icon) is a file of a package, so a page never asks another
+machine for anything. See ``site.py``.
+"""
+
+from shoal.core.web.site import Link, Site, asset, render
+
+__all__ = ["Link", "Site", "asset", "render"]
