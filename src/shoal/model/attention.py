@@ -8,7 +8,7 @@ Source: Ainslie et al., GQA, 2023.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from shoal.model.config import ModelConfig
 from shoal.model.norm import RMSNorm
 from shoal.model.rope import rotate, rotate_split
 
-__all__ = ["Attention", "KVCache", "attend", "document_mask"]
+__all__ = ["Attention", "KVCache", "Mixer", "attend", "document_mask"]
 
 # Scores of one sequence that the backward pass may hold at a time; beyond, the tiled
 # kernel is used both ways.
@@ -65,6 +65,14 @@ class KVCache:
         keys[:, self.length : stop] = k_BTKd
         values[:, self.length : stop] = v_BTKd
         return keys[:, :stop], values[:, :stop]
+
+
+class Mixer(Protocol):
+    """Attention over keys and values that somebody else keeps."""
+
+    def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
+        """Store the new keys and values of N tokens; what their queries see [N, H, d]."""
+        ...
 
 
 def document_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
@@ -217,13 +225,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Mix each token with those before it; ``mask`` replaces the causal one."""
         batch, length, _ = x_BTD.shape
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x_BTD).view(batch, length, heads + 2 * kv_heads, self.head_dim)
-        if self.q_norm is None or self.k_norm is None:
-            q, k, v = rotate_split(qkv, cos, sin, heads, kv_heads)
-        else:
-            q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 2)
-            q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k, v = self._project(x_BTD, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         out = attend(
@@ -235,3 +237,19 @@ class Attention(nn.Module):
         )
         mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
         return mixed
+
+    def flat(self, x_ND: Tensor, cos: Tensor, sin: Tensor, mixer: Mixer) -> Tensor:
+        """Tokens of any sequences side by side; ``mixer`` knows what each of them sees."""
+        q, k, v = self._project(x_ND.unsqueeze(0), cos, sin)
+        mixed: Tensor = self.o_proj(mixer(self.layer, q[0], k[0], v[0]).reshape(len(x_ND), -1))
+        return mixed
+
+    def _project(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values."""
+        batch, length, _ = x_BTD.shape
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = self.qkv_proj(x_BTD).view(batch, length, heads + 2 * kv_heads, self.head_dim)
+        if self.q_norm is None or self.k_norm is None:
+            return rotate_split(qkv, cos, sin, heads, kv_heads)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 2)
+        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v

@@ -14,6 +14,14 @@ from torch import Tensor, nn
 __all__ = ["RMSNorm", "rms_norm"]
 
 
+def _scale(x: Tensor, eps: float) -> Tensor:
+    """1 / root mean square of the last dimension, in fp32 or better."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
+    scale: Tensor = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return scale
+
+
 class _RMSNorm(torch.autograd.Function):
     """RMS norm in the dtype of its input, with statistics in fp32.
 
@@ -24,10 +32,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        dim = x.shape[-1]
-        exact = torch.promote_types(x.dtype, torch.float32)
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
-        scale = length.square_().div_(dim).add_(eps).rsqrt_()
+        scale = _scale(x, eps)
         ctx.save_for_backward(x, weight_D, scale)
         out: Tensor = (x * scale.to(x.dtype)).mul_(weight_D.to(x.dtype))
         return out
@@ -57,6 +62,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in the dtype of ``x``."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return F.rms_norm(x, (x.shape[-1],), weight_D.to(x.dtype), eps)
+    if not torch.is_grad_enabled():  # the same numbers without autograd's part of the call
+        return (x * _scale(x, eps).to(x.dtype)).mul_(weight_D.to(x.dtype))
     out: Tensor = _RMSNorm.apply(x, weight_D, eps)  # type: ignore[no-untyped-call]
     return out
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.model.config import ModelConfig, RopeScaling
 
-__all__ = ["frequencies", "rotate", "rotate_split", "tables"]
+__all__ = ["frequencies", "rotate", "rotate_split", "tables", "tables_at"]
 
 
 def frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:
@@ -97,9 +97,15 @@ def tables(
     They are made anew in every pass, in fp32: it takes microseconds, leaves nothing to
     save or to move between devices, and is right under every dtype.
     """
-    freq_C, scale = frequencies(config, start + length)
     position_T = torch.arange(start, start + length, dtype=torch.float32, device=device)
-    angle_TC = torch.outer(position_T, freq_C.to(device))
+    return tables_at(position_T, *frequencies(config, start + length), dtype)
+
+
+def tables_at(
+    position_T: Tensor, freq_C: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [T, 1, C] of any positions, in fp32, by what :func:`frequencies` gave."""
+    angle_TC = torch.outer(position_T, freq_C.to(position_T.device))
     cos, sin = angle_TC.cos() * scale, angle_TC.sin() * scale
     return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
 

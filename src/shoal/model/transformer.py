@@ -9,18 +9,20 @@ cast once, and no operator falls back to fp32 except statistics and softmax.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError, require
-from shoal.model.attention import Attention, KVCache, document_mask
+from shoal.model.attention import Attention, KVCache, Mixer, document_mask
 from shoal.model.config import ModelConfig
 from shoal.model.feedforward import Experts, SwiGLU
 from shoal.model.loss import token_loss_sum
 from shoal.model.norm import RMSNorm
-from shoal.model.rope import tables
+from shoal.model.rope import frequencies, tables, tables_at
 
 __all__ = ["Block", "Transformer"]
 
@@ -48,6 +50,12 @@ class Block(nn.Module):
         out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return out
 
+    def flat(self, x_ND: Tensor, cos: Tensor, sin: Tensor, mixer: Mixer) -> Tensor:
+        """The same for tokens of any sequences side by side."""
+        x_ND = x_ND + self.attention.flat(self.attention_norm(x_ND), cos, sin, mixer)
+        out: Tensor = x_ND + self.mlp(self.mlp_norm(x_ND))
+        return out
+
 
 class Transformer(nn.Module):
     """The model, with weights as PyTorch leaves them; ``init_weights`` gives it its own.
@@ -70,6 +78,12 @@ class Transformer(nn.Module):
     def output_weight(self) -> Tensor:
         """The output matrix [V, D]: the embedding where tied."""
         return self.embed.weight if self.output is None else self.output.weight
+
+    @functools.cached_property
+    def _unstretched(self) -> tuple[Tensor, float]:
+        # A tensor made in inference mode could never again take part in training.
+        with torch.inference_mode(False):
+            return frequencies(self.config, 1)
 
     def hidden(
         self,
@@ -125,6 +139,27 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length += length
         normed: Tensor = self.norm(x_BTD)
+        return normed
+
+    def flat(
+        self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
+    ) -> Tensor:
+        """Final normalised hidden states of tokens of any sequences, side by side, no padding.
+
+        Args:
+            tokens_N: token ids, int64.
+            position_N: place of each token in its sequence, below ``max_position``.
+            mixer: keeps the keys and values, and knows what each token sees.
+            rows_R: tokens whose states are wanted; all, if not given.
+
+        Returns:
+            [R, D], in the dtype of the weights.
+        """
+        x_ND = self.embed(tokens_N)
+        cos, sin = tables_at(position_N.float(), *self._unstretched, x_ND.dtype)
+        for block in self.blocks:
+            x_ND = block.flat(x_ND, cos, sin, mixer)  # type: ignore[operator]
+        normed: Tensor = self.norm(x_ND if rows_R is None else x_ND[rows_R])
         return normed
 
     def forward(

@@ -1,0 +1,192 @@
+"""Attention over the paged cache, in plain torch: the reference for every faster kernel.
+
+The tokens of a step lie side by side, those of requests that compute a single token
+first. These are taken together: their blocks are copied side by side, short contexts are
+padded, and one kernel does them all. Longer chunks are taken one by one.
+
+Shapes: N tokens of the step, B requests of a group, W blocks of the longest of them,
+S = W * block_size, H query heads, K key/value heads, G = H / K, d head_dim.
+
+Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with
+PagedAttention, 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.model.attention import attend
+from shoal.serve.cache import PagedCache
+
+__all__ = ["Context", "PagedAttention"]
+
+# Padded tokens that are cheaper than another call of the kernel.
+_SPARE_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the new tokens of one request see.
+
+    Args:
+        start: tokens of it that the cache holds already.
+        length: its tokens in this step.
+        blocks: its blocks, in order; at least as many as its tokens fill.
+    """
+
+    start: int
+    length: int
+    blocks: Sequence[int]
+
+    @property
+    def stop(self) -> int:
+        """Its tokens after the step."""
+        return self.start + self.length
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks that its tokens fill, in part or whole."""
+        return -(-self.stop // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Requests with one token each: rows ``first .. last``."""
+
+    first: int
+    last: int
+    blocks: Tensor  # [B, W]
+    longest: int
+    mask: Tensor | None  # [B, 1, 1, longest]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """Several tokens of one request: rows ``first .. last``."""
+
+    first: int
+    last: int
+    blocks: Tensor | None  # [1, W]; None where nothing lies before them
+    stop: int
+    mask: Tensor | None  # [length, stop]
+
+
+class PagedAttention:
+    """A :class:`~shoal.model.attention.Mixer` for the tokens of one step.
+
+    Args:
+        cache: where keys and values go and come from.
+        contexts: of the requests, in the order of their tokens; those with one token
+            first, by falling number of tokens they see.
+        slots_N: where the new tokens go.
+        dtype: of the queries.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        contexts: Sequence[Context],
+        slots_N: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        self._cache, self._slots_N = cache, slots_N
+        single = 0
+        while single < len(contexts) and contexts[single].length == 1:
+            single += 1
+        self._groups = [
+            self._group(first, contexts[first:last], dtype)
+            for first, last in _groups([context.stop for context in contexts[:single]])
+        ]
+        self._prompts: list[_Prompt] = []
+        row = single
+        for context in contexts[single:]:
+            self._prompts.append(self._prompt(row, context, dtype))
+            row += context.length
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._cache.device)
+
+    def _group(self, first: int, contexts: Sequence[Context], dtype: torch.dtype) -> _Group:
+        size = self._cache.block_size
+        longest = contexts[0].stop
+        width = contexts[0].num_blocks(size)
+        # Short rows are padded with block 0, whose numbers are finite and get no weight.
+        blocks_BW = np.zeros((len(contexts), width), dtype=np.int64)
+        for row, context in enumerate(contexts):
+            filled = context.num_blocks(size)
+            blocks_BW[row, :filled] = context.blocks[:filled]
+        mask = None
+        if contexts[-1].stop < longest:
+            stops_B = np.fromiter((context.stop for context in contexts), np.int64, len(contexts))
+            hidden = np.arange(longest) >= stops_B[:, None]
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=self._cache.device)
+            mask = mask.masked_fill_(self._tensor(hidden), float("-inf"))[:, None, None]
+        return _Group(first, first + len(contexts), self._tensor(blocks_BW), longest, mask)
+
+    def _prompt(self, row: int, context: Context, dtype: torch.dtype) -> _Prompt:
+        stop = context.stop
+        last = row + context.length
+        if not context.start:
+            return _Prompt(row, last, None, stop, None)
+        filled = context.num_blocks(self._cache.block_size)
+        blocks_1W = np.array([context.blocks[:filled]], dtype=np.int64)
+        mask = torch.full(
+            (context.length, stop), float("-inf"), dtype=dtype, device=self._cache.device
+        ).triu_(context.start + 1)
+        return _Prompt(row, last, self._tensor(blocks_1W), stop, mask)
+
+    def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
+        """Store the new keys and values; what the queries see [N, H, d]."""
+        self._cache.write(layer, self._slots_N, k_NKd, v_NKd)
+        parts = [self._decode(layer, q_NHd, group) for group in self._groups]
+        for prompt in self._prompts:
+            rows = slice(prompt.first, prompt.last)
+            if prompt.blocks is None:
+                keys, values = k_NKd[None, rows], v_NKd[None, rows]
+            else:
+                keys, values = self._cache.gather(layer, prompt.blocks)
+                keys, values = keys[:, : prompt.stop], values[:, : prompt.stop]
+            out = attend(
+                q_NHd[None, rows].transpose(1, 2),
+                keys.transpose(1, 2),
+                values.transpose(1, 2),
+                prompt.mask,
+                causal=prompt.mask is None,
+            )
+            parts.append(out[0].transpose(0, 1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(self, layer: int, q_NHd: Tensor, group: _Group) -> Tensor:
+        """One token of each request of a group.
+
+        The G queries that share a key are the queries of one head: no key is repeated.
+        """
+        keys, values = self._cache.gather(layer, group.blocks)
+        batch, _, kv_heads, dim = keys.shape
+        heads = q_NHd.shape[1]
+        out = F.scaled_dot_product_attention(
+            q_NHd[group.first : group.last].reshape(batch, kv_heads, heads // kv_heads, dim),
+            keys[:, : group.longest].transpose(1, 2),
+            values[:, : group.longest].transpose(1, 2),
+            attn_mask=group.mask,
+        )
+        return out.reshape(batch, heads, dim)
+
+
+def _groups(stops: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut requests, longest first, into groups that need little padding."""
+    found = []
+    first = spare = 0
+    for place, stop in enumerate(stops):
+        spare += stops[first] - stop
+        if spare > max(_SPARE_TOKENS, (place - first) * stops[first] // 3):
+            found.append((first, place))
+            first, spare = place, 0
+    if stops:
+        found.append((first, len(stops)))
+    return found

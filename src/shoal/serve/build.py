@@ -1,0 +1,146 @@
+"""From a serving job to an engine that is ready."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shoal.core.errors import ServeError, require
+from shoal.core.measure import num_cores
+from shoal.core.parts import table
+from shoal.ir import KVManager, KVPart, Limits, SchedulerPart, ServeJob
+from shoal.machine.host import memory_available
+from shoal.model import huggingface
+from shoal.model.config import ModelConfig
+from shoal.model.transformer import Transformer
+from shoal.serve.cache import PagedCache, token_bytes
+from shoal.serve.engine import Engine
+from shoal.serve.runner import LocalRunner
+from shoal.train.allocator import keep_freed_memory
+
+__all__ = ["build_engine", "concrete", "engine_of", "load_model", "positions"]
+
+_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+# Of the memory that is free once the weights are there. The rest is for activations and
+# for everybody else.
+_CACHE_SHARE = 0.5
+
+
+def load_model(job: ServeJob) -> Transformer:
+    """The model of a job, in its precision; sets threads and allocator of this process.
+
+    Raises:
+        ModelError: its directory cannot be read.
+        ServeError: its weights are in a precision that is not served.
+    """
+    torch.set_num_threads(job.threads or num_cores())
+    keep_freed_memory()
+    model = huggingface.read(Path(job.model), _DTYPES[job.precision])
+    dtype = model.embed.weight.dtype
+    require(
+        dtype in _DTYPES.values(),
+        "precision",
+        job.precision,
+        expected=f"fp32 or bf16; the weights of {job.model} are {dtype}",
+        hint="give one of them",
+        error=ServeError,
+    )
+    return model.requires_grad_(False).eval()
+
+
+def positions(job: ServeJob, config: ModelConfig) -> int:
+    """Most tokens of one request.
+
+    Raises:
+        ServeError: the job wants more than the model has.
+    """
+    scaling = config.rope_scaling
+    dynamic = scaling is not None and scaling.rope_type == "dynamic"
+    wanted = job.max_position or config.max_position
+    require(
+        wanted <= config.max_position,
+        "max_position",
+        wanted,
+        expected=f"at most {config.max_position}, the positions of model {config.name}",
+        hint="beyond them dynamic rope scaling turns every key by the length of its context, and "
+        "keys in the cache are shared by contexts of many lengths"
+        if dynamic
+        else "serve shorter requests, or a model with more positions",
+        error=ServeError,
+    )
+    return wanted
+
+
+def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob:
+    """The job with cache, positions and threads as they will be.
+
+    Raises:
+        ServeError: the memory does not hold the cache.
+    """
+    longest = positions(job, config)
+    size = token_bytes(config, dtype)
+    room = memory_available()
+    if job.kv_tokens is None:
+        tokens = min(job.max_running * longest, int(room * _CACHE_SHARE) // size)
+    else:
+        tokens = job.kv_tokens
+    require(
+        0 < tokens * size <= room,
+        "kv_tokens",
+        tokens,
+        expected=f"at most {room // size}: a token takes {size} bytes, and {room / 2**20:,.0f} MiB "
+        "are free",
+        hint="give a smaller kv_tokens or a smaller model",
+        error=ServeError,
+    )
+    return job.model_copy(
+        update={
+            "kv_tokens": tokens,
+            "max_position": longest,
+            "threads": job.threads or num_cores(),
+        }
+    )
+
+
+def engine_of(job: ServeJob, model: Transformer) -> Engine:
+    """An engine for a model that is loaded.
+
+    Args:
+        job: what to do.
+        model: with its weights.
+
+    Raises:
+        ShoalError: a part or a limit of the job cannot be.
+    """
+    config, weight = model.config, model.embed.weight
+    job = concrete(job, config, weight.dtype)
+    assert job.kv_tokens is not None and job.max_position is not None
+    kv_part: KVPart = table("kv").build(job.kv, where="kv")
+    scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
+    kv: KVManager = kv_part.build(job.kv_tokens)
+    limits = Limits(
+        max_running=job.max_running,
+        max_step_tokens=job.max_step_tokens,
+        max_position=job.max_position,
+    )
+    cache = PagedCache(
+        config, kv.num_blocks, kv.block_size, dtype=weight.dtype, device=weight.device
+    )
+    return Engine(
+        scheduler_part.build(kv, limits),
+        LocalRunner(model, cache),
+        kv=kv,
+        vocab_size=config.vocab_size,
+    )
+
+
+def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:
+    """The engine of a job, its model loaded, and the model's configuration.
+
+    Raises:
+        ShoalError: the model cannot be read, or a part or a limit of the job cannot be.
+    """
+    model = load_model(job)
+    return engine_of(job, model), model.config

@@ -1,0 +1,138 @@
+"""The engine: plan a step, execute it, commit what it gave.
+
+It is one loop for every scheduler and every runner, and has no thread of its own: whoever
+owns it calls :meth:`Engine.step` while it is :attr:`Engine.busy`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from shoal.core.errors import ServeError, require
+from shoal.ir import KVManager, Output, Request, Runner, SamplingParams, Scheduler
+
+__all__ = ["MAX_LOGPROBS", "Engine", "check_params"]
+
+# Most alternatives reported with a token.
+MAX_LOGPROBS = 20
+
+
+def check_params(params: SamplingParams) -> None:
+    """Refuse what cannot be sampled.
+
+    Raises:
+        ServeError: a value that is out of its range.
+    """
+    for name, value, good, expected in (
+        ("max_tokens", params.max_tokens, params.max_tokens >= 1, "1 or more"),
+        ("temperature", params.temperature, 0 <= params.temperature < float("inf"), "0 or more"),
+        ("top_k", params.top_k, params.top_k >= 0, "0 (all) or more"),
+        ("top_p", params.top_p, 0 < params.top_p <= 1, "(0, 1]"),
+        (
+            "logprobs",
+            params.logprobs,
+            params.logprobs is None or 0 <= params.logprobs <= MAX_LOGPROBS,
+            f"0 to {MAX_LOGPROBS}",
+        ),
+    ):
+        require(good, name, value, expected=expected, error=ServeError)
+
+
+class Engine:
+    """Requests in, tokens out.
+
+    Args:
+        scheduler: decides what runs, and owns the requests.
+        runner: computes it.
+        kv: the scheduler's bookkeeping of blocks, for :meth:`stats`.
+        vocab_size: tokens that the model knows; prompts are checked against it.
+        clock: s; what arrival times are given in.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        kv: KVManager | None = None,
+        vocab_size: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler, self.runner, self.kv = scheduler, runner, kv
+        self.vocab_size = vocab_size
+        self.clock = clock
+        self._prompt_tokens = self._new_tokens = self._steps = self._preemptions = 0
+        self._seconds = 0.0
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its arrival is now.
+
+        Raises:
+            ServeError: its parameters or tokens are wrong, or it can never run.
+        """
+        check_params(request.params)
+        require(
+            request.n_prompt >= 1 and request.n_prompt == len(request.tokens),
+            f"request {request.id}: prompt",
+            request.n_prompt,
+            expected="at least one token, and nothing generated yet",
+            error=ServeError,
+        )
+        if self.vocab_size is not None:
+            for token in (min(request.tokens), max(request.tokens)):
+                require(
+                    0 <= token < self.vocab_size,
+                    f"request {request.id}: prompt token",
+                    token,
+                    expected=f"token ids below vocab_size = {self.vocab_size}",
+                    hint="use the tokenizer that belongs to the model",
+                    error=ServeError,
+                )
+        request.arrival = self.clock()
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> Output | None:
+        """Forget a request; None if there is none of that id (any more)."""
+        return self.scheduler.abort(request_id)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a request that is not finished."""
+        return self.scheduler.num_running > 0 or self.scheduler.num_waiting > 0
+
+    def step(self) -> list[Output]:
+        """Plan, execute and commit one step; nothing when idle."""
+        started = self.clock()
+        step = self.scheduler.plan(started)
+        self._preemptions += len(step.preempted)
+        if not step:
+            return []
+        result = self.runner.execute(step)
+        prompt = sum(
+            max(0, min(chunk.stop, chunk.request.n_prompt) - chunk.start) for chunk in step.chunks
+        )
+        now = self.clock()
+        outputs = self.scheduler.commit(step, result, now)
+        self._steps += 1
+        self._seconds += now - started
+        self._prompt_tokens += prompt
+        self._new_tokens += sum(len(tokens) for tokens in result.tokens.values())
+        return outputs
+
+    def stats(self) -> dict[str, float]:
+        """Gauges of now, and counters since the start, for metrics."""
+        kept = dict(self.kv.stats()) if self.kv is not None else {}
+        return {
+            "requests_running": self.scheduler.num_running,
+            "requests_waiting": self.scheduler.num_waiting,
+            "tokens_prompt_total": self._prompt_tokens,
+            "tokens_generated_total": self._new_tokens,
+            "steps_total": self._steps,
+            "step_seconds_total": self._seconds,
+            "preemptions_total": self._preemptions,
+            "blocks_used": kept.get("blocks_used", 0.0),
+            "blocks_total": self.kv.num_blocks if self.kv is not None else 0.0,
+            "prefix_hit_tokens": kept.get("prefix_hit_tokens", 0.0),
+            "prefix_query_tokens": kept.get("prefix_query_tokens", 0.0),
+        }

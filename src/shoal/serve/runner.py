@@ -1,0 +1,118 @@
+"""A model on this machine, executing the steps of a scheduler.
+
+All tokens of a step lie side by side in one vector, each with its position and its slot
+in the cache: linear layers see no padding, and a step may mix decodes with parts of
+prompts as it likes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from shoal.core.errors import ServeError, require
+from shoal.ir import Chunk, Step, StepResult, TokenInfo
+from shoal.model.transformer import Transformer
+from shoal.serve.attention import Context, PagedAttention
+from shoal.serve.cache import PagedCache
+from shoal.serve.sampler import choose
+
+__all__ = ["LocalRunner"]
+
+
+class LocalRunner:
+    """Computes steps with a model and a paged cache of one device.
+
+    Args:
+        model: computes in the dtype of its weights, where they are.
+        cache: of the same dtype and device.
+        clock: s, for the duration of a step.
+
+    Raises:
+        ServeError: model and cache do not go together.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        weight = model.embed.weight
+        require(
+            weight.dtype == cache.dtype and weight.device.type == cache.device.type,
+            "cache",
+            f"{cache.dtype} on {cache.device}",
+            expected=f"that of the model, {weight.dtype} on {weight.device}",
+            error=ServeError,
+        )
+        self.model, self.cache = model, cache
+        self._clock = clock
+
+    def execute(self, step: Step) -> StepResult:
+        """Compute a step; its keys and values go to the blocks of its requests.
+
+        Raises:
+            ServeError: a request holds too few blocks for its tokens.
+        """
+        start = self._clock()
+        if not step.chunks:
+            return StepResult(tokens={})
+        with torch.inference_mode():
+            tokens, infos = self._compute(step)
+        return StepResult(tokens=tokens, infos=infos, seconds=self._clock() - start)
+
+    def _compute(
+        self, step: Step
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[TokenInfo, ...]]]:
+        # Single tokens first and longest context first, as attention wants them.
+        chunks = sorted(step.chunks, key=lambda chunk: (chunk.length > 1, -chunk.stop))
+        token: list[int] = []
+        position: list[int] = []
+        slot: list[int] = []
+        last: list[int] = []
+        contexts: list[Context] = []
+        for chunk in chunks:
+            self._check(chunk)
+            request, first, stop = chunk.request, chunk.start, chunk.stop
+            size, blocks = self.cache.block_size, request.blocks
+            if chunk.length == 1:
+                token.append(request.tokens[first])
+                position.append(first)
+                slot.append(blocks[first // size] * size + first % size)
+            else:
+                token += request.tokens[first:stop]
+                position += range(first, stop)
+                slot += [
+                    blocks[place // size] * size + place % size for place in range(first, stop)
+                ]
+            last.append(len(token) - 1)
+            contexts.append(Context(first, chunk.length, blocks))
+        model, device = self.model, self.cache.device
+        fed = torch.from_numpy(np.array((token, position, slot), dtype=np.int64)).to(device)
+        weight = model.output_weight
+        mixer = PagedAttention(self.cache, contexts, fed[2], weight.dtype)
+        wanted = [place for place, chunk in enumerate(chunks) if chunk.yields]
+        rows = [last[place] for place in wanted]
+        everything = rows == list(range(len(token)))
+        rows_R = None if everything else torch.tensor(rows, dtype=torch.int64, device=device)
+        hidden_RD = model.flat(fed[0], fed[1], mixer, rows_R)
+        if not wanted:
+            return {}, {}
+        requests = [chunks[place].request for place in wanted]
+        chosen, infos = choose(F.linear(hidden_RD, weight), requests)
+        return {request.id: (new,) for request, new in zip(requests, chosen, strict=True)}, infos
+
+    def _check(self, chunk: Chunk) -> None:
+        room = len(chunk.request.blocks) * self.cache.block_size
+        if chunk.stop > room:
+            raise ServeError(
+                f"request {chunk.request.id}: its {len(chunk.request.blocks)} blocks hold {room} "
+                f"tokens, and the step computes up to {chunk.stop}; the scheduler must allocate "
+                "before it plans"
+            )
