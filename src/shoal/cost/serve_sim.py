@@ -1,0 +1,221 @@
+"""Serving in virtual time: the engine's loop with a predicted step instead of a computed one.
+
+The scheduler is the very object that the engine drives. The clock stands still while it
+plans, moves by the predicted seconds of a step, and jumps to the next arrival when there
+is nothing to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shoal.core.errors import require
+from shoal.ir import Arrival, Request, SamplingParams, Scheduler, Step, StepCost, StepResult
+
+__all__ = [
+    "Predicted",
+    "Served",
+    "Simulation",
+    "StepRecord",
+    "quantities",
+    "request_of",
+    "simulate",
+]
+
+
+@dataclass(slots=True)
+class Served:
+    """What happened to one request, in s on one clock.
+
+    Args:
+        id: the request's.
+        arrival: when it came.
+        n_prompt: tokens of its prompt.
+        first: when its first token was there.
+        finish: when its last token was there.
+        n_output: tokens it was given.
+        n_cached: tokens of the prompt that were found in the cache.
+        preemptions: how often it was computed again.
+    """
+
+    id: str
+    arrival: float
+    n_prompt: int
+    first: float = math.nan
+    finish: float = math.nan
+    n_output: int = 0
+    n_cached: int = 0
+    preemptions: int = 0
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token, s."""
+        return self.first - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first, s; not a number for a single token."""
+        return (self.finish - self.first) / (self.n_output - 1) if self.n_output > 1 else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of a simulation.
+
+    Args:
+        at: when it began, s.
+        seconds: how long it took.
+        requests: how many had a part in it.
+        tokens: how many it computed.
+        preempted: how many lost their blocks.
+    """
+
+    at: float
+    seconds: float
+    requests: int
+    tokens: int
+    preempted: int
+
+
+@dataclass
+class Simulation:
+    """What a simulation saw.
+
+    Args:
+        served: every request, in the order of arrival.
+        steps: every step.
+    """
+
+    served: list[Served] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+
+    def quantities(self) -> dict[str, float]:
+        """See :func:`quantities`."""
+        return quantities(self.served)
+
+
+class Predicted:
+    """A runner that computes nothing: it takes the predicted time and gives token 0.
+
+    Args:
+        cost: seconds of a step.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        self._cost = cost
+
+    def execute(self, step: Step) -> StepResult:
+        """See :class:`~shoal.ir.serving.Runner`."""
+        shape = [(chunk.start, chunk.length) for chunk in step.chunks]
+        tokens = {
+            chunk.request.id: _ONE
+            for chunk in step.chunks
+            if chunk.start + chunk.length == len(chunk.request.tokens)
+        }
+        return StepResult(tokens, seconds=self._cost.seconds(shape))
+
+
+_ONE = (0,)
+
+
+def request_of(name: str, arrival: Arrival) -> Request:
+    """The request of an arrival: greedy, with exactly its number of output tokens."""
+    return Request(
+        name,
+        list(arrival.prompt),
+        len(arrival.prompt),
+        SamplingParams(max_tokens=arrival.output_tokens),
+        arrival=arrival.at,
+    )
+
+
+def simulate(scheduler: Scheduler, cost: StepCost, arrivals: Sequence[Arrival]) -> Simulation:
+    """Serve ``arrivals`` in virtual time.
+
+    Args:
+        scheduler: one without requests; it has none afterwards.
+        cost: seconds of a step.
+        arrivals: what comes, in the order of time.
+
+    Raises:
+        ServeError: a request that can never run.
+        ConfigError: arrivals that are not in the order of time.
+    """
+    runner = Predicted(cost)
+    seen = Simulation()
+    live: dict[str, tuple[Request, Served]] = {}
+    now, place, total = 0.0, 0, len(arrivals)
+    for index in range(1, total):
+        require(
+            arrivals[index].at >= arrivals[index - 1].at,
+            f"arrivals[{index}].at",
+            arrivals[index].at,
+            expected=f"at least {arrivals[index - 1].at}, the time of the one before",
+            hint="sort the trace by time",
+        )
+    while place < total or live:
+        while place < total and arrivals[place].at <= now:
+            arrival = arrivals[place]
+            request = request_of(str(place), arrival)
+            scheduler.add(request)
+            served = Served(request.id, arrival.at, request.n_prompt)
+            seen.served.append(served)
+            live[request.id] = request, served
+            place += 1
+        step = scheduler.plan(now)
+        if not step:
+            if place == total:
+                break
+            now = arrivals[place].at
+            continue
+        result = runner.execute(step)
+        tokens, preempted = step.num_tokens, len(step.preempted)
+        seen.steps.append(StepRecord(now, result.seconds, len(step.chunks), tokens, preempted))
+        now += result.seconds
+        for output in scheduler.commit(step, result, now):
+            request, served = live[output.request_id]
+            if served.n_output == 0:
+                served.first = now
+                served.n_cached = request.n_cached
+            served.n_output += len(output.tokens)
+            if output.finish is not None:
+                served.finish = now
+                served.preemptions = request.preemptions
+                del live[output.request_id]
+    return seen
+
+
+def quantities(served: Sequence[Served]) -> dict[str, float]:
+    """Quantities of a served workload, simulated or measured, keyed as ``ServePlan.predicted``.
+
+    ``tokens_per_s`` (output) and ``requests_per_s`` over ``total_s``, from the first arrival
+    to the last token; medians and 95th percentiles of the time to the first token (``ttft``)
+    and per token after it (``tpot``, left out where every output is one token). Requests that
+    did not finish are left out.
+    """
+    import numpy as np
+
+    ended = [one for one in served if not math.isnan(one.finish)]
+    require(
+        bool(ended),
+        "served",
+        len(served),
+        expected="at least one request that finished",
+        hint="give the workload at least one request",
+    )
+    total = max(one.finish for one in ended) - min(one.arrival for one in ended)
+    total = max(total, 1e-12)
+    found = {
+        "tokens_per_s": sum(one.n_output for one in ended) / total,
+        "requests_per_s": len(ended) / total,
+        "total_s": total,
+    }
+    first = [one.ttft for one in ended]
+    rest = [one.tpot for one in ended if one.n_output > 1]
+    for name, values in (("ttft", first), ("tpot", rest)):
+        if values:
+            found[f"{name}_p50_s"] = float(np.percentile(values, 50))
+            found[f"{name}_p95_s"] = float(np.percentile(values, 95))
+    return found

@@ -1,0 +1,149 @@
+"""A step's time as a line fitted to measured steps.
+
+Seconds are a sum of non-negative coefficients times what a step consists of: itself, its
+tokens, the pairs of a query and a key inside its prompts, the keys that its decodes read,
+and its chunks. The fit is by non-negative least squares on relative errors, so that a
+short step counts as much as a long one.
+
+Source: Lawson and Hanson, Solving Least Squares Problems, 1974 (NNLS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.core.config import Value
+from shoal.core.errors import ConfigError, require
+
+__all__ = ["FEATURES", "Fitted", "Sample", "features", "fit"]
+
+FEATURES = ("step", "token", "prompt_pair", "decode_key", "chunk")
+"""What a step is made of, in the order of the coefficients."""
+
+# Measured steps that a fit needs: twice its coefficients.
+FEWEST = 2 * len(FEATURES)
+
+
+class Sample(Value):
+    """One measured step.
+
+    Args:
+        chunks: (tokens before it, tokens in it) of each chunk.
+        seconds: how long it took.
+    """
+
+    chunks: tuple[tuple[int, int], ...]
+    seconds: float
+
+
+class Fitted(Value):
+    """Seconds of a step by a fitted line.
+
+    Args:
+        step: s of any step.
+        token: s of a token.
+        prompt_pair: s of a query and a key in a prompt's chunk of more than one token.
+        decode_key: s of a key that a chunk of one token reads.
+        chunk: s of a chunk.
+        error_p50: median of the samples' absolute relative errors.
+        error_p90: their 90th percentile.
+        samples: how many steps it was fitted to.
+        machine: name of the machine they ran on.
+        model: name of the model.
+        precision: dtype of weights and cache.
+        threads: threads that computed.
+    """
+
+    step: float
+    token: float
+    prompt_pair: float
+    decode_key: float
+    chunk: float
+    error_p50: float = 0.0
+    error_p90: float = 0.0
+    samples: int = 0
+    machine: str = ""
+    model: str = ""
+    precision: str = ""
+    threads: int = 0
+
+    def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """See :class:`~shoal.ir.serving.StepCost`."""
+        one, tokens, pairs, keys, number = features(chunks)
+        return (
+            self.step * one
+            + self.token * tokens
+            + self.prompt_pair * pairs
+            + self.decode_key * keys
+            + self.chunk * number
+        )
+
+
+def features(chunks: Sequence[tuple[int, int]]) -> tuple[float, float, float, float, float]:
+    """What a step of ``chunks`` (tokens before, tokens in it) consists of; see FEATURES."""
+    tokens, pairs, keys = 0, 0.0, 0
+    for start, length in chunks:
+        tokens += length
+        if length == 1:
+            keys += start + 1
+        else:
+            # Token i of the chunk attends to the start + i + 1 tokens up to itself.
+            pairs += length * (start + (length + 1) / 2)
+    return 1.0, float(tokens), pairs, float(keys), float(len(chunks))
+
+
+def fit(
+    samples: Sequence[Sample],
+    *,
+    machine: str = "",
+    model: str = "",
+    precision: str = "",
+    threads: int = 0,
+) -> Fitted:
+    """The line that fits measured steps best, by their relative errors.
+
+    Args:
+        samples: measured steps of many shapes.
+        machine: name of the machine they ran on.
+        model: name of the model.
+        precision: dtype of weights and cache.
+        threads: threads that computed.
+
+    Raises:
+        ConfigError: too few samples, or one whose time is not positive.
+    """
+    import numpy as np
+    from scipy.optimize import nnls
+
+    require(
+        len(samples) >= FEWEST,
+        "samples",
+        len(samples),
+        expected=f"at least {FEWEST} measured steps",
+        hint="profile more shapes",
+    )
+    for index, sample in enumerate(samples):
+        if not sample.seconds > 0 or not sample.chunks:
+            raise ConfigError(
+                f"samples[{index}]: {len(sample.chunks)} chunks in {sample.seconds} s: expected at "
+                "least one chunk and a positive time; leave empty steps out"
+            )
+    rows = np.array([features(sample.chunks) for sample in samples])
+    measured = np.array([sample.seconds for sample in samples])
+    weighted = rows / measured[:, None]
+    # Columns differ by many orders of magnitude; equal sizes condition the problem.
+    size = np.abs(weighted).max(axis=0)
+    size[size == 0] = 1.0
+    found, _ = nnls(weighted / size, np.ones(len(samples)))
+    coefficients = found / size
+    errors = np.abs(rows @ coefficients / measured - 1)
+    return Fitted(
+        **dict(zip(FEATURES, map(float, coefficients), strict=True)),
+        error_p50=float(np.percentile(errors, 50)),
+        error_p90=float(np.percentile(errors, 90)),
+        samples=len(samples),
+        machine=machine,
+        model=model,
+        precision=precision,
+        threads=threads,
+    )
