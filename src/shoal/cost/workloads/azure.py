@@ -1,0 +1,111 @@
+"""The Azure LLM inference traces of 2023: times and lengths of production requests.
+
+The published rows are a time, the tokens of the prompt and the generated tokens;
+the tokens themselves are drawn at random.
+
+Source: Patel et al., Splitwise: Efficient Generative LLM Inference Using Phase Splitting,
+2024 (Azure/AzurePublicDataset, AzureLLMInferenceTrace, CC-BY 4.0).
+"""
+
+from __future__ import annotations
+
+import csv
+from datetime import datetime
+from pathlib import Path
+
+from shoal.core.errors import DataError
+from shoal.core.parts import part
+from shoal.cost.workloads.drawing import (
+    check_requests,
+    check_scale,
+    check_sizes,
+    clipped,
+    token_ids,
+)
+from shoal.cost.workloads.trace import check_rate, find_data, retimed
+from shoal.ir import Arrival
+
+__all__ = ["Azure"]
+
+SOURCE = "github.com/Azure/AzurePublicDataset (AzureLLMInferenceTrace_conv.csv or _code.csv)"
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+@part
+class Azure:
+    """A production trace of conversations or code completion, as CSV.
+
+    Args:
+        path: the file, also below the folder ``SHOAL_DATA``.
+        requests: the first so many; None takes all.
+        rate: requests per second to which the times are stretched; None keeps them.
+        scale: divides all lengths, for small models and machines.
+    """
+
+    path: str = "azure-llm-traces/conv.csv"
+    requests: int | None = None
+    rate: float | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_requests("workload.azure", self.requests)
+        check_rate("workload.azure", self.rate)
+        check_scale("workload.azure", self.scale)
+
+    def arrivals(
+        self, *, count: int | None, vocab_size: int, max_position: int, seed: int
+    ) -> list[Arrival]:
+        """See :class:`~shoal.cost.workloads.protocols.Workload`.
+
+        Raises:
+            DataError: the file is missing, or a row is wrong; names the line and the fix.
+        """
+        check_sizes(count, vocab_size, max_position)
+        path = find_data("workload.azure.path", self.path, SOURCE)
+        found = []
+        for index, (at, context, generated) in enumerate(_rows(path, count or self.requests)):
+            size, output = clipped(
+                round(context / self.scale), round(generated / self.scale), max_position
+            )
+            prompt = token_ids(size, vocab_size, seed, purpose="azure", index=index)
+            found.append(Arrival(at, prompt, output))
+        found.sort(key=lambda arrival: arrival.at)
+        return retimed(found, self.rate)
+
+
+def _rows(path: Path, most: int | None) -> list[tuple[float, int, int]]:
+    """(time in s, prompt tokens, generated tokens) of the first ``most`` rows."""
+    found: list[tuple[float, int, int]] = []
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = csv.DictReader(file)
+            header = tuple(rows.fieldnames or ())
+            if header != COLUMNS:
+                raise DataError(
+                    f"{path}: columns {', '.join(header)[:200]}: expected {', '.join(COLUMNS)}; "
+                    f"get the file from {SOURCE}"
+                )
+            for row in rows:
+                if most is not None and len(found) >= most:
+                    break
+                found.append(_row(f"{path}, line {rows.line_num}", row))
+    except UnicodeDecodeError as cause:
+        raise DataError(f"{path}: not text in UTF-8 ({cause}); expected a CSV file") from None
+    except (OSError, csv.Error) as cause:
+        raise DataError(f"{path}: cannot be read ({cause})") from None
+    if not found:
+        raise DataError(f"{path}: no request in it; get the file from {SOURCE}")
+    return found
+
+
+def _row(where: str, row: dict[str, str]) -> tuple[float, int, int]:
+    try:
+        # The seventh digit of the fraction is beyond what a datetime holds.
+        at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+        context, generated = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+    except (ValueError, TypeError) as cause:
+        raise DataError(f"{where}: {cause}; expected a time and two whole numbers") from None
+    if context < 0 or generated < 0:
+        raise DataError(f"{where}: {context} and {generated} tokens: expected 0 or more")
+    # Without a zone, so that no clock of this machine plays a part.
+    return (at.replace(tzinfo=None) - datetime(2023, 1, 1)).total_seconds(), context, generated

@@ -1,0 +1,102 @@
+"""The Mooncake trace: an hour of conversations with the identity of every prompt block.
+
+A row names its time in ms, its lengths, and a hash for each 512 tokens of its prompt;
+equal hashes are equal tokens. The tokens are drawn at random from the hash, so
+prompts share exactly the prefixes that they shared in production.
+
+Source: Qin et al., Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving,
+2024 (kvcache-ai/Mooncake, Apache-2.0).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.core.errors import DataError
+from shoal.core.parts import part
+from shoal.cost.workloads.drawing import (
+    check_requests,
+    check_scale,
+    check_sizes,
+    clipped,
+    token_ids,
+)
+from shoal.cost.workloads.trace import check_rate, find_data, number_of, read_lines, retimed
+from shoal.ir import Arrival
+
+__all__ = ["Mooncake"]
+
+SOURCE = "github.com/kvcache-ai/Mooncake (FAST25-release/traces/conversation_trace.jsonl)"
+HASHED_TOKENS = 512
+"""Tokens of a prompt for which a hash stands."""
+
+
+@part
+class Mooncake:
+    """A production trace of conversations whose prompts share prefixes, as JSONL.
+
+    Args:
+        path: the file, also below the folder ``SHOAL_DATA``.
+        requests: the first so many; None takes all.
+        rate: requests per second to which the times are stretched; None keeps them.
+        scale: divides all lengths, those of the hashed blocks too, for small models and
+            machines; 16 makes blocks of 32 tokens.
+    """
+
+    path: str = "mooncake-trace/conversation_trace.jsonl"
+    requests: int | None = None
+    rate: float | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_requests("workload.mooncake", self.requests)
+        check_rate("workload.mooncake", self.rate)
+        check_scale("workload.mooncake", self.scale)
+
+    def arrivals(
+        self, *, count: int | None, vocab_size: int, max_position: int, seed: int
+    ) -> list[Arrival]:
+        """See :class:`~shoal.cost.workloads.protocols.Workload`.
+
+        Raises:
+            DataError: the file is missing, or a line is wrong; names the line and the fix.
+        """
+        check_sizes(count, vocab_size, max_position)
+        path = find_data("workload.mooncake.path", self.path, SOURCE)
+        block = max(1, round(HASHED_TOKENS / self.scale))
+        blocks: dict[int, tuple[int, ...]] = {}
+        found = []
+        for where, row in read_lines(path, count or self.requests):
+            at, length, generated, hashes = _row(where, row)
+            size, output = clipped(
+                round(length / self.scale), round(generated / self.scale), max_position
+            )
+            prompt: list[int] = []
+            for number in hashes[: -(-size // block)]:
+                if number not in blocks:
+                    blocks[number] = token_ids(
+                        block, vocab_size, seed, purpose="mooncake", index=number
+                    )
+                prompt.extend(blocks[number])
+            found.append(Arrival(at / 1000, tuple(prompt[:size]), output))
+        if not found:
+            raise DataError(f"{path}: no request in it; get the file from {SOURCE}")
+        found.sort(key=lambda arrival: arrival.at)
+        return retimed(found, self.rate)
+
+
+def _row(where: str, row: dict[str, Any]) -> tuple[float, int, int, list[int]]:
+    """(ms, prompt tokens, generated tokens, a hash for each 512 tokens of the prompt)."""
+    at = number_of(where, row, "timestamp", least=0)
+    length = int(number_of(where, row, "input_length", least=1))
+    generated = int(number_of(where, row, "output_length", least=0))
+    hashes = row.get("hash_ids")
+    needed = -(-length // HASHED_TOKENS)
+    if not isinstance(hashes, list) or any(type(one) is not int or one < 0 for one in hashes):
+        raise DataError(f"{where}: hash_ids: expected a list of whole numbers")
+    if len(hashes) != needed:
+        raise DataError(
+            f"{where}: hash_ids has {len(hashes)} entries: expected {needed}, one for each "
+            f"{HASHED_TOKENS} of its {length} tokens"
+        )
+    return at, length, generated, hashes

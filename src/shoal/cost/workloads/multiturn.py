@@ -1,0 +1,99 @@
+"""Multi-turn conversations: every turn sends the whole history again."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.cost.workloads.drawing import LengthLaw, check_options, check_sizes, times, token_ids
+from shoal.ir import Arrival
+
+__all__ = ["Multiturn"]
+
+
+@part
+class Multiturn:
+    """Conversations: a turn's prompt is all before it, the answers included, and a question.
+
+    The trace is open: a turn comes a thinking time after the one before came, whenever that
+    was answered. Its history holds answers of the trace, not those of the server, so
+    what a server has cached of a conversation is the prompts. A conversation ends early
+    where its next turn would be longer than ``max_position``.
+
+    Args:
+        requests: turns of all conversations, unless a command says otherwise.
+        rate: turns per second of all conversations; None starts all of them at time 0, and
+            their later turns still follow after thinking.
+        burstiness: standard deviation of the time between conversations over its mean; 1 is
+            a Poisson process, more comes in bursts.
+        scale: divides all lengths, for small models and machines.
+        turns: turns of a conversation.
+        think_s: mean time between two turns, s, exponentially distributed.
+    """
+
+    requests: int = 200
+    rate: float | None = None
+    burstiness: float = 1.0
+    scale: float = 1.0
+    turns: int = 4
+    think_s: float = 10.0
+
+    QUESTIONS: ClassVar = LengthLaw(100, 0.9, 4, 1000)
+    ANSWERS: ClassVar = LengthLaw(120, 1.0, 4, 800)
+
+    def __post_init__(self) -> None:
+        where = "workload.multiturn"
+        check_options(where, self)
+        require(1 <= self.turns <= 1000, f"{where}.turns", self.turns, expected="1 to 1000")
+        require(
+            0 <= self.think_s <= 1e6,
+            f"{where}.think_s",
+            self.think_s,
+            expected="0 to a million seconds",
+        )
+
+    def arrivals(
+        self, *, count: int | None, vocab_size: int, max_position: int, seed: int
+    ) -> list[Arrival]:
+        """See :class:`~shoal.cost.workloads.protocols.Workload`."""
+        check_sizes(count, vocab_size, max_position)
+        number = count or self.requests
+        found: list[Arrival] = []
+        # Every conversation has at least one turn, so there are enough of them.
+        rate = None if self.rate is None else self.rate / self.turns
+        for session, start in enumerate(times(number, rate, self.burstiness, seed)):
+            if rate is None and len(found) >= number:
+                break
+            found.extend(self._talk(session, start, vocab_size, max_position, seed))
+        found.sort(key=lambda arrival: arrival.at)
+        return found[:number]
+
+    def _talk(
+        self, session: int, start: float, vocab_size: int, max_position: int, seed: int
+    ) -> list[Arrival]:
+        random = generator(seed, purpose="workload multiturn lengths", index=session)
+        history: tuple[int, ...] = ()
+        at = start
+        turns: list[Arrival] = []
+        for turn in range(self.turns):
+            question = self.QUESTIONS.draw(random, self.scale)
+            answer = self.ANSWERS.draw(random, self.scale)
+            pause = float(random.exponential(self.think_s)) if self.think_s else 0.0
+            if turn == 0:
+                answer = min(answer, max_position // 2)
+                question = max(1, min(question, max_position - answer))
+            if len(history) + question + answer > max_position:
+                break
+            said = token_ids(
+                question + answer,
+                vocab_size,
+                seed,
+                purpose="multiturn",
+                index=session * self.turns + turn,
+            )
+            turns.append(Arrival(at, history + said[:question], answer, f"s{session}"))
+            history += said
+            at += pause
+        return turns
