@@ -8,7 +8,13 @@ import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.workloads.drawing import LengthLaw, check_options, independent, token_ids
+from shoal.cost.workloads.drawing import (
+    LengthLaw,
+    check_options,
+    check_sizes,
+    independent,
+    token_ids,
+)
 from shoal.ir import Arrival
 
 __all__ = ["SharedPrefix"]
@@ -53,6 +59,7 @@ class SharedPrefix:
         self, *, count: int | None, vocab_size: int, max_position: int, seed: int
     ) -> list[Arrival]:
         """See :class:`~shoal.cost.workloads.protocols.Workload`."""
+        check_sizes(count, vocab_size, max_position)
         size = max(1, round(self.prefix_tokens / self.scale))
         starts = [
             token_ids(size, vocab_size, seed, purpose="shared prefix", index=index)
