@@ -4,7 +4,7 @@ A row's random number is a function of its request's seed and of the number of t
 so what a request gets does not depend on what else runs. Rows choose what
 :func:`shoal.model.generate.sample` would choose for the same number, without sorting the
 whole vocabulary: a few hundred best tokens decide nearly always, and rows that they do
-not decide are done again with all.
+not decide are left to that function.
 
 Shapes: R rows, V vocabulary, M candidates.
 
@@ -20,11 +20,14 @@ from torch import Tensor
 
 from shoal.core.random import generator
 from shoal.ir import Request, SamplingParams, TokenInfo
+from shoal.model.generate import sample
 
 __all__ = ["choose", "log_probabilities", "sample_rows"]
 
-# Candidates of the first try.
-_FEW = 256
+_CANDIDATES = 256
+
+# Probabilities that differ by less may differ by the order of their sums alone.
+_CLOSE = 1e-12
 
 
 def choose(
@@ -72,75 +75,74 @@ def sample_rows(
     logits_RV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> Tensor:
     """Sample each row by its own parameters and its own number in [0, 1); temperatures > 0."""
-    device = logits_RV.device
-    exact = torch.float64
-    temperature_R = torch.tensor([p.temperature for p in params], dtype=exact, device=device)
-    vocab_size = logits_RV.shape[-1]
-    top_k_R = torch.tensor([p.top_k or vocab_size for p in params], device=device)
-    top_p_R = torch.tensor([p.top_p for p in params], dtype=exact, device=device)
-    uniform_R = torch.tensor(list(uniforms), dtype=exact, device=device)
-    tokens_R, sure_R = _pick(logits_RV, temperature_R, top_k_R, top_p_R, uniform_R, _FEW)
-    if not bool(sure_R.all()):
-        open_ = (~sure_R).nonzero()[:, 0]
-        tokens_R[open_], _ = _pick(
-            logits_RV[open_],
-            temperature_R[open_],
-            top_k_R[open_],
-            top_p_R[open_],
-            uniform_R[open_],
-            vocab_size,
+    tokens_R, sure_R = _pick(logits_RV, params, uniforms)
+    for row in (~sure_R).nonzero()[:, 0].tolist():
+        one = params[row]
+        tokens_R[row] = sample(
+            logits_RV[row],
+            temperature=one.temperature,
+            top_k=one.top_k,
+            top_p=one.top_p,
+            uniform=uniforms[row],
         )
     return tokens_R
 
 
 def _pick(
-    logits_RV: Tensor,
-    temperature_R: Tensor,
-    top_k_R: Tensor,
-    top_p_R: Tensor,
-    uniform_R: Tensor,
-    width: int,
+    logits_RV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """Tokens by the ``width`` best of each row, and whether these were enough to tell."""
+    """Tokens by the best candidates of each row, and whether these were enough to tell."""
     vocab_size = logits_RV.shape[-1]
-    whole = width >= vocab_size
-    scores_RV = logits_RV.double() / temperature_R[:, None]
-    if whole:
-        scores_RM, token_RM = scores_RV.sort(dim=-1, descending=True, stable=True)
-        width = vocab_size
-    else:
-        # By falling score, and by token where scores are equal, as a stable sort has it.
-        token_RM = logits_RV.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
-        scores_RM, order_RM = scores_RV.gather(-1, token_RM).sort(
-            dim=-1, descending=True, stable=True
-        )
-        token_RM = token_RM.gather(-1, order_RM)
+    width = min(_CANDIDATES, vocab_size)
+    settings_4R = torch.tensor(
+        [
+            [one.temperature for one in params],
+            [one.top_k or vocab_size for one in params],
+            [one.top_p for one in params],
+            list(uniforms),
+        ],
+        dtype=torch.float64,
+        device=logits_RV.device,
+    )
+    temperature_R1, top_k_R1, top_p_R1, uniform_R1 = settings_4R.unsqueeze(-1)
+    scores_RV = logits_RV.double() / temperature_R1
+    # By falling score, and by token where scores are equal, as a stable sort has it.
+    token_RM = logits_RV.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
+    scores_RM, order_RM = scores_RV.gather(-1, token_RM).sort(dim=-1, descending=True, stable=True)
+    token_RM = token_RM.gather(-1, order_RM)
     best_R1 = scores_RM[:, :1]
     weight_RM = (scores_RM - best_R1).exp()
-    place_M = torch.arange(width, device=logits_RV.device)
-    all_R = top_k_R >= vocab_size
-    inside_RM = place_M < top_k_R[:, None]
-    total_R = torch.where(
-        all_R, (scores_RV - best_R1).exp().sum(-1), (weight_RM * inside_RM).sum(-1)
+    all_R1 = top_k_R1 >= vocab_size
+    inside_RM = torch.arange(width, device=logits_RV.device) < top_k_R1
+    total_R1 = torch.where(
+        all_R1,
+        (scores_RV - best_R1).exp().sum(-1, keepdim=True),
+        (weight_RM * inside_RM).sum(-1, keepdim=True),
     )
-    p_RM = weight_RM / total_R[:, None]
+    p_RM = weight_RM / total_R1
     cumulative_RM = p_RM.cumsum(-1)
-    kept_RM = inside_RM & ((cumulative_RM - p_RM < top_p_R[:, None]) | (top_p_R == 1)[:, None])
-    num_kept_R = kept_RM.sum(-1).clamp_(min=1)
-    end_R = cumulative_RM.gather(-1, num_kept_R[:, None] - 1)[:, 0]
-    cut_R = num_kept_R >= width  # more tokens than these may take part
-    if not whole:
-        end_R = torch.where(cut_R, (all_R & (top_p_R == 1)).double(), end_R)
-    place_R = (cumulative_RM <= (uniform_R * end_R)[:, None]).sum(-1)
-    last_R = torch.minimum(place_R, num_kept_R - 1)
-    tokens_R = token_RM.gather(-1, last_R[:, None])[:, 0]
-    if whole:
-        return tokens_R, torch.ones_like(cut_R)
-    # Without the whole vocabulary: the sum is known only if nothing was cut or nothing
-    # limits it, and among equals of the last candidate any may be missing.
-    chosen_R = scores_RM.gather(-1, last_R[:, None])[:, 0]
-    known_R = ~cut_R | ((top_p_R == 1) & all_R & (place_R < width))
-    return tokens_R, known_R & (chosen_R > scores_RM[:, -1])
+    before_RM = cumulative_RM - p_RM
+    unlimited_R1 = top_p_R1 == 1
+    kept_RM = inside_RM & ((before_RM < top_p_R1) | unlimited_R1)
+    num_kept_R1 = kept_RM.sum(-1, keepdim=True)
+    # Tokens beyond the candidates may take part; then the end is known only where nothing
+    # limits it.
+    cut_R1 = (num_kept_R1 == width) & (top_k_R1 > width)
+    free_R1 = all_R1 & unlimited_R1
+    end_R1 = torch.where(free_R1, 1.0, cumulative_RM.gather(-1, num_kept_R1 - 1))
+    aim_R1 = uniform_R1 * end_R1
+    place_R1 = (cumulative_RM <= aim_R1).sum(-1, keepdim=True)
+    last_R1 = torch.minimum(place_R1, num_kept_R1 - 1)
+    # A border so close that the order of a sum decides is left to the reference, and so is
+    # a score equal to the last candidate's, of which others may be missing.
+    close_R1 = ((cumulative_RM - aim_R1).abs() < _CLOSE).any(-1, keepdim=True) | (
+        ((before_RM - top_p_R1).abs() < _CLOSE).any(-1, keepdim=True) & ~unlimited_R1
+    )
+    equal_R1 = (scores_RM.gather(-1, last_R1) == scores_RM[:, -1:]) & (width < vocab_size)
+    whole_R1 = all_R1 | (top_k_R1 <= width)  # else the sum of what is kept is not known
+    known_R1 = whole_R1 & (~cut_R1 | (free_R1 & (place_R1 < width)))
+    sure_R1 = known_R1 & ~close_R1 & ~equal_R1
+    return token_RM.gather(-1, last_R1)[:, 0], sure_R1[:, 0]
 
 
 def log_probabilities(

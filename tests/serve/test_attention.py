@@ -1,0 +1,91 @@
+"""Attention through block tables equals softmax written down."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from shoal.model.config import ModelConfig  # noqa: E402
+from shoal.serve.attention import Context, PagedAttention, _groups  # noqa: E402
+from shoal.serve.cache import PagedCache  # noqa: E402
+
+
+def brute(q_Hd, k_SKd, v_SKd):
+    """One query over all keys it may see."""
+    group = q_Hd.shape[0] // k_SKd.shape[1]
+    rows = []
+    for head, query in enumerate(q_Hd.double()):
+        keys, values = k_SKd[:, head // group].double(), v_SKd[:, head // group].double()
+        rows.append(torch.softmax(keys @ query / len(query) ** 0.5, 0) @ values)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+def test_ragged_step(block_size, heads):
+    num_heads, kv_heads = heads
+    config = ModelConfig(
+        vocab_size=8,
+        hidden=16,
+        num_layers=2,
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=8,
+        ffn_hidden=8,
+    )
+    source = random.Random(block_size)
+    # (tokens in the cache, new tokens): decodes of very different lengths, then prompts,
+    # whole and continued.
+    shapes = [(700, 1), (399, 1), (30, 1), (29, 1), (0, 1), (0, 9), (33, 7), (5, 40)]
+    cache = PagedCache(config, 1400 // block_size + 12, block_size)
+    # Whatever a block held before must not be seen.
+    cache.store.normal_(0, 1e3)
+    free = list(range(cache.num_blocks))
+    source.shuffle(free)
+    torch.manual_seed(0)
+    layer = 1
+    whole, contexts, slots = [], [], []
+    for start, length in shapes:
+        stop = start + length
+        blocks = [free.pop() for _ in range(-(-stop // block_size))]
+        k, v = torch.randn(2, stop, kv_heads, 8)
+        places = torch.tensor(
+            [blocks[at // block_size] * block_size + at % block_size for at in range(stop)]
+        )
+        cache.write(layer, places[:start], k[:start], v[:start])
+        whole.append((k, v))
+        contexts.append(Context(start, length, [*blocks, *free[:2]]))  # room for more
+        slots.append(places[start:])
+    mixer = PagedAttention(cache, contexts, torch.cat(slots), torch.float32)
+    num_tokens = sum(length for _, length in shapes)
+    q = torch.randn(num_tokens, num_heads, 8)
+    new_k, new_v = (
+        torch.cat([pair[side][start:] for pair, (start, _) in zip(whole, shapes, strict=True)])
+        for side in (0, 1)
+    )
+    out = mixer(layer, q, new_k, new_v)
+    row = 0
+    for (k, v), (start, length) in zip(whole, shapes, strict=True):
+        for at in range(start, start + length):
+            expected = brute(q[row], k[: at + 1], v[: at + 1])
+            assert (out[row].double() - expected).abs().max() < 1e-5
+            row += 1
+    keys, _ = cache.gather(layer, torch.tensor([contexts[-1].blocks[: -(-45 // block_size)]]))
+    assert torch.equal(keys[0, :45], whole[-1][0])  # the new tokens are kept
+
+
+def test_groups_cover_everything_and_pad_little():
+    source = random.Random(3)
+    for _ in range(50):
+        stops = sorted(source.randrange(1, 3000) for _ in range(source.randrange(1, 65)))[::-1]
+        groups = _groups(stops)
+        assert [row for first, last in groups for row in range(first, last)] == list(
+            range(len(stops))
+        )
+        for first, last in groups:
+            padded = (last - first) * stops[first]
+            assert padded - sum(stops[first:last]) <= max(256, padded // 3)
+    assert _groups([]) == []
