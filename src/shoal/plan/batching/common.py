@@ -6,8 +6,6 @@ A scheduler is what :class:`~shoal.ir.serving.Scheduler` promises; it adds ``pla
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from itertools import islice
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import KVManager, Limits, Output, Request, Step, StepResult
@@ -105,42 +103,40 @@ class Queues:
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
         """See :class:`~shoal.ir.serving.Scheduler`."""
+        # The loop over all chunks of all steps is what a simulation spends its time in.
+        running, longest = self.running, self.limits.max_position
         outputs: list[Output] = []
         for chunk in step.chunks:
             request = chunk.request
-            if self.running.get(request.id) is not request:
+            if running.get(request.id) is not request:
                 continue  # aborted while the step ran
-            yields = chunk.yields
-            request.n_computed = chunk.stop
+            tokens, params = request.tokens, request.params
+            request.n_computed = stop = chunk.start + chunk.length
             self.kv.computed(request)
-            if not yields:
+            if stop != len(tokens):
                 continue
             given = result.tokens.get(request.id)
             if not given:
                 raise ServeError(
                     f"request {request.id}: the runner gave no token for a chunk that ends at its "
-                    f"last token, {chunk.stop}; it must give at least one"
+                    f"last token, {stop}; it must give at least one"
                 )
-            taken, finish = self._append(request, given)
-            infos = tuple(islice(result.infos.get(request.id, ()), taken))
-            outputs.append(Output(request.id, tuple(given[:taken]), infos, finish))
+            most = min(request.n_prompt + params.max_tokens, longest)
+            finish: FinishReason | None = None
+            for token in given:
+                tokens.append(token)
+                if token in params.stop_ids:
+                    finish = "stop"
+                    break
+                if len(tokens) >= most:
+                    finish = "length"
+                    break
+            new = tuple(tokens[stop:])
+            infos = tuple(result.infos.get(request.id, ())[: len(new)])
+            outputs.append(Output(request.id, new, infos, finish))
             if finish is not None:
                 self._forget(request)
         return outputs
-
-    def _append(self, request: Request, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Add tokens until one ends the request; how many were taken, and why it ended."""
-        params = request.params
-        for taken, token in enumerate(tokens, 1):
-            request.tokens.append(token)
-            if token in params.stop_ids:
-                return taken, "stop"
-            if (
-                request.n_generated >= params.max_tokens
-                or len(request.tokens) >= self.limits.max_position
-            ):
-                return taken, "length"
-        return len(tokens), None
 
     def _forget(self, request: Request) -> None:
         self.running.pop(request.id, None)

@@ -103,6 +103,7 @@ class FcfsScheduler(Queues):
     def _decodes(self, preempted: list[Request]) -> list[Chunk]:
         """One token of every request that generates, the oldest first."""
         kv, most = self.kv, self.limits.max_step_tokens
+        size = kv.block_size
         chunks: list[Chunk] = []
         for request in list(self.running.values()):
             if len(chunks) >= most:
@@ -112,7 +113,7 @@ class FcfsScheduler(Queues):
             if len(request.tokens) != stop or request.state != "running":
                 continue
             # Whoever is preempted here came later, so it has no chunk in this step yet.
-            while not kv.allocate(request, stop):
+            while stop > len(request.blocks) * size and not kv.allocate(request, stop):
                 victim = next(reversed(self.running.values()))
                 self._preempt(victim)
                 preempted.append(victim)

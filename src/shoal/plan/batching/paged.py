@@ -140,10 +140,11 @@ class PagedBlocks:
 
     def computed(self, request: Request) -> None:
         """See :class:`~shoal.ir.serving.KVManager`."""
-        if not self.prefix_reuse:
-            return
         full = request.n_computed // self.block_size
-        for index in range(self._offered.get(request.id, 0), full):
+        offered = self._offered.get(request.id, 0)
+        if full == offered or not self.prefix_reuse:
+            return
+        for index in range(offered, full):
             digest = self._digest(request, index)
             # Another request may have computed the same tokens meanwhile; its block stays.
             if digest not in self._known:
