@@ -23,7 +23,7 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@$(PIP) -c constraints.txt -e '.[run,cluster,bench,docs,dev]'
 	@touch $@
 
-demo: $(VENV)/run.stamp  ## probe, plan, train, lose a rank, resume, export, generate, report
+demo: $(VENV)/run.stamp  ## probe, plan, train, lose a rank, resume, generate, serve, gallery
 	$(BIN)/shoal demo --dir demo --minutes $(MINUTES)
 
 test: $(VENV)/dev.stamp  ## the quick tests

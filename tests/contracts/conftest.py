@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal.core.parts import KINDS, table
-from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob
+from shoal.ir import Device, Link, Machine, MemoryTier, ServeJob, TrainJob
 
 # Options that a part cannot be built without. Complete: a test compares it with what
 # the parts ask for.
@@ -31,6 +31,9 @@ PROTOCOLS: dict[str, str] = {
     "probe": "shoal.machine.protocols:Probe",
     "law": "shoal.cost.scaling.protocols:Law",
     "planner": "shoal.plan.strategy.protocols:Planner",
+    "workload": "shoal.cost.workloads.protocols:Workload",
+    "scheduler": "shoal.ir.serving:SchedulerPart",
+    "kv": "shoal.ir.serving:KVPart",
     "family": "shoal.model.protocols:Family",
     "corpus": "shoal.corpora.protocols:Corpus",
     "packing": "shoal.corpora.protocols:Packing",
@@ -41,14 +44,18 @@ PROTOCOLS: dict[str, str] = {
     "claim": "shoal.claims.protocols:Experiment",
 }
 
-# How the parts of a kind come into play. "job" is a key of a Job, checked against the
-# jobs themselves; the others name the verb that reaches them. Complete over KINDS.
+# How the parts of a kind come into play. The name of a Job says that a key of it chooses
+# them, checked against the jobs themselves; the others name the verb that reaches them.
+# Complete over KINDS.
 REACHED: dict[str, str] = {
-    "corpus": "job",
-    "packing": "job",
-    "optimizer": "job",
-    "lr_schedule": "job",
-    "shard": "job",
+    "corpus": "TrainJob",
+    "packing": "TrainJob",
+    "optimizer": "TrainJob",
+    "lr_schedule": "TrainJob",
+    "shard": "TrainJob",
+    "workload": "ServeJob",
+    "scheduler": "ServeJob",
+    "kv": "ServeJob",
     "probe": "probe -> Machine -> every Plan",
     "law": "claims, model size and data of a Plan",
     "planner": "plan --planner",
@@ -82,6 +89,20 @@ def small_job(**changes: Any) -> TrainJob:
     """A job that every planner can place on :func:`small_machine`."""
     return TrainJob(
         **{"model": "shoal-0.3m", "steps": 10, "seq_len": 64, "global_batch": 8, **changes}
+    )
+
+
+def small_serve_job(**changes: Any) -> ServeJob:
+    """A serving job whose cache is so small that its bookkeeping matters."""
+    return ServeJob(
+        **{
+            "model": "shoal-0.3m",
+            "precision": "fp32",
+            "kv_tokens": 1024,
+            "max_running": 8,
+            "max_step_tokens": 128,
+            **changes,
+        }
     )
 
 
@@ -177,6 +198,7 @@ ROOMS = (
     "shoal.checkpoint",
     "shoal.corpora",
     "shoal.train",
+    "shoal.serve",
     "shoal.claims",
     "shoal.app",
 )
@@ -188,7 +210,7 @@ def without_torch() -> dict[str, dict[str, str]]:
     given = {
         "rooms": TORCH_FREE,
         "doors": ROOMS,
-        "parts": [(kind, choice(kind, name), REACHED[kind] == "job") for kind, name in PARTS],
+        "parts": [(kind, choice(kind, name), REACHED[kind] == "TrainJob") for kind, name in PARTS],
         "job": small_job().model_dump(mode="json"),
         "machine": small_machine().model_dump(mode="json"),
     }

@@ -12,9 +12,20 @@ import pytest
 import shoal.ir
 from shoal.core.config import Kind, Value
 from shoal.core.parts import KINDS, Choice, table
-from shoal.ir import Estimate, Interval, Machine, Plan, Report, TrainJob, Work
+from shoal.ir import (
+    Estimate,
+    Interval,
+    Machine,
+    Plan,
+    Report,
+    ServeJob,
+    ServePlan,
+    ServeReport,
+    TrainJob,
+    Work,
+)
 
-from .conftest import PARTS, REACHED, choice, small_job, small_machine
+from .conftest import PARTS, REACHED, choice, small_job, small_machine, small_serve_job
 
 # Every kind of job: a value of ``ir`` with a field ``job`` that names it.
 JOBS: list[type[Value]] = [
@@ -23,7 +34,7 @@ JOBS: list[type[Value]] = [
     if isinstance(found, type)
     and issubclass(found, Value)
     and "job" in found.model_fields
-    and found not in (Plan, Work)
+    and found not in (Plan, ServePlan, Work)
 ]
 
 
@@ -37,7 +48,7 @@ def choices_of(job: type[Value]) -> dict[str, str]:
     }
 
 
-# The cause under which the parts of a kind spend their time.
+# The cause under which the parts of a kind of a training job spend their time.
 CAUSES = {
     "corpus": "data",
     "packing": "data",
@@ -46,9 +57,10 @@ CAUSES = {
     "shard": "collective",
 }
 
-CHOSEN = {(kind, field) for job in JOBS for field, kind in choices_of(job).items()}
-FIELD_OF = dict(CHOSEN)
-CHOSEN_PARTS = [(kind, name) for kind, name in PARTS if REACHED.get(kind) == "job"]
+CHOSEN = {(kind, field, job) for job in JOBS for field, kind in choices_of(job).items()}
+FIELD_OF = {kind: field for kind, field, _ in CHOSEN}
+CHOSEN_PARTS = [(kind, name) for kind, name in PARTS if kind in FIELD_OF]
+TRAINED_PARTS = [(kind, name) for kind, name in CHOSEN_PARTS if kind in CAUSES]
 
 
 def plan(job: TrainJob, planner: str = "search") -> Plan:
@@ -56,25 +68,41 @@ def plan(job: TrainJob, planner: str = "search") -> Plan:
     return plans[0]
 
 
+def plan_of(kind: str, name: str) -> Plan | ServePlan:
+    """The plan of a small job that chooses this part."""
+    chosen = {FIELD_OF[kind]: choice(kind, name)}
+    if REACHED[kind] == "TrainJob":
+        return plan(small_job(**chosen))
+    return serve_plan(small_serve_job(**chosen))
+
+
+def serve_plan(job: ServeJob) -> ServePlan:
+    from shoal.plan.serving import plan_serve
+
+    return plan_serve(job, small_machine(), requests=24)
+
+
 def test_there_are_jobs() -> None:
-    assert TrainJob in JOBS
+    assert {TrainJob, ServeJob} <= set(JOBS)
     assert all(get_args(job.model_fields["job"].annotation) for job in JOBS)
 
 
 def test_every_kind_says_how_it_is_reached() -> None:
     assert set(REACHED) == set(KINDS)
-    assert {kind for kind, how in REACHED.items() if how == "job"} == {kind for kind, _ in CHOSEN}
-    assert set(CAUSES) == {kind for kind, _ in CHOSEN}
+    names = {job.__name__ for job in JOBS}
+    assert {(kind, how) for kind, how in REACHED.items() if how in names} == {
+        (kind, job.__name__) for kind, _, job in CHOSEN
+    }
+    assert set(CAUSES) == {kind for kind, _, job in CHOSEN if job is TrainJob}
 
 
 @pytest.mark.parametrize(("kind", "name"), CHOSEN_PARTS, ids=lambda value: str(value))
 def test_every_part_is_reached_from_a_job(kind: str, name: str) -> None:
-    job = small_job(**{FIELD_OF[kind]: choice(kind, name)})
-    chosen: Choice = getattr(plan(job).job, FIELD_OF[kind])
+    chosen: Choice = getattr(plan_of(kind, name).job, FIELD_OF[kind])
     assert chosen.name == name
 
 
-@pytest.mark.parametrize(("kind", "name"), CHOSEN_PARTS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("kind", "name"), TRAINED_PARTS, ids=lambda value: str(value))
 @pytest.mark.parametrize("planner", list(table("planner")))
 def test_every_part_changes_a_plan(
     kind: str, name: str, planner: str, monkeypatch: pytest.MonkeyPatch
@@ -108,14 +136,28 @@ def test_every_part_changes_a_plan(
 def test_two_choices_give_two_plans(kind: str) -> None:
     names = list(table(kind))
     assert len(names) >= 2, f"only one part of kind {kind} competes"
-    plans = [plan(small_job(**{FIELD_OF[kind]: choice(kind, name)})) for name in names]
+    plans = [plan_of(kind, name) for name in names]
     for place, one in enumerate(plans):
         assert all(one != other for other in plans[:place])
+
+
+@pytest.mark.parametrize("kind", ["scheduler", "kv", "workload"])
+def test_two_choices_give_two_predictions(kind: str) -> None:
+    """Not only the name in the plan differs: the simulated serving does."""
+    found = [plan_of(kind, name) for name in table(kind)]
+    told = {tuple(sorted((q, i.value) for q, i in made.predicted.items())) for made in found}
+    assert len(told) == len(found)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_every_job_has_competing_planners(job: type[Value]) -> None:
     assert choices_of(job), "the job chooses no part"
+    if job is ServeJob:
+        # Its decisions are made every step: by schedulers over bookkeepers of the cache.
+        assert len(table("scheduler")) >= 2
+        assert len(table("kv")) >= 2
+        assert serve_plan(small_serve_job()).predicted
+        return
     assert len(table("planner")) >= 2
     found = {planner: plan(small_job(), planner) for planner in table("planner")}
     assert {planner: made.planner for planner, made in found.items()} == {p: p for p in found}
@@ -135,4 +177,19 @@ def test_prediction_is_scored(tmp_path: Any) -> None:
     (row,) = score.rows()
     assert (row.quantity, row.predicted, row.job) == ("step_s", predicted, planned.job)
     assert row.error == pytest.approx(0.25)
+    assert score.reports() == [report]
+
+
+def test_prediction_of_serving_is_scored(tmp_path: Any) -> None:
+    """A served workload stands in the same score."""
+    from shoal.cost.score import Score
+
+    planned = serve_plan(small_serve_job())
+    predicted = planned.predicted["tokens_per_s"].value
+    report = ServeReport(plan=planned, measured={"tokens_per_s": predicted * 0.8})
+    score = Score(tmp_path / "score.db")
+    score.append(report)
+    (row,) = score.rows()
+    assert (row.quantity, row.predicted, row.job) == ("tokens_per_s", predicted, planned.job)
+    assert row.error == pytest.approx(-0.2)
     assert score.reports() == [report]

@@ -16,7 +16,7 @@ from docs_pages import DOCS, ROOT
 from shoal.app.cli import app
 from shoal.core import errors
 from shoal.core.parts import KINDS, table
-from shoal.ir import TrainJob
+from shoal.ir import ServeJob, TrainJob
 
 PACKAGE = ROOT / "src" / "shoal"
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
@@ -63,8 +63,10 @@ def test_every_part_and_option_is_documented(kind: str, name: str) -> None:
     )
 
 
-def test_every_key_of_a_job_is_documented() -> None:
-    text = (DOCS / "reference" / "configuration.md").read_text()
+@pytest.mark.parametrize(("job", "title"), [(TrainJob, "Training job"), (ServeJob, "Serving job")])
+def test_every_key_of_a_job_is_documented(job: type[Any], title: str) -> None:
+    whole = (DOCS / "reference" / "configuration.md").read_text()
+    text = whole.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
     def keys(cls: Any, prefix: str = "") -> Iterator[str]:
         for name, info in cls.model_fields.items():
@@ -74,7 +76,7 @@ def test_every_key_of_a_job_is_documented() -> None:
             else:
                 yield f"{prefix}{name}"
 
-    for key in keys(TrainJob):
+    for key in keys(job):
         row = re.search(rf"^\| `{re.escape(key)}` \|.*\| ([^|]*) \|$", text, re.M)
         assert row, f"{key} is missing"
         assert row.group(1).strip(), f"{key} has no meaning; add it to Args of its class"

@@ -1,15 +1,16 @@
-"""The whole line in one go: probe, plan, train, lose a rank, resume, export, generate, report."""
+"""The whole line in one go: probe, plan, train, lose a rank, resume, serve, talk, gallery."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, RankError
+from shoal.core.errors import RankError
 from shoal.core.files import shoal_home
 from shoal.ir import Plan, Report, TrainJob
 from shoal.train.report import rows
@@ -75,11 +76,7 @@ def run_demo(
     """
     from shoal.machine.probing import probe
 
-    run_dir = directory / "run"
-    if run_dir.exists():
-        raise ConfigError(
-            f"{run_dir}: a demo lies there already; remove it, or give another place with --dir"
-        )
+    run_dir = _fresh(directory)
     say("1. What can this machine do?  (shoal probe)")
     with work("probing") as bar:
         machine = probe(fast=True, progress=bar)
@@ -103,9 +100,69 @@ def run_demo(
     say("6. Prediction beside measurement.  (shoal score)")
     for label, predicted, measured, error in rows(report):
         say(f"   {label:32} {predicted:>16} {measured:>20} {error:>9}")
-    say(f"report: {run_dir / 'report.html'}")
-    say(f"model:  {run_dir / 'export'} (a Hugging Face directory)")
+
+    say("7. Serve it and talk to it.  (shoal serve)")
+    _talk(run_dir / "export", say)
+
+    say("8. Do the papers hold here?  (shoal claims report)")
+    _gallery(directory / "gallery", say)
+
+    say(f"report:    {run_dir / 'report.html'}")
+    say(f"gallery:   {directory / 'gallery' / 'index.html'}")
+    say(f"dashboard: shoal dash --runs {directory}")
+    say(f"model:     {run_dir / 'export'} (a Hugging Face directory; shoal serve takes it)")
     return report
+
+
+def _fresh(directory: Path) -> Path:
+    """Where this run goes: earlier demos stay."""
+    for number in itertools.count(1):
+        run_dir = directory / ("run" if number == 1 else f"run-{number}")
+        if not run_dir.exists():
+            return run_dir
+    raise AssertionError("numbers do not end")
+
+
+def _talk(model: Path, say: Callable[[str], None]) -> None:
+    """Serve the model, and ask it by the client that everybody uses."""
+    from openai import OpenAI
+
+    from shoal.serve.server import background
+
+    with background(model) as server:
+        say(f"   ready after {server.ready_s:.1f} s at {server.url}")
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            name = client.models.list().data[0].id
+            asked = "import os\n"
+            told = client.completions.create(
+                model=name, prompt=asked, max_tokens=32, temperature=0, timeout=60
+            )
+            for line in (asked + told.choices[0].text).splitlines():
+                say(f"   | {line}")
+            question = "Write a function that returns the sum of two numbers."
+            say(f"   you:   {question}")
+            spoken = client.chat.completions.create(
+                model=name,
+                messages=[{"role": "user", "content": question}],
+                max_tokens=48,
+                temperature=0.6,
+                seed=0,
+                timeout=60,
+            )
+            answer = (spoken.choices[0].message.content or "").strip()
+            for place, line in enumerate(answer.splitlines() or [""]):
+                say(f"   {'model:' if place == 0 else '      '} {line}")
+
+
+def _gallery(out: Path, say: Callable[[str], None]) -> None:
+    """Write the gallery of claims from the results that lie here."""
+    from shoal.claims.catalogue import counts, listing
+    from shoal.claims.gallery import write_gallery
+
+    results = Path("results")
+    write_gallery(results, out)
+    for (status, evidence), number in sorted(counts(listing(results)).items(), key=str):
+        say(f"   {number:4} {status}{f' ({evidence})' if evidence else ''}")
 
 
 def _tell_plan(plan: Plan, say: Callable[[str], None]) -> None:
@@ -135,17 +192,46 @@ def _train(
     every = plan.job.checkpoint.every
     fatal = max(every, int(0.4 * plan.job.steps) // every * every) + every // 3
 
+    losses: dict[int, float] = {}
+
+    def seen(watch: Watch) -> Watch:
+        def see(event: dict[str, Any]) -> None:
+            if event["kind"] == "step":
+                losses[event["step"]] = event["loss"]
+            watch(event)
+
+        return see
+
     def kill(supervisor: Supervisor, event: dict[str, Any]) -> None:
         if lose and event["kind"] == "step" and event["step"] == fatal:
             os.kill(supervisor.processes[-1].pid, signal.SIGKILL)
 
     try:
         with training() as watch:
-            return execute(plan, run_dir, watch=watch, inject=kill)
+            report = execute(plan, run_dir, watch=seen(watch), inject=kill)
+        say(f"   {curve(list(losses.values()))}")
+        return report
     except RankError as error:
         if not lose:
             raise
+        say(f"   {curve(list(losses.values()))}")
         say(f"   lost: {error}")
     say("4. Resume from the last checkpoint.  (shoal train --resume)")
     with training() as watch:
-        return execute(plan, run_dir, resume=True, watch=watch)
+        report = execute(plan, run_dir, resume=True, watch=seen(watch))
+    say(f"   {curve(list(losses.values()))}")
+    return report
+
+
+def curve(losses: Sequence[float], width: int = 48) -> str:
+    """A training curve in one line: bars of the mean loss of equal spans of steps."""
+    if not losses:
+        return "loss: no step was made"
+    count = min(width, len(losses))
+    edges = [len(losses) * place // count for place in range(count + 1)]
+    means = [sum(losses[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    bars = "▁▂▃▄▅▆▇█"
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    drawn = "".join(bars[round((mean - low) * scale)] for mean in means)
+    return f"loss {losses[0]:.2f} {drawn} {losses[-1]:.2f}"

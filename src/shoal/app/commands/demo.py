@@ -1,4 +1,4 @@
-"""``shoal demo``: the whole line, from a probe to a report."""
+"""``shoal demo``: the whole line, from a probe to a model that answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def demo(
     ranks: Annotated[int, typer.Option(help="Ranks.", min=1, max=64)] = 2,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Probe, plan, train, lose a rank, resume, export, generate, report.
+    """Probe, plan, train, lose a rank, resume, generate, serve, talk, gallery.
 
     **Examples**
 
@@ -25,7 +25,7 @@ def demo(
         shoal demo --minutes 20
     """
     from shoal.app.show import TrainingBar, WorkBar
-    from shoal.train.demo import run_demo
+    from shoal.app.demo import run_demo
 
     run_demo(
         directory,

@@ -1,0 +1,282 @@
+"""Serving: the same tokens as transformers, speed beside it, and how good the prediction was.
+
+Usage: python benchmarks/serving.py [--only tokens|speed|simulator] [--rounds N]
+
+Everything that is said of the server goes through its real HTTP interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import torch
+from common import Row, record, require_quiet
+
+from shoal.core.measure import bootstrap
+from shoal.serve.server import background
+
+DATA = Path(os.environ.get("SHOAL_DATA", Path(__file__).parents[2] / "shared" / "data"))
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
+VOCAB = 512
+NEW_TOKENS = 64
+
+
+def random_model(folder: Path, family: str, **changes: int) -> Any:
+    """A model of ``family`` with random weights in fp32, written by transformers."""
+    import transformers as hf
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    classes: dict[str, tuple[Any, dict[str, int]]] = {
+        "llama": (hf.LlamaConfig, {}),
+        "qwen2": (hf.Qwen2Config, {}),
+        "qwen3": (hf.Qwen3Config, {"head_dim": 16}),
+        "mixtral": (hf.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    }
+    config, more = classes[family]
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.1,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(FAMILIES.index(family))
+    model = hf.AutoModelForCausalLM.from_config(config(**{**common, **more, **changes}))
+    model.float().eval().save_pretrained(folder)
+    # One word a token, so that the text of an answer tells its tokens.
+    size = model.config.vocab_size
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(size)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.decoder = decoders.Sequence([decoders.Replace("t", " t")])
+    words.save(str(folder / "tokenizer.json"))
+    return model
+
+
+def numbers(text: str) -> list[int]:
+    """The tokens that a text of :func:`random_model`'s tokenizer spells."""
+    return [int(word[1:]) for word in text.split()]
+
+
+async def ask_all(
+    url: str, prompts: list[list[int]], count: int, *, stream: bool = False
+) -> list[list[int]]:
+    """Greedy answers to all prompts at once, through the openai client."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        name = (await client.models.list()).data[0].id
+
+        async def ask(prompt: list[int]) -> list[int]:
+            options: dict[str, Any] = {
+                "model": name,
+                "prompt": prompt,
+                "max_tokens": count,
+                "temperature": 0,
+            }
+            if not stream:
+                told = await client.completions.create(**options)
+                return numbers(told.choices[0].text)
+            parts = [
+                piece.choices[0].text
+                async for piece in await client.completions.create(**options, stream=True)
+            ]
+            return numbers("".join(parts))
+
+        return list(await asyncio.gather(*map(ask, prompts)))
+
+
+def same_tokens(folder: Path) -> list[Row]:
+    """20 prompts of 1 to 300 tokens, four families."""
+    lengths = np.linspace(1, 300, 20).round().astype(int)
+    same = 0
+    ready: list[float] = []
+    for family in FAMILIES:
+        model = random_model(folder / family, family)
+        draw = np.random.default_rng(1)
+        prompts = [draw.integers(0, VOCAB, length).tolist() for length in lengths]
+        expected = []
+        with torch.no_grad():
+            for prompt in prompts:
+                ids = torch.tensor([prompt])
+                out = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+                expected.append(out[0, len(prompt) :].tolist())
+        with background(folder / family) as server:
+            ready.append(server.ready_s)
+            found = asyncio.run(ask_all(server.url, prompts, NEW_TOKENS))
+        same += found == expected
+    return [
+        Row(
+            name="families with the same 64 greedy tokens over HTTP as transformers",
+            value=float(same),
+            unit="of 4",
+            comparison=">=",
+            threshold=4.0,
+            note=f"{', '.join(FAMILIES)}; 20 prompts of 1 to 300 tokens at once, fp32, random "
+            "weights with a range of 0.1; every token of every prompt",
+        ),
+        Row(
+            name="seconds until a served mini-model is ready",
+            value=max(ready),
+            unit="s",
+            comparison="<=",
+            threshold=5.0,
+            note=f"slowest of {len(ready)} starts: from the start of the process to the first "
+            "good /health",
+            samples={"ready_s": ready},
+        ),
+    ]
+
+
+def speed(folder: Path, rounds: int) -> list[Row]:
+    """16 streams at once against one-at-a-time generate, on the same checkpoint."""
+    streams, length = 16, 64
+    # The shape of shoal-4m.
+    shape = {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = random_model(folder / "speed", "llama", **shape)
+    draw = np.random.default_rng(2)
+    prompts = [draw.integers(0, 4096, length).tolist() for _ in range(streams)]
+    torch.set_num_threads(os.cpu_count() or 1)
+
+    def one_at_a_time() -> list[list[int]]:
+        found = []
+        with torch.no_grad():
+            for prompt in prompts:
+                out = model.generate(
+                    torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False
+                )
+                found.append(out[0, length:].tolist())
+        return found
+
+    with background(folder / "speed", prefix_reuse=False) as server:
+
+        def served() -> list[list[int]]:
+            return asyncio.run(ask_all(server.url, prompts, NEW_TOKENS, stream=True))
+
+        methods: dict[str, Callable[[], list[list[int]]]] = {
+            "served": served,
+            "generate": one_at_a_time,
+        }
+        answers = {name: method() for name, method in methods.items()}  # warms up
+        equal = sum(a == b for a, b in zip(*answers.values(), strict=True))
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        for number in range(rounds):
+            for name in list(methods) if number % 2 else list(methods)[::-1]:
+                begin = time.perf_counter()
+                methods[name]()
+                seconds[name].append(time.perf_counter() - begin)
+    ratio = bootstrap(np.divide(seconds["generate"], seconds["served"]))
+    tokens = streams * NEW_TOKENS
+    return [
+        Row(
+            name="16 streams over HTTP against one-at-a-time transformers generate",
+            value=ratio.value,
+            low=ratio.low,
+            high=ratio.high,
+            unit="x",
+            comparison=">=",
+            threshold=3.0,
+            note=f"tokens/s; a Llama of shoal-4m's shape, fp32, prompts of {length} and outputs of "
+            f"{NEW_TOKENS} tokens, prefix reuse off, {torch.get_num_threads()} threads each; served "
+            f"{tokens / statistics.median(seconds['served']):,.0f} tokens/s, generate "
+            f"{tokens / statistics.median(seconds['generate']):,.0f}; {equal} of {streams} answers "
+            f"equal; {rounds} rounds in turn",
+            samples={"served_s": seconds["served"], "generate_s": seconds["generate"]},
+        )
+    ]
+
+
+def simulator(folder: Path) -> list[Row]:
+    """The throughput that the simulator says beforehand, on two recorded traces."""
+    from shoal.ir import ServeJob
+    from shoal.serve.bench import bench_serve
+
+    random_model(
+        folder / "simulated",
+        "llama",
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        max_position_embeddings=2048,
+    )
+    rows = []
+    for name, workload in (
+        (
+            "azure conversations",
+            {"name": "azure", "path": str(DATA / "azure-llm-traces" / "conv.csv"), "scale": 8},
+        ),
+        (
+            "mooncake conversations",
+            {
+                "name": "mooncake",
+                "path": str(DATA / "mooncake-trace" / "conversation_trace.jsonl"),
+                "scale": 32,
+            },
+        ),
+    ):
+        job = ServeJob.model_validate({"model": str(folder / "simulated"), "workload": workload})
+        report = bench_serve(job, requests=120)
+        error = report.errors["tokens_per_s"]
+        told = report.plan.predicted["tokens_per_s"]
+        rows.append(
+            Row(
+                name=f"error of the simulated throughput, {name}",
+                value=abs(error),
+                unit="",
+                comparison="<=",
+                threshold=0.15,
+                note=f"measured {report.measured['tokens_per_s']:,.0f} tokens/s, predicted before "
+                f"the replay {told.value:,.0f} ({told.low:,.0f} to {told.high:,.0f}): "
+                f"{error:+.3f}; time to first token, median: "
+                f"{report.errors.get('ttft_p50_s', float('nan')):+.3f}; between tokens: "
+                f"{report.errors.get('tpot_p50_s', float('nan')):+.3f}",
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    """Run and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=["tokens", "speed", "simulator"])
+    options = parser.parse_args()
+    require_quiet()
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.only in (None, "tokens"):
+            rows += same_tokens(folder)
+        if options.only in (None, "speed"):
+            rows += speed(folder, options.rounds)
+        if options.only in (None, "simulator"):
+            rows += simulator(folder)
+    record(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The tutorials and the README, command by command, as a reader would type them.
+
+What only lasts is made shorter; nothing else is changed. A command that ends with ``&``
+runs until the page ends, and what follows waits until it answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from docs_pages import DOCS, ROOT, blocks
+
+SHORTER = {
+    "--minutes 3": "--minutes 0.05",
+    "shoal demo": "shoal demo --minutes 0.05",
+    "claims run dissect": "claims run dissect --quick",
+}
+# Installing and the two commands of the Makefile are what CI itself does.
+ELSEWHERE = ("pip install", "make ", "git ")
+
+
+def steps(page: Path) -> Iterator[tuple[str, str]]:
+    """("shell", line), ("python", text) and (a file's name, text) of a page, in order."""
+    for block in blocks(page):
+        if block.language == "python":
+            yield "python", block.text
+        elif title := re.fullmatch(r'title="([\w.-]+)"', block.title):
+            yield title.group(1), block.text
+        elif block.language == "shell":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                command = line.partition("  #")[0].strip()
+                if command and not command.startswith(("#", *ELSEWHERE)):
+                    yield "shell", command
+
+
+def shortened(command: str) -> str:
+    for long, short in SHORTER.items():
+        command = command.replace(long, short)
+    return command
+
+
+def wait_for(port: int, child: subprocess.Popen[str]) -> None:
+    for _ in range(600):
+        assert child.poll() is None, f"ended with status {child.returncode}"
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+            return
+        except urllib.error.HTTPError as answer:
+            if answer.code < 500:
+                return  # it answers, if only to say that a token is missing
+        except OSError:
+            pass
+        time.sleep(0.1)
+    pytest.fail(f"nothing answers on port {port}")
+
+
+@contextlib.contextmanager
+def place(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A directory as a reader has it; what was started in it is ended."""
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+    bin_dir = Path(sys.executable).parent
+    yield {
+        **os.environ,
+        "SHOAL_HOME": str(tmp_path / "home"),
+        "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+def follow(pages: list[Path], tmp_path: Path) -> None:
+    running: list[subprocess.Popen[str]] = []
+    with place(tmp_path) as environment:
+        try:
+            for page in pages:
+                for language, text in steps(page):
+                    if language not in ("python", "shell"):
+                        (tmp_path / language).write_text(text)
+                        continue
+                    if language == "python":
+                        words = [sys.executable, "-c", text]
+                    else:
+                        words = ["bash", "-c", shortened(text).removesuffix("&")]
+                    if text.endswith("&"):
+                        found = re.search(r"--port (\d+)", text)
+                        assert found, f"{text}: give the port"
+                        child = subprocess.Popen(
+                            words, cwd=tmp_path, env=environment, text=True, start_new_session=True
+                        )
+                        running.append(child)
+                        wait_for(int(found.group(1)), child)
+                        continue
+                    done = subprocess.run(
+                        words,
+                        cwd=tmp_path,
+                        env=environment,
+                        capture_output=True,
+                        text=True,
+                        timeout=300,
+                    )
+                    # Doctor's status 1 says that something may be mended, not that it failed.
+                    allowed = (0, 1) if "shoal doctor" in text else (0,)
+                    assert done.returncode in allowed, (text, done.stdout, done.stderr)
+                    assert "Traceback" not in done.stderr, (text, done.stderr)
+        finally:
+            for child in running:
+                os.killpg(child.pid, signal.SIGINT)
+            for child in running:
+                child.wait(timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.timeout(600)
+def test_the_tutorials_run(tmp_path: Path) -> None:
+    follow(
+        [DOCS / "tutorials" / f"{name}.md" for name in ("first-run", "serve-and-look")], tmp_path
+    )
+    assert (tmp_path / "runs" / "second" / "report.html").exists()
+    assert (tmp_path / "gallery" / "index.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_tutorial_of_planning_runs(tmp_path: Path) -> None:
+    follow([DOCS / "tutorials" / "plan-a-cluster.md"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.timeout(600)
+def test_the_readme_runs(tmp_path: Path) -> None:
+    follow([ROOT / "README.md"], tmp_path)
+
+
+def test_every_tutorial_is_followed() -> None:
+    names = {page.stem for page in (DOCS / "tutorials").glob("*.md")}
+    assert names == {"first-run", "serve-and-look", "plan-a-cluster"}
+    for name in names:
+        assert len(list(steps(DOCS / "tutorials" / f"{name}.md"))) > 4
