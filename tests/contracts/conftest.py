@@ -7,12 +7,16 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.core.parts import KINDS, table
 from shoal.ir import Device, Link, Machine, MemoryTier, ServeJob, TrainJob
+
+# Requests made up for these tests, in the forms of the public traces.
+TRACES = Path(__file__).with_name("traces")
 
 # Options that a part cannot be built without. Complete: a test compares it with what
 # the parts ask for.
@@ -22,6 +26,9 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("corpus", "text"): {"path": "corpus.txt"},
     ("corpus", "jsonl"): {"path": "corpus.jsonl"},
     ("corpus", "parquet"): {"path": "corpus.parquet"},
+    ("workload", "azure"): {"path": str(TRACES / "azure.csv")},
+    ("workload", "mooncake"): {"path": str(TRACES / "mooncake.jsonl")},
+    ("workload", "trace"): {"path": str(TRACES / "trace.jsonl")},
 }
 
 # What a part of each kind promises, in the protocols of its room. Complete over KINDS.
