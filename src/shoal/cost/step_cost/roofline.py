@@ -1,0 +1,242 @@
+"""A step's time from the machine's rates and the model's shape, operator by operator.
+
+A matrix product takes its FLOP over the measured rate at its size and its weights over
+the bandwidth of the memory that holds the model: one after the other on a CPU, the longer
+of both on a GPU. Attention copies the keys and values of a request side by side and
+reads them; every other operator takes its bytes over the bandwidth that elementwise
+operators reach; each operator costs its launch, and each step and each request some work
+on the host.
+
+Sources: Williams et al., Roofline, 2009; Yuan et al., LLM Inference Unveiled: Survey and
+Roofline Model Insights, 2024 (decode steps are bound by weights and cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.core.errors import require
+from shoal.cost.arithmetic import linears, parameters
+from shoal.cost.ops import TILED, ledger
+from shoal.cost.rates import Rates
+from shoal.ir import Machine, ModelShape, Parallel
+
+__all__ = ["BYTES", "Roofline", "Terms", "activation_bytes", "cache_bytes_per_token"]
+
+BYTES = {"fp32": 4.0, "bf16": 2.0}
+"""Bytes of a weight and of a key's element, by precision."""
+
+# On the host: what the engine does for a step (plan, tensors, commit, message) and for a
+# request in it (its chunk, its token, its way to the client), s, on a core of 2023.
+STEP_S = 3e-4
+CHUNK_S = 3e-5
+# An operator inside a model costs its launch and the Python around it, which the probe's
+# loop over one operator does not have.
+CALL = {"cpu": 2.0, "gpu": 1.0}
+# Operators of one layer for each group of decodes and for each prompt: copy, mask, attend.
+ATTENTION_CALLS = 10
+# Share of the keys that a decode's attention copies from the blocks: read and written.
+COPY_PASSES = 2.0
+# FLOP/s of a fused attention kernel on a GPU as a share of its matrix products' rate
+# (Dao, FlashAttention-2, 2023, figure 5).
+GPU_ATTENTION = 0.5
+# Share of its bandwidth that a GPU reaches on the weights of a decode step.
+GPU_STREAM = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Seconds of a step by cause.
+
+    Args:
+        matmul: matrix products that are limited by FLOP.
+        attention: attention, its copies included.
+        memory: reading weights; elementwise operators.
+        overhead: launching operators; the host's own work.
+    """
+
+    matmul: float
+    attention: float
+    memory: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return self.matmul + self.attention + self.memory + self.overhead
+
+
+def cache_bytes_per_token(shape: ModelShape, precision: str) -> float:
+    """Bytes of the keys and values of one token in all layers."""
+    return 2.0 * shape.num_layers * shape.num_kv_heads * shape.head_dim * BYTES[precision]
+
+
+def activation_bytes(shape: ModelShape, tokens: int, requests: int, precision: str) -> float:
+    """Bytes of the largest moment of a step of ``tokens``, and of its ``requests`` logits."""
+    width = BYTES[precision]
+    ffn = max(shape.ffn_hidden, shape.expert_hidden * max(1, shape.top_k))
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    # The residual stream, its norm, and either queries, keys and values or the inner layer.
+    block = tokens * (3 * shape.hidden + max(2 * heads, 3 * ffn)) * width
+    # Logits are turned to fp32, sorted and summed where sampling asks for it.
+    return block + requests * shape.vocab_size * (width + 12.0)
+
+
+class Roofline:
+    """Predicted seconds of steps of one model on one device of a machine.
+
+    Args:
+        machine: the machine; one device of it is used.
+        shape: the model.
+        precision: fp32 or bf16, of weights and cache.
+        threads: threads that compute on a CPU; 0 for all cores.
+
+    Raises:
+        ConfigError: another precision.
+        MachineError: the machine lacks a rate that is needed.
+    """
+
+    def __init__(
+        self, machine: Machine, shape: ModelShape, precision: str, threads: int = 0
+    ) -> None:
+        require(precision in BYTES, "precision", precision, expected=" or ".join(BYTES))
+        self.machine, self.shape, self.precision = machine, shape, precision
+        self._rates = Rates(machine, Parallel(), threads)
+        self._matmul = self._rates.matmul_curve(precision)
+        self._stream = self._rates.stream_curve()
+        self._cpu = self._rates.is_cpu
+        self._weights = self._weight_bandwidth(parameters(shape) * BYTES[precision])
+        self._by_tokens: dict[int, tuple[float, float, float]] = {}
+        self._by_rows: dict[int, tuple[float, float]] = {}
+
+    def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """See :class:`~shoal.ir.serving.StepCost`."""
+        return self.terms(chunks).total
+
+    def terms(self, chunks: Sequence[tuple[int, int]]) -> Terms:
+        """Seconds of a step of ``chunks`` (tokens before, tokens in it), by cause."""
+        shape = self.shape
+        tokens, decodes, prompts, keys, pairs, copied = 0, 0, 0, 0, 0.0, 0
+        for start, length in chunks:
+            tokens += length
+            if length == 1:
+                decodes += 1
+                keys += start + 1
+            else:
+                prompts += 1
+                pairs += length * (start + (length + 1) / 2)
+                copied += start + length if start else 0
+        matmul, memory, calls = self._blocks(tokens)
+        rows = self._logits(decodes + prompts)
+        attention = self._attention(keys, pairs, copied)
+        calls += ATTENTION_CALLS * shape.num_layers * (min(decodes, 1) + prompts)
+        kind = self.machine.device.kind
+        launch = CALL[kind] * calls * self.machine.device.op_overhead_s * self._rates.crowding
+        device = matmul + memory + sum(rows) + attention
+        if not self._cpu:
+            # A GPU is told what to do while it works; only what it does not hide counts.
+            launch = max(0.0, launch - device)
+        return Terms(
+            matmul + rows[0],
+            attention,
+            memory + rows[1],
+            launch + STEP_S + CHUNK_S * len(chunks),
+        )
+
+    def _weight_bandwidth(self, size: float) -> float:
+        """Byte/s at which weights are read: every step reads all of them, one after another."""
+        tiers = [
+            tier
+            for tier in self.machine.device.memory
+            if tier.read_bandwidth is not None and tier.name not in ("disk", "l1d")
+        ]
+        if not tiers:
+            return self._stream(size)
+        # A level that is only just large enough has been displaced in part.
+        tier = next((tier for tier in tiers if tier.capacity_bytes >= 1.5 * size), tiers[-1])
+        assert tier.read_bandwidth is not None
+        if not self._cpu:
+            return GPU_STREAM * tier.read_bandwidth
+        return tier.read_bandwidth * self._rates.used / self._rates.cores / self._rates.crowding
+
+    def _product(self, M: float, N: float, K: float, count: float) -> tuple[float, float]:
+        """(by FLOP, by bytes of the weights) of ``count`` products [M, K] x [K, N]."""
+        flops = count * 2.0 * M * N * K / self._matmul((M * N * K) ** (1 / 3))
+        weights = count * N * K * BYTES[self.precision] / self._weights
+        if self._cpu:
+            return flops, weights
+        return (flops, 0.0) if flops > weights else (0.0, weights)
+
+    def _blocks(self, tokens: int) -> tuple[float, float, float]:
+        """(matmul s, memory s, operators) of all blocks for ``tokens``, attention left out."""
+        if tokens not in self._by_tokens:
+            matmul = memory = calls = 0.0
+            for linear in linears(self.shape):
+                if linear.name == "logits":
+                    continue
+                # Few tokens reach few of the experts, and only their weights are read.
+                met = linear.share * tokens
+                copies = linear.copies * min(1.0, met) if linear.copies > 1 else 1.0
+                flops, weights = self._product(
+                    max(1.0, met), linear.N, linear.K, linear.layers * copies
+                )
+                matmul += flops
+                memory += weights
+            for op in ledger(
+                self.shape,
+                seq_len=tokens,
+                microbatch=1,
+                precision=self.precision,
+                style="cpu" if self._cpu else "gpu",
+            ):
+                if op.name in _TRAINING:
+                    continue
+                if op.kind == "memory":
+                    traffic = op.count * op.forward_bytes
+                    memory += traffic / self._stream(max(1.0, op.size_bytes))
+                calls += op.count * op.forward_calls
+            self._by_tokens[tokens] = matmul, memory, calls
+        return self._by_tokens[tokens]
+
+    def _logits(self, rows: int) -> tuple[float, float]:
+        """(matmul s, memory s) of the output matrix and of choosing from it."""
+        if rows not in self._by_rows:
+            shape = self.shape
+            flops, weights = self._product(rows, shape.vocab_size, shape.hidden, 1.0)
+            # Converted to fp32 and searched.
+            cells = 12.0 * rows * shape.vocab_size
+            self._by_rows[rows] = flops, weights + cells / self._stream(max(1.0, cells))
+        return self._by_rows[rows]
+
+    def _attention(self, keys: int, pairs: float, copied: int) -> float:
+        """Seconds of attention in all layers.
+
+        Args:
+            keys: that decodes read.
+            pairs: of a query and a key in prompts.
+            copied: keys that prompts copy from blocks.
+        """
+        shape = self.shape
+        width = BYTES[self.precision]
+        kv = 2.0 * shape.num_kv_heads * shape.head_dim * width
+        flops = 4.0 * shape.num_heads * shape.head_dim * pairs
+        if not self._cpu:
+            read = kv * (keys + copied) / (GPU_STREAM * self._main_bandwidth())
+            return shape.num_layers * (read + flops / (GPU_ATTENTION * self._matmul(2048.0)))
+        traffic = kv * ((COPY_PASSES + 1.0) * keys + COPY_PASSES * copied)
+        seconds = traffic / self._stream(max(1.0, traffic))
+        # Passes of fp32 over the weights inside the tiled kernel.
+        weights = TILED[self.precision][0] * 4.0 * shape.num_heads * pairs
+        seconds += flops / self._matmul(256.0) + weights / self._stream(2.0**20)
+        return shape.num_layers * seconds
+
+    def _main_bandwidth(self) -> float:
+        found = self.machine.device.main_memory.read_bandwidth
+        return found if found is not None else self._stream(2.0**30)
+
+
+# Entries of a training step's ledger that a serving step has not, or that are counted here.
+_TRAINING = frozenset(
+    {"attention", "attention_backward", "weight_cast", "gradient_sum", "logits", "loss"}
+)
