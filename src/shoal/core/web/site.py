@@ -18,7 +18,7 @@ import functools
 import importlib.util
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +64,7 @@ class Site:
         assets: what stands before an asset's name in a link.
         nav: the navigation of every page.
         home: where the name of the product leads.
+        filters: further filters of the templates, by name.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Site:
         assets: str = "assets/",
         nav: Sequence[Link] = (),
         home: str = "index.html",
+        filters: Mapping[str, Callable[..., object]] | None = None,
     ) -> None:
         self._roots = (*(_root(package) for package in packages), _HERE)
         self._environment = jinja2.Environment(
@@ -86,6 +88,7 @@ class Site:
         self._environment.filters.update(
             draw=_draw, number=number, seconds=seconds, size=size, status=status
         )
+        self._environment.filters.update(filters or {})
 
     def render(self, template: str, **values: object) -> str:
         """A page, or a fragment of one, as text.

@@ -1,0 +1,133 @@
+"""``shoal dash``: machine, runs, plans, score, server and claims in a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import socket
+
+__all__ = ["dash"]
+
+
+def dash(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option(help="A directory of runs, besides those the score knows; may repeat."),
+    ] = None,
+    plan: Annotated[
+        list[Path] | None, typer.Option(help="A plan file to show; may repeat.")
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Directory of the claims' results.")] = Path(
+        "results"
+    ),
+    server: Annotated[
+        str | None, typer.Option(help="A running `shoal serve`; its key is SHOAL_API_KEY.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+    ] = 8642,
+    open_: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
+) -> None:
+    """Show machine, runs, plans, score, server and claims in a browser, until Ctrl-C.
+
+    Only who has the address that is printed can see it. Nothing is asked of another machine.
+
+    **Examples**
+
+        shoal dash
+
+        shoal dash --runs runs --server http://127.0.0.1:8000
+
+        shoal dash --no-open --port 0
+    """
+    import os
+
+    from shoal.core.extras import import_extra
+
+    uvicorn = import_extra("uvicorn", extra="run", purpose="the dashboard")
+    import_extra("fastapi", extra="run", purpose="the dashboard")
+    from shoal.app.dash.app import Settings, create_app
+    from shoal.app.dash.guard import Access, host_names
+    from shoal.app.dash.upstream import Upstream
+
+    upstream = None
+    if server is not None:
+        upstream = Upstream(server.rstrip("/"), os.environ.get("SHOAL_API_KEY", ""))
+    listening = _listen(host, port)
+    port = int(listening.getsockname()[1])
+    access = Access(hosts=host_names(host), name=f"shoal-dash-{port}")
+    app = create_app(
+        Settings(
+            runs=tuple(runs or ()),
+            plans=tuple(plan or ()),
+            results=results,
+            server=upstream,
+            access=access,
+        )
+    )
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::", "localhost") else host  # noqa: S104
+    address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
+    typer.echo(f"{address}?token={access.token}")
+    typer.echo("Only this address opens the dashboard. Ctrl-C ends it.", err=True)
+    opened = _open(f"{address}?token={access.token}") if open_ else None
+    # No access log: the first address has the token.
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=16384,
+        http="h11",
+        timeout_graceful_shutdown=2,
+    )
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        listening.close()
+        if opened is not None:
+            opened.unlink(missing_ok=True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    import socket
+
+    from shoal.core.errors import ConfigError
+
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(found[0], socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(found[4])
+        listening.listen(128)
+    except OSError as cause:
+        raise ConfigError(
+            f"--host {host} --port {port}: cannot listen there ({cause.strerror}); "
+            "give another port, or --port 0 for a free one"
+        ) from cause
+    return listening
+
+
+def _open(address: str) -> Path | None:
+    """Open a browser by a file: a command line, which others can list, would show the token."""
+    import os
+    import tempfile
+    import webbrowser
+    from html import escape
+
+    handle, name = tempfile.mkstemp(prefix="shoal-dash-", suffix=".html")  # for this user only
+    there = escape(address, quote=True)
+    with os.fdopen(handle, "w") as file:
+        file.write(
+            f'<!doctype html><meta charset="utf-8"><title>Shoal</title>'
+            f'<meta http-equiv="refresh" content="0; url={there}"><a href="{there}">Shoal</a>'
+        )
+    path = Path(name)
+    if not webbrowser.open(path.as_uri()):
+        path.unlink()
+        return None
+    return path

@@ -1,0 +1,277 @@
+"""The dashboard as a FastAPI application: an address, what it reads, the page it fills."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from shoal.app.dash import views
+from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, Access, Guard
+from shoal.app.dash.runs import FILES, Found, Runs, open_inside
+from shoal.app.dash.upstream import Upstream
+from shoal.core.errors import ConfigError, ServeError, ShoalError, StoreError
+from shoal.core.web import Link, Site
+
+__all__ = ["Settings", "create_app"]
+
+NAV = (
+    Link("Overview", "/"),
+    Link("Machine", "/machine"),
+    Link("Runs", "/runs"),
+    Link("Plans", "/plans"),
+    Link("Score", "/score"),
+    Link("Server", "/server"),
+    Link("Claims", "/claims"),
+)
+PAGE = 25
+MAX_FILE = 256 * 2**20
+# A report is a page of its own: it has its style inside, and nothing else is let in.
+_REPORT_POLICY = (
+    "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a dashboard shows, and to whom.
+
+    Args:
+        runs: directories whose sub-directories are runs, besides the registered ones.
+        plans: plan files to show besides those of runs.
+        results: directory of the results of claims.
+        score: path of the score; the one in Shoal's home if None.
+        server: a running ``shoal serve``; None for no server.
+        access: secrets and names.
+    """
+
+    runs: tuple[Path, ...] = ()
+    plans: tuple[Path, ...] = ()
+    results: Path = Path("results")
+    score: Path | None = None
+    server: Upstream | None = None
+    access: Access = field(default_factory=Access)
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The application, with its guard around it."""
+    app = FastAPI(title="shoal dash", docs_url=None, redoc_url=None, openapi_url=None)
+    site = Site("shoal.app.dash", assets="/assets/", nav=NAV, home="/", filters=views.FILTERS)
+    runs = Runs(settings.runs, settings.score)
+    get = functools.partial(app.api_route, methods=["GET", "HEAD"], include_in_schema=False)
+
+    def page(template: str, here: str = "", code: int = 200, **values: Any) -> HTMLResponse:
+        return HTMLResponse(site.render(template, here=here, **values), code)
+
+    def wanted(identity: str) -> Found:
+        found = runs.find(identity)
+        if found is None:
+            raise HTTPException(404, "there is no such run; it may have been forgotten")
+        return found
+
+    @get(HEALTH)
+    def healthz() -> PlainTextResponse:
+        return PlainTextResponse("ok\n")
+
+    @get("/assets/{name}")
+    def asset(name: str) -> Response:
+        try:
+            content = site.asset(name)
+        except ConfigError as cause:
+            raise HTTPException(404, "there is no such file") from cause
+        kept = {"cache-control": "private, max-age=300"}
+        return Response(content, media_type=site.media_type(name), headers=kept)
+
+    @get("/")
+    def overview() -> HTMLResponse:
+        return page("overview.html", "/", **views.overview(settings, runs))
+
+    @get("/machine")
+    def machine() -> HTMLResponse:
+        return page("machine.html", "/machine", **views.machine())
+
+    @get("/runs")
+    def list_runs(request: Request) -> HTMLResponse:
+        words = request.query_params.get("q", "").strip()[:100]
+        number = request.query_params.get("page", "1")
+        found = [run for run in runs.all() if views.matches(run, words)]
+        pager = views.Pager.of(len(found), number, PAGE, "/runs", {"q": words})
+        shown = runs.detailed(found[pager.first : pager.last])
+        return page("runs.html", "/runs", runs=shown, pager=pager, q=words)
+
+    @get("/runs/{identity}")
+    def one_run(identity: str) -> HTMLResponse:
+        found = wanted(identity)
+        return page("run.html", "/runs", **views.run(runs, found))
+
+    @get("/runs/{identity}/live")
+    def live(identity: str) -> HTMLResponse:
+        found = wanted(identity)
+        answer = page("run_live.html", **views.run(runs, found))
+        answer.headers["x-run-state"] = found.state
+        return answer
+
+    @get("/runs/{identity}/{name}")
+    def file(identity: str, name: str) -> Response:
+        found = wanted(identity)
+        opened = None
+        if name in FILES and found.entry.path is not None:
+            opened = open_inside(found.entry.path, name)
+        if opened is None:
+            raise HTTPException(404, "the directory of the run has no such file")
+        with opened:
+            content = opened.read(MAX_FILE)
+        headers = {"content-security-policy": _REPORT_POLICY}
+        return Response(content, media_type=FILES[name], headers=headers)
+
+    @get("/plans")
+    def plans(request: Request) -> HTMLResponse:
+        everything = runs.all()
+        number = request.query_params.get("page", "1")
+        pager = views.Pager.of(len(everything), number, PAGE, "/plans", {})
+        shown = views.plans(runs, everything[pager.first : pager.last])
+        files = views.plan_files(settings.plans)
+        return page("plans.html", "/plans", plans=shown, files=files, pager=pager)
+
+    @get("/plans/file/{index}")
+    def plan_file(index: str) -> HTMLResponse:
+        files = views.plan_files(settings.plans)
+        if not (index.isascii() and index.isdigit() and int(index) < len(files)):
+            raise HTTPException(404, "no such plan file was given")
+        row = files[int(index)]
+        if row.plan is None:
+            raise ConfigError(row.error)
+        return page("plan.html", "/plans", **views.plan(row.plan), run=None)
+
+    @get("/plans/{identity}")
+    def one_plan(identity: str) -> HTMLResponse:
+        found = wanted(identity)
+        plan = runs.plan(found.entry)
+        if plan is None:
+            raise HTTPException(404, "this run has no plan")
+        return page("plan.html", "/plans", **views.plan(plan), run=found)
+
+    @get("/score")
+    def score(request: Request, quantity: str = "") -> HTMLResponse:
+        number = request.query_params.get("page", "1")
+        return page("score.html", "/score", **views.score(runs, quantity, number, PAGE))
+
+    @get("/claims")
+    def claims(request: Request) -> HTMLResponse:
+        query = request.query_params
+        return page("claims.html", "/claims", **views.claims(settings.results, query))
+
+    @get("/server")
+    def server() -> HTMLResponse:
+        upstream = settings.server
+        state = None if upstream is None else upstream.state()
+        return page("server.html", "/server", server=upstream, state=state, chat=None)
+
+    @app.post(CHAT, include_in_schema=False)
+    async def chat(request: Request) -> Response:
+        upstream = settings.server
+        if upstream is None:
+            raise HTTPException(404, "no server was given; start the dashboard with --server URL")
+        body = await _body(request)
+        if request.headers.get("content-type", "").startswith("application/json"):
+            model, messages = _conversation(body)
+            pieces = _lines(upstream, model, messages)
+            return StreamingResponse(
+                iterate_in_threadpool(pieces), media_type="application/x-ndjson"
+            )
+        # Without JavaScript a form is sent, and the whole answer is a page.
+        form = parse_qs(body.decode("utf-8", errors="replace"), keep_blank_values=True)
+        said = form.get("message", [""])[0]
+        model, messages = _conversation(
+            json.dumps(
+                {
+                    "model": form.get("model", [""])[0],
+                    "messages": [{"role": "user", "content": said}],
+                }
+            ).encode()
+        )
+
+        def answered() -> tuple[str, str]:
+            text = ""
+            try:
+                for piece in upstream.stream(model, messages):
+                    text += piece
+            except ServeError as cause:
+                return text, str(cause)
+            return text, ""
+
+        text, error = await run_in_threadpool(answered)
+        state = await run_in_threadpool(upstream.state)
+        spoken = {"message": said, "answer": text, "error": error}
+        return page("server.html", "/server", server=upstream, state=state, chat=spoken)
+
+    @app.exception_handler(HTTPException)
+    def refused(_request: Request, error: HTTPException) -> HTMLResponse:
+        told = {404: "Not found", 400: "Not understood", 413: "Too large"}
+        title = told.get(error.status_code, "Refused")
+        return page("error.html", code=error.status_code, title=title, told=error.detail)
+
+    @app.exception_handler(ShoalError)
+    def unusable(_request: Request, error: ShoalError) -> HTMLResponse:
+        newer = isinstance(error, StoreError)
+        title = "The score cannot be used" if newer else "This cannot be shown"
+        return page("error.html", code=503 if newer else 422, title=title, told=str(error))
+
+    app.add_middleware(Guard, access=settings.access)
+    return app
+
+
+async def _body(request: Request) -> bytes:
+    """The body, which the guard has made sure says its length."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY:
+            raise HTTPException(413, f"a request has at most {MAX_BODY} bytes")
+    return body
+
+
+def _conversation(body: bytes) -> tuple[str, list[dict[str, str]]]:
+    """Model and messages of a request.
+
+    Raises:
+        HTTPException: it is something else.
+    """
+    try:
+        raw = json.loads(body)
+        model = raw["model"]
+        messages = [
+            {"role": message["role"], "content": message["content"]} for message in raw["messages"]
+        ]
+    except (ValueError, KeyError, TypeError, RecursionError) as cause:
+        raise HTTPException(400, "expected a model and a list of messages, in JSON") from cause
+    good = isinstance(model, str) and 0 < len(messages) <= 64
+    for message in messages:
+        good = good and message["role"] in ("user", "assistant")
+        good = good and isinstance(message["content"], str) and bool(message["content"].strip())
+    if not good:
+        raise HTTPException(
+            400, "expected 1 to 64 messages, each of user or assistant and with a text"
+        )
+    return model, messages
+
+
+def _lines(upstream: Upstream, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
+    """The answer as JSON lines: pieces of text, then that it is done, or what went wrong."""
+    try:
+        for piece in upstream.stream(model, messages):
+            yield json.dumps({"text": piece}) + "\n"
+        yield json.dumps({"done": True}) + "\n"
+    except ServeError as cause:
+        yield json.dumps({"error": str(cause)}) + "\n"

@@ -1,0 +1,418 @@
+"""Live and past runs, as pages show them: which there are, how each stands, its curves.
+
+Nothing here writes, and nothing outside the directory of a run is read through it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, Literal, TypeVar
+
+from shoal.core.errors import ShoalError, StoreError
+from shoal.cost.score import Entry, Quantity, Score, run_id
+from shoal.ir import Plan, Report, ServePlan, ServeReport
+from shoal.parallel.heartbeat import Heartbeat
+from shoal.train.layout import RunDir
+from shoal.train.report import make_report
+
+__all__ = ["FILES", "Events", "Found", "Runs", "State", "open_inside"]
+
+State = Literal["running", "finished", "stopped", "failed"]
+
+# A rank writes its heartbeat many times a second; a long save or a compilation is silent.
+QUIET_S = 60.0
+# Before the first heartbeat the ranks start and read the tokens.
+START_S = 120.0
+# What an event file may have before only its end is read.
+MAX_EVENTS_BYTES = 64 * 2**20
+_TAIL_BYTES = 64 * 1024
+
+# Files of a run that can be looked at, with the type they are served as.
+FILES = {
+    "report.html": "text/html; charset=utf-8",
+    "report.json": "application/json",
+    "plan.yaml": "text/plain; charset=utf-8",
+    "events.jsonl": "text/plain; charset=utf-8",
+}
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A run and how it stands.
+
+    Args:
+        entry: where it lies and what it is.
+        state: running, finished, stopped on request, or failed (ended without a word).
+        numbers: quantity -> measured and predicted, of the report of its newest start.
+    """
+
+    entry: Entry
+    state: State
+    numbers: dict[str, Quantity] = field(default_factory=dict)
+
+    @property
+    def live(self) -> bool:
+        """It runs now."""
+        return self.state == "running"
+
+
+def open_inside(root: Path, name: str) -> BinaryIO | None:
+    """A regular file directly in the directory of a run; None if there is none.
+
+    Args:
+        root: the directory.
+        name: a plain file name; neither a path nor a link is followed.
+    """
+    if "/" in name or "\0" in name or name in ("", ".", ".."):
+        return None
+    try:
+        # Not blocking: a pipe that nobody writes must not stop the page.
+        fd = os.open(root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None  # missing, a link, or not ours to read: for a page it is not there
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        return None
+    return os.fdopen(fd, "rb")
+
+
+class Events:
+    """What the event file of one run says; each :meth:`refresh` reads only what is new.
+
+    Args:
+        root: directory of the run.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._file = (0, 0)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._at = 0
+        # Step -> its event; one that was lost and done again counts once.
+        self.steps: dict[int, dict[str, Any]] = {}
+        self.evaluations: list[dict[str, Any]] = []
+        self.start: dict[str, Any] = {}
+        self.starts = 0
+        self.sample = ""
+        self.unread = 0
+        self.shortened = False
+
+    def refresh(self) -> None:
+        """Read what was written since the last time."""
+        with self._lock:
+            file = open_inside(self._root, "events.jsonl")
+            if file is None:
+                self._forget()
+                return
+            with file:
+                found = os.fstat(file.fileno())
+                if (found.st_dev, found.st_ino) != self._file or found.st_size < self._at:
+                    self._forget()
+                    self._file = (found.st_dev, found.st_ino)
+                if found.st_size - self._at > MAX_EVENTS_BYTES:
+                    self._at = found.st_size - MAX_EVENTS_BYTES
+                    self.shortened = True
+                file.seek(self._at)
+                data = file.read(MAX_EVENTS_BYTES)
+            whole = data.rfind(b"\n") + 1
+            self._at += whole
+            for line in data[:whole].splitlines():
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event = json.loads(line)
+            kind = event["kind"]
+            if kind == "step":
+                self.steps[int(event["step"])] = event
+            elif kind == "eval":
+                self.evaluations.append(event)
+            elif kind == "start":
+                self.start = event
+                self.starts += 1
+            elif kind == "sample":
+                self.sample = str(event["text"])[:20_000]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self.unread += 1  # told on the page
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest step; empty before the first."""
+        return self.steps[max(self.steps)] if self.steps else {}
+
+    def curve(
+        self, key: str, factor: float = 1.0, points: int = 300
+    ) -> tuple[list[float], list[float]]:
+        """Steps and values of a curve of at most so many points, each the mean of its steps."""
+        pairs = [
+            (step, factor * number(event.get(key))) for step, event in sorted(self.steps.items())
+        ]
+        pairs = [pair for pair in pairs if math.isfinite(pair[1])]
+        size = math.ceil(len(pairs) / points) or 1
+        parts = [pairs[at : at + size] for at in range(0, len(pairs), size)]
+        return (
+            [sum(x for x, _ in part) / len(part) for part in parts],
+            [sum(y for _, y in part) / len(part) for part in parts],
+        )
+
+
+def number(value: Any) -> float:
+    """A number of an event, which may be the text ``nan``; not a number when it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+class _Cache(Generic[_T]):
+    """The last few values, made again when their key changes."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._kept: dict[Any, _T] = {}
+
+    def get(self, key: Any, make: Callable[[], _T]) -> _T:
+        with self._lock:
+            if key in self._kept:
+                self._kept[key] = self._kept.pop(key)  # the newest stays longest
+                return self._kept[key]
+        value = make()
+        with self._lock:
+            self._kept[key] = value
+            while len(self._kept) > self._size:
+                del self._kept[next(iter(self._kept))]
+        return value
+
+
+class Runs:
+    """All runs: those the score knows and those in directories that were given.
+
+    Args:
+        folders: directories whose sub-directories are runs.
+        score: path of the score; the one in Shoal's home if not given.
+    """
+
+    def __init__(self, folders: Sequence[Path] = (), score: Path | None = None) -> None:
+        self._folders = tuple(folders)
+        self._path = score
+        self._events: _Cache[Events] = _Cache(16)
+        self._plans: _Cache[Plan] = _Cache(64)
+        self._reports: _Cache[Report] = _Cache(64)
+
+    def score(self) -> Score:
+        """The store, opened anew: another process may have replaced it.
+
+        Raises:
+            StoreError: it cannot be read, such as one of a newer version.
+        """
+        return Score(self._path)
+
+    def all(self) -> list[Found]:
+        """Every run, live ones first, then newest first; numbers are not read yet.
+
+        Raises:
+            StoreError: the score cannot be read.
+        """
+        entries = self.score().run_dirs()
+        known = {entry.id for entry in entries}
+        entries += [entry for entry in self._scan() if entry.id not in known]
+        found = [
+            Found(entry, "finished" if entry.ended or entry.path is None else _state(entry))
+            for entry in entries
+        ]
+        return sorted(found, key=lambda run: (not run.live, -run.entry.started_s))
+
+    def detailed(self, runs: Sequence[Found]) -> list[Found]:
+        """The same runs with their numbers and exact states; for the few of a page."""
+        ended = [run.entry.report for run in runs if run.entry.ended and run.entry.report]
+        numbers = self.score().quantities(ended)
+        return [self._detailed(run, numbers) for run in runs]
+
+    def find(self, identity: str) -> Found | None:
+        """The run of this id; None if there is none."""
+        for run in self.all():
+            if run.entry.id == identity:
+                return self.detailed([run])[0]
+        return None
+
+    def events(self, entry: Entry) -> Events:
+        """What its event file says up to now."""
+        if entry.path is None:
+            return Events(Path(os.devnull))
+        root = entry.path
+        events = self._events.get(root, lambda: Events(root))
+        events.refresh()
+        return events
+
+    def plan(self, entry: Entry) -> Plan | ServePlan | None:
+        """Its plan; None if there is none.
+
+        Raises:
+            ShoalError: it cannot be read.
+        """
+        if entry.ended:
+            report = self.report(entry)
+            return None if report is None else report.plan
+        return self._plan_file(entry)
+
+    def report(self, entry: Entry) -> Report | ServeReport | None:
+        """Its report, or what it would say if the run ended now; None before the first step.
+
+        Raises:
+            ShoalError: report or plan cannot be read.
+        """
+        if entry.ended and entry.report is not None:
+            return self.score().report(entry.report)
+        plan = self._plan_file(entry)
+        if entry.path is None or plan is None:
+            return None
+        directory = RunDir(entry.path)
+        file = open_inside(entry.path, directory.events.name)
+        if file is None:
+            return None
+        with file:
+            size = os.fstat(file.fileno()).st_size
+        # Long runs grow by little between two looks; reading all of it again takes time.
+        key = (entry.path, entry.started_s, size if size < 2**20 else int(time.time() / 30))
+        try:
+            return self._reports.get(key, lambda: make_report(plan, directory))
+        except StoreError:
+            if not self.events(entry).steps:
+                return None  # no step is done yet
+            raise
+        except (KeyError, TypeError, ValueError) as cause:
+            raise StoreError(
+                f"{directory.events}: there is an event that no report can be made of ({cause!r}); "
+                "did a loss become infinite?"
+            ) from cause
+
+    def _plan_file(self, entry: Entry) -> Plan | None:
+        if entry.path is None:
+            return None
+        path = RunDir(entry.path).plan
+        file = open_inside(entry.path, path.name)
+        if file is None:
+            return None
+        with file:
+            found = os.fstat(file.fileno())
+        return self._plans.get((path, found.st_mtime_ns, found.st_size), lambda: Plan.load(path))
+
+    def _detailed(self, run: Found, numbers: dict[int, dict[str, Quantity]]) -> Found:
+        entry = run.entry
+        if entry.ended and entry.report is not None:
+            own = numbers[entry.report]
+            over = "finished" not in own or own["finished"].measured
+            return replace(run, state="finished" if over else "stopped", numbers=own)
+        if entry.path is None:
+            return run
+        if run.live:
+            last = self.events(entry).last
+            shown = {key: number(last.get(key)) for key in ("tokens_per_s", "loss", "mfu")}
+            return replace(
+                run, numbers={k: Quantity(v) for k, v in shown.items() if math.isfinite(v)}
+            )
+        return replace(run, numbers=_reported(entry.path))
+
+    def _scan(self) -> Iterator[Entry]:
+        """Runs in the given directories; a link to a directory is none."""
+        for folder in self._folders:
+            try:
+                with os.scandir(folder) as children:
+                    places = [Path(child.path) for child in children if _is_run(child)]
+            except OSError as cause:
+                raise StoreError(
+                    f"{folder}: cannot be read ({cause.strerror}); give --runs a directory of runs"
+                ) from cause
+            yield from map(_entry, places)
+
+
+def _is_run(child: os.DirEntry[str]) -> bool:
+    return child.is_dir(follow_symlinks=False) and Path(child.path, "plan.yaml").is_file()
+
+
+def _entry(root: Path) -> Entry:
+    file = open_inside(root, "plan.yaml")
+    head, started = "", 0.0
+    if file is not None:
+        with file:
+            head = file.read(4096).decode(errors="replace")
+            started = os.fstat(file.fileno()).st_mtime
+    # Only two words of it are needed, and reading it all takes 15 ms.
+    words = {
+        key: value.strip("'\"")
+        for key, value in re.findall(r"^  (job|name|model): (\S+)$", head, flags=re.MULTILINE)
+    }
+    return Entry(
+        id=run_id(root),
+        kind=words.get("job", "train"),
+        name=words.get("name", root.name),
+        model=words.get("model", ""),
+        path=root.absolute(),
+        started_s=started,
+    )
+
+
+def _state(entry: Entry) -> State:
+    assert entry.path is not None
+    last = _last_word(entry.path)
+    if last == "end":
+        return "finished"
+    if last == "stop":
+        return "stopped"
+    quiet = time.time() - entry.started_s - START_S + QUIET_S
+    for rank in itertools.count():
+        beat = Heartbeat.read(RunDir(entry.path).beat(rank), rank)
+        if beat is None:
+            break
+        quiet = beat.age_s if rank == 0 else min(quiet, beat.age_s)
+    return "running" if quiet < QUIET_S else "failed"
+
+
+def _last_word(root: Path) -> str:
+    """Kind of the newest event that says how the run stands."""
+    file = open_inside(root, "events.jsonl")
+    if file is None:
+        return ""
+    with file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        lines = file.read(_TAIL_BYTES).splitlines()
+    for line in reversed(lines):
+        match = re.search(rb'"kind": "(end|stop|step|start|eval|checkpoint)"', line[:200])
+        if match:
+            return match[1].decode()
+    return ""
+
+
+def _reported(root: Path) -> dict[str, Quantity]:
+    """The numbers of ``report.json`` of a run that the score does not know."""
+    file = open_inside(root, "report.json")
+    if file is None:
+        return {}
+    with file:
+        raw = file.read(4 * 2**20)
+    try:
+        report = Report.model_validate_json(raw)
+    except (ValueError, ShoalError):
+        return {}  # cut short, or of another version: the page of the run tells more
+    found = {}
+    for name, value in report.measured.items():
+        error = report.errors.get(name)
+        found[name] = Quantity(value, None if error is None else value / (1 + error))
+    return found

@@ -1,0 +1,229 @@
+"""The running ``shoal serve`` behind the dashboard: how it is, and a chat with it.
+
+The browser talks to the dashboard alone. The address and the key of the server stay
+here, redirects are not followed, and what comes back is bounded.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from shoal.core.errors import ServeError, require
+
+__all__ = ["Health", "Upstream"]
+
+MAX_ANSWER = 4 * 2**20
+MAX_TOKENS = 512
+
+# Metric of the server -> what it means, and its unit.
+WORDS = {
+    "num_requests_running": ("requests being answered", ""),
+    "num_requests_waiting": ("requests waiting", ""),
+    "kv_cache_usage_perc": ("share of the cache in use", "%"),
+    "prompt_tokens_total": ("tokens read so far", ""),
+    "generation_tokens_total": ("tokens written so far", ""),
+    "request_success_total": ("requests answered so far", ""),
+    "num_preemptions_total": ("requests that had to make room", ""),
+    "prefix_cache_queries_total": ("prompt tokens looked up in the cache", ""),
+    "prefix_cache_hits_total": ("prompt tokens found there", ""),
+}
+# Histograms, told by their mean.
+MEANS = {
+    "time_to_first_token_seconds": "time to the first token, mean",
+    "inter_token_latency_seconds": "time between two tokens, mean",
+    "time_per_output_token_seconds": "time per token written, mean",
+    "e2e_request_latency_seconds": "time of a whole request, mean",
+}
+_SAMPLE = re.compile(r"^shoal:(?P<name>\w+)(?:\{[^}]*\})? (?P<value>[0-9.eE+-]+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Health:
+    """How the server is.
+
+    Args:
+        answers: it answered at all.
+        ready: it takes requests.
+        told: in words, what it said or why it did not.
+        models: names of its models.
+        metrics: (what, value, unit), in plain words.
+    """
+
+    answers: bool
+    ready: bool
+    told: str
+    models: tuple[str, ...] = ()
+    metrics: tuple[tuple[str, float, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """One server.
+
+    Args:
+        url: such as ``http://127.0.0.1:8000``.
+        key: its API key; empty for none.
+    """
+
+    url: str
+    key: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname)
+            good = good and parts.port != 0 and not parts.username and not parts.query
+        except ValueError:
+            good = False
+        require(good, "--server", self.url, expected="an address such as http://127.0.0.1:8000")
+        require(
+            self.key.isascii() and self.key.isprintable(),
+            "SHOAL_API_KEY",
+            "(hidden)",
+            expected="printable ASCII",
+        )
+
+    def health(self, timeout_s: float = 0.2) -> Health:
+        """Whether it is ready; quick, for every page."""
+        try:
+            status, text = self._get("/health", timeout_s)
+        except ServeError as cause:
+            return Health(answers=False, ready=False, told=str(cause))
+        if status == 200:
+            return Health(answers=True, ready=True, told="ready")
+        return Health(answers=True, ready=False, told=_complaint(status, text))
+
+    def state(self, timeout_s: float = 1.0) -> Health:
+        """How it is, with its models and metrics."""
+        health = self.health(timeout_s)
+        if not health.answers:
+            return health
+        try:
+            status, text = self._get("/v1/models", timeout_s)
+            if status != 200:
+                told = _complaint(status, text)
+                return Health(answers=True, ready=health.ready, told=f"{health.told}; {told}")
+            models = tuple(str(model["id"]) for model in json.loads(text)["data"])
+            status, text = self._get("/metrics", timeout_s)
+        except ServeError as cause:
+            return Health(answers=True, ready=False, told=str(cause))
+        except (ValueError, KeyError, TypeError):
+            return Health(
+                answers=True, ready=False, told=f"{self.url} lists no models; is it shoal serve?"
+            )
+        metrics = _in_words(text) if status == 200 else ()
+        return Health(True, health.ready, health.told, models, metrics)
+
+    def stream(self, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
+        """Pieces of the answer as they come.
+
+        Raises:
+            ServeError: the server refuses, does not answer or breaks off.
+        """
+        body = {
+            "model": model,
+            "messages": messages,
+            "max_tokens": MAX_TOKENS,
+            "stream": True,
+        }
+        connection = self._connection(timeout_s=60.0)
+        try:
+            connection.request(
+                "POST",
+                self._path("/v1/chat/completions"),
+                json.dumps(body).encode(),
+                {"content-type": "application/json", **self._headers()},
+            )
+            answer = connection.getresponse()
+            if answer.status != 200:
+                text = answer.read(MAX_ANSWER).decode(errors="replace")
+                raise ServeError(_complaint(answer.status, text))
+            yield from self._pieces(answer)
+        except (OSError, http.client.HTTPException) as cause:
+            raise self._silent(cause) from cause
+        finally:
+            connection.close()  # the server stops writing for nobody
+
+    def _pieces(self, answer: http.client.HTTPResponse) -> Iterator[str]:
+        left = MAX_ANSWER
+        while line := answer.readline(min(left, 65536)):
+            left -= len(line)
+            if left <= 0:
+                raise ServeError(f"{self.url}: the answer is longer than {MAX_ANSWER} bytes")
+            if not line.startswith(b"data:"):
+                continue
+            text = line[5:].strip()
+            if text == b"[DONE]":
+                return
+            try:
+                event = json.loads(text)
+                if "error" in event:
+                    raise ServeError(str(event["error"]["message"]))
+                for choice in event["choices"]:
+                    piece = choice["delta"].get("content")
+                    if piece:
+                        yield str(piece)
+            except (ValueError, KeyError, TypeError, AttributeError) as cause:
+                raise ServeError(f"{self.url}: sent what is no part of an answer") from cause
+        raise ServeError(f"{self.url}: the answer broke off")
+
+    def _get(self, path: str, timeout_s: float) -> tuple[int, str]:
+        connection = self._connection(timeout_s)
+        try:
+            connection.request("GET", self._path(path), headers=self._headers())
+            answer = connection.getresponse()
+            return answer.status, answer.read(MAX_ANSWER).decode(errors="replace")
+        except (OSError, http.client.HTTPException) as cause:
+            raise self._silent(cause) from cause
+        finally:
+            connection.close()
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        secure = parts.scheme == "https"
+        cls = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        return cls(parts.hostname, parts.port, timeout=timeout_s)
+
+    def _path(self, path: str) -> str:
+        return urlsplit(self.url).path.rstrip("/").removesuffix("/v1") + path
+
+    def _headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def _silent(self, cause: Exception) -> ServeError:
+        why = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+        return ServeError(f"{self.url}: does not answer ({why}); is `shoal serve` running there?")
+
+
+def _complaint(status: int, text: str) -> str:
+    """What a refusal says: the message of the one error shape, or its status."""
+    try:
+        message: Any = json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = ""
+    if status == 401:
+        return "the server wants its API key; start the dashboard with SHOAL_API_KEY set"
+    return f"{message} (status {status})" if message else f"the server answers with status {status}"
+
+
+def _in_words(text: str) -> tuple[tuple[str, float, str], ...]:
+    """What people want to know of a page of metrics; values of several labels are added."""
+    sums: dict[str, float] = {}
+    for match in _SAMPLE.finditer(text):
+        sums[match["name"]] = sums.get(match["name"], 0.0) + float(match["value"])
+    found = []
+    for name, (words, unit) in WORDS.items():
+        value = sums.get(name, sums.get(name.removesuffix("_total")))
+        if value is not None:
+            found.append((words, 100 * value if unit == "%" else value, unit))
+    for name, words in MEANS.items():
+        if sums.get(f"{name}_count"):
+            found.append((words, sums[f"{name}_sum"] / sums[f"{name}_count"], "s"))
+    return tuple(found)

@@ -1,0 +1,562 @@
+"""What each page shows, read from where it lies. No page computes anything of its own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlencode
+
+from shoal.app.dash import charts
+from shoal.app.dash.runs import FILES, Events, Found, Runs, number, open_inside
+from shoal.core.config import Resolved
+from shoal.core.errors import ShoalError
+from shoal.cost.score import ErrorSummary, summarise
+from shoal.ir import Machine, Plan, Report, ServePlan, ServeReport
+from shoal.machine.described import load, names
+from shoal.plan.table import spell
+from shoal.train.report import rows as report_rows
+
+if TYPE_CHECKING:
+    from shoal.app.dash.app import Settings
+
+__all__ = [
+    "Pager",
+    "PlanRow",
+    "claims",
+    "machine",
+    "matches",
+    "overview",
+    "plan",
+    "plan_files",
+    "plans",
+    "run",
+    "score",
+]
+
+_T = TypeVar("_T")
+
+# Quantity -> words, factor to the unit that is shown, unit.
+QUANTITIES: dict[str, tuple[str, float, str]] = {
+    "step_s": ("step time", 1e3, "ms"),
+    "tokens_per_s": ("tokens per second", 1.0, ""),
+    "memory_bytes": ("memory", 1 / 2**20, "MiB"),
+    "total_s": ("time in all", 1.0, "s"),
+    "requests_per_s": ("requests per second", 1.0, ""),
+    "ttft_p50_s": ("time to the first token, median", 1e3, "ms"),
+    "ttft_p95_s": ("time to the first token, 95th percentile", 1e3, "ms"),
+    "tpot_p50_s": ("time per token, median", 1e3, "ms"),
+    "tpot_p95_s": ("time per token, 95th percentile", 1e3, "ms"),
+    "energy_j": ("energy", 1.0, "J"),
+    "usd": ("price", 1.0, "$"),
+}
+
+
+@dataclass(frozen=True)
+class Pager:
+    """One page of a long list.
+
+    Args:
+        page: number of this page, from 1.
+        pages: how many there are.
+        first: index of its first row.
+        last: index after its last row.
+        total: rows in all.
+        base: address of the list.
+        query: what else stands in the address.
+    """
+
+    page: int
+    pages: int
+    first: int
+    last: int
+    total: int
+    base: str
+    query: Mapping[str, str]
+
+    @classmethod
+    def of(cls, total: int, wanted: str, size: int, base: str, query: Mapping[str, str]) -> Pager:
+        """The page that an address asks for, or the nearest there is."""
+        pages = max(1, math.ceil(total / size))
+        page = int(wanted) if wanted.isascii() and wanted.isdigit() and len(wanted) < 9 else 1
+        page = min(max(page, 1), pages)
+        first = (page - 1) * size
+        return cls(page, pages, first, min(first + size, total), total, base, query)
+
+    def href(self, page: int) -> str:
+        """Address of another page of the list."""
+        words = {key: value for key, value in self.query.items() if value}
+        if page > 1:
+            words["page"] = str(page)
+        return self.base + (f"?{urlencode(words)}" if words else "")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of a page that may fail without the others.
+
+    Args:
+        value: what it shows; None when it failed.
+        error: why it failed, for people.
+    """
+
+    value: Any
+    error: str = ""
+
+    @classmethod
+    def of(cls, read: Callable[[], Any]) -> Part:
+        """What ``read`` gives, or the error it raises."""
+        try:
+            return cls(read())
+        except ShoalError as error:
+            return cls(None, str(error))
+
+
+@dataclass(frozen=True)
+class ErrorRow:
+    """Errors of one quantity in words."""
+
+    label: str
+    quantity: str
+    summary: ErrorSummary
+
+
+def date(stamp: float) -> str:
+    """A moment as people of this machine's time zone read it."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(stamp))
+
+
+def iso(stamp: float) -> str:
+    """A moment as programs read it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(stamp))
+
+
+def tone(share: float) -> str:
+    """How an error of a prediction looks: within 10 %, within 25 %, or worse."""
+    return "good" if abs(share) <= 0.1 else "warm" if abs(share) <= 0.25 else "bad"
+
+
+FILTERS: dict[str, Callable[..., object]] = {"date": date, "iso": iso, "tone": tone}
+
+
+def matches(found: Found, words: str) -> bool:
+    """Name or model contains every word, large or small."""
+    return _contains(f"{found.entry.name} {found.entry.model}", words)
+
+
+def _contains(text: str, words: str) -> bool:
+    return all(word in text.lower() for word in words.lower().split())
+
+
+def overview(settings: Settings, runs: Runs) -> dict[str, Any]:
+    """The first page."""
+    everything = Part.of(runs.all)
+    newest = Part.of(lambda: runs.detailed((everything.value or [])[:6]))
+    return {
+        "machine": Part.of(lambda: load("local")),
+        "runs": Part(newest.value, everything.error or newest.error),
+        "num_runs": len(everything.value or []),
+        "num_live": sum(found.live for found in everything.value or []),
+        "errors": Part.of(lambda: _errors(runs.score().errors())),
+        "server": settings.server,
+        "health": None if settings.server is None else settings.server.health(),
+        "claims": Part.of(lambda: _counted(_listing(settings.results))),
+    }
+
+
+def _errors(summaries: Sequence[ErrorSummary]) -> list[ErrorRow]:
+    order = {name: place for place, name in enumerate(QUANTITIES)}
+    found = [ErrorRow(_words(one.quantity), one.quantity, one) for one in summaries]
+    return sorted(found, key=lambda row: order.get(row.quantity, len(order)))
+
+
+def _words(quantity: str) -> str:
+    return QUANTITIES.get(quantity, (quantity.replace("_", " "), 1.0, ""))[0]
+
+
+def machine() -> dict[str, Any]:
+    """The machine called local."""
+    try:
+        found: Machine | None = load("local")
+        error = ""
+    except ShoalError as cause:
+        found, error = None, str(cause)
+    chart = None if found is None else charts.of_machine(found)
+    return {"machine": found, "error": error, "chart": chart, "described": names()}
+
+
+def run(runs: Runs, found: Found) -> dict[str, Any]:
+    """One run: how far it is, its curves, prediction beside measurement."""
+    entry = found.entry
+    events = runs.events(entry)
+    report = Part.of(lambda: runs.report(entry))
+    plan_ = Part.of(lambda: runs.plan(entry))
+    last = events.last
+    total = int(number(events.start.get("total"))) if events.start.get("total") else 0
+    done = int(last["step"]) + 1 if last else 0
+    left = (total - done) * number(last.get("step_s")) if last and found.live else None
+    return {
+        "run": found,
+        "last": {key: _finite(last.get(key)) for key in _LAST},
+        "done": done,
+        "total": total,
+        "left_s": left if left is not None and math.isfinite(left) else None,
+        "start": events.start,
+        "resumed": max(0, events.starts - 1),
+        "charts": charts.of_run(events, plan_.value),
+        "plan": plan_.value,
+        "compared": [] if report.value is None else _compared(report.value),
+        "troubles": _troubles(found, events, plan_.error or report.error),
+        "sample": events.sample,
+        "files": _files(entry.path),
+        "versions": sorted(report.value.versions.items()) if report.value is not None else [],
+    }
+
+
+_LAST = ("loss", "tokens_per_s", "mfu", "memory_bytes", "step_s", "lr", "grad_norm")
+
+
+def _finite(value: Any) -> float | None:
+    """A number of an event; None when it is none."""
+    found = number(value)
+    return found if math.isfinite(found) else None
+
+
+def _compared(report: Report | ServeReport) -> list[tuple[str, str, str, str]]:
+    """(quantity, predicted, measured, error) as people read them."""
+    if isinstance(report, Report):
+        return report_rows(report)
+    found = []
+    for name, value in report.measured.items():
+        words, factor, unit = QUANTITIES.get(name, (name.replace("_", " "), 1.0, ""))
+        before = report.plan.predicted.get(name)
+        error = report.errors.get(name)
+        found.append(
+            (
+                words,
+                "" if before is None else f"{before.value * factor:,.4g} {unit}".strip(),
+                f"{value * factor:,.4g} {unit}".strip(),
+                "" if error is None else f"{100 * error:+.1f} %",
+            )
+        )
+    return found
+
+
+def _troubles(found: Found, events: Events, error: str) -> list[str]:
+    """What a reader should know before trusting the page."""
+    told = [error] if error else []
+    root = found.entry.path
+    if root is not None and not root.is_dir():
+        told.append(f"the directory {root} is gone; what the score has kept of it is shown")
+    if events.unread:
+        told.append(f"{events.unread} lines of its events are no events and were left out")
+    if events.shortened:
+        told.append("its events are very many; only the newest are drawn")
+    if found.state == "failed" and root is not None:
+        told.append("it ended without saying so: its ranks were killed, or failed")
+        told += _rank_errors(root / "ranks")
+    return told
+
+
+def _rank_errors(ranks: Path) -> list[str]:
+    if ranks.is_symlink() or not ranks.is_dir():
+        return []
+    told = []
+    for path in sorted(ranks.glob("rank-*.error"))[:8]:
+        file = open_inside(ranks, path.name)
+        if file is None:
+            continue
+        with file:
+            raw = file.read(65536)
+        try:
+            told.append(f"{path.stem}: {json.loads(raw)['message']}")
+        except (ValueError, KeyError, TypeError):
+            told.append(f"{path.stem}: its error cannot be read")
+    return told
+
+
+def _files(root: Path | None) -> list[str]:
+    return [] if root is None else [name for name in FILES if _is_file(root, name)]
+
+
+def _is_file(root: Path, name: str) -> bool:
+    file = open_inside(root, name)
+    if file is None:
+        return False
+    file.close()
+    return True
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A plan in a list.
+
+    Args:
+        href: where it is shown.
+        name: of its job.
+        plan: itself; None when it cannot be read.
+        error: why not.
+        state: of the run that it is of; empty for a file.
+        how: its choices in a few words.
+    """
+
+    href: str
+    name: str
+    plan: Plan | ServePlan | None
+    error: str = ""
+    state: str = ""
+    how: str = ""
+
+
+def plans(runs: Runs, found: Sequence[Found]) -> list[PlanRow]:
+    """The plans of some runs."""
+    rows = []
+    for one in runs.detailed(found):
+        entry = one.entry
+        part = Part.of(functools.partial(runs.plan, entry))
+        rows.append(
+            PlanRow(
+                f"/plans/{entry.id}",
+                entry.name,
+                part.value,
+                part.error,
+                one.state,
+                _how(part.value),
+            )
+        )
+    return rows
+
+
+def plan_files(paths: Sequence[Path]) -> list[PlanRow]:
+    """The plan files that were given."""
+    rows = []
+    for index, path in enumerate(paths):
+        try:
+            found: Plan | ServePlan = _plan_file(path, path.stat().st_mtime_ns)
+            rows.append(PlanRow(f"/plans/file/{index}", path.name, found, how=_how(found)))
+        except OSError as cause:
+            error = f"{path}: cannot be read ({cause.strerror})"
+            rows.append(PlanRow(f"/plans/file/{index}", path.name, None, error))
+        except ShoalError as cause:
+            rows.append(PlanRow(f"/plans/file/{index}", path.name, None, str(cause)))
+    return rows
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_file(path: Path, _changed: int) -> Plan | ServePlan:
+    from shoal.core.files import read_yaml
+
+    raw = read_yaml(path)
+    job = raw.get("job") if isinstance(raw, dict) else None
+    kind = job.get("job", "train") if isinstance(job, dict) else "train"
+    return ServePlan.load(path) if kind == "serve" else Plan.load(path)
+
+
+def _how(found: Plan | ServePlan | None) -> str:
+    if isinstance(found, Plan):
+        return spell(found)
+    if found is not None:
+        return f"{found.job.scheduler.name} {found.job.kv.name} {found.job.precision}"
+    return ""
+
+
+def plan(found: Plan | ServePlan) -> dict[str, Any]:
+    """Everything a plan says."""
+    cost = found.estimate
+    return {
+        "plan": found,
+        "how": _how(found),
+        "choices": [(path, value) for path, value, _ in Resolved(found.job).lines()],
+        "terms": _shares({} if cost is None else cost.terms_s),
+        "memory": _shares({} if cost is None else cost.memory_bytes),
+        "predicted": [
+            (_words(name), interval.scaled(_unit(name)[0]), _unit(name)[1])
+            for name, interval in (found.predicted if isinstance(found, ServePlan) else {}).items()
+        ],
+    }
+
+
+def _unit(quantity: str) -> tuple[float, str]:
+    return QUANTITIES.get(quantity, ("", 1.0, ""))[1:]
+
+
+def _shares(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    """(cause, amount, share of the sum), largest first; nothing is left out but zeros."""
+    total = sum(parts.values())
+    found = [(name, value, value / total) for name, value in parts.items() if value > 0]
+    return sorted(found, key=lambda row: -row[1])
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """One prediction in the units that are shown."""
+
+    recorded_s: float
+    name: str
+    model: str
+    label: str
+    predicted: float
+    measured: float
+    unit: str
+    error: float
+    inside: bool | None
+
+
+def score(runs: Runs, quantity: str, page: str, size: int) -> dict[str, Any]:
+    """Every prediction beside what was measured."""
+    rows = [row for row in runs.score().rows(jobs=False) if row.predicted]
+    errors = _errors(summarise(rows))
+    drawn = []
+    for one in errors[:6]:
+        words, factor, unit = QUANTITIES.get(one.quantity, (one.label, 1.0, ""))
+        label = f"{words}, {unit}" if unit else words
+        chart = charts.of_score(rows, one.quantity, label, factor)
+        drawn += [] if chart is None else [chart]
+    wanted = [row for row in rows if quantity in ("", row.quantity)][::-1]
+    pager = Pager.of(len(wanted), page, size, "/score", {"quantity": quantity})
+    shown = []
+    for row in wanted[pager.first : pager.last]:
+        words, factor, unit = QUANTITIES.get(row.quantity, (_words(row.quantity), 1.0, ""))
+        assert row.predicted is not None
+        assert row.error is not None
+        shown.append(
+            ScoreRow(
+                row.recorded_s,
+                row.name,
+                row.model,
+                words,
+                row.predicted * factor,
+                row.measured * factor,
+                unit,
+                row.error,
+                row.inside,
+            )
+        )
+    return {
+        "errors": errors,
+        "charts": drawn,
+        "rows": shown,
+        "pager": pager,
+        "quantity": quantity,
+        "num_runs": len({row.recorded_s for row in rows}),
+    }
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One paper of the catalogue with the status that its results file gives it.
+
+    Args:
+        id: number of the row.
+        name: short name of the system.
+        title: the paper's title.
+        year: the paper's year.
+        room: room of its main part.
+        claim: name of the experiment, if there is one.
+        status: planned, works, modelled, falls_short, noisy, skipped, or edited: the file
+            does not say what its own samples give.
+        evidence: grade of the evidence; empty without a result.
+        measured: (metric, number, condition).
+        told: why it does not work, or what is wrong with the file.
+        command: what repeats it.
+        changed_s: when its results were written; 0 without any.
+    """
+
+    id: int
+    name: str
+    title: str
+    year: int
+    room: str
+    claim: str
+    status: str
+    evidence: str = ""
+    measured: tuple[tuple[str, float, str], ...] = ()
+    told: str = ""
+    command: str = ""
+    changed_s: float = 0.0
+
+
+def _listing(results: Path) -> list[Claim]:
+    """Every row of the catalogue; a file that was edited is shown as such."""
+    from shoal.claims.catalogue import catalogue
+
+    found = []
+    for row in catalogue():
+        path = results / f"{row.claim}.json"
+        changed = path.stat().st_mtime_ns if row.claim and path.is_file() else 0
+        found.append(_claim(row.id, path, changed))
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _claim(identity: int, path: Path, changed: int) -> Claim:
+    from shoal.claims import CLAIMS
+    from shoal.claims.catalogue import catalogue
+    from shoal.claims.record import recheck
+
+    row = next(row for row in catalogue() if row.id == identity)
+    status, evidence, told, command = "planned", "", "", ""
+    measured: tuple[tuple[str, float, str], ...] = ()
+    if row.claim is not None and changed:
+        try:
+            record = recheck(path, CLAIMS.load(row.claim))
+        except ShoalError as error:
+            status, told = "edited", str(error)
+        else:
+            verdict = record.verdict
+            conditions = {metric.name: metric.condition for metric in record.metrics}
+            status, evidence = verdict.status, verdict.evidence or ""
+            told, command = verdict.reason, record.command
+            measured = tuple(
+                (metric.name, metric.value, conditions.get(metric.name, ""))
+                for metric in verdict.metrics
+            )
+    return Claim(
+        id=row.id,
+        name=row.name,
+        title=row.title,
+        year=row.year,
+        room=row.room,
+        claim=row.claim or "",
+        status=status,
+        evidence=evidence,
+        measured=measured,
+        told=told,
+        command=command,
+        changed_s=changed / 1e9,
+    )
+
+
+def _counted(rows: Sequence[Claim]) -> list[tuple[str, int]]:
+    """How many rows have each status; those with results first."""
+    order = ("works", "modelled", "falls_short", "noisy", "edited", "skipped", "planned")
+    return [(name, n) for name in order if (n := sum(row.status == name for row in rows))]
+
+
+def claims(results: Path, query: Mapping[str, str]) -> dict[str, Any]:
+    """The catalogue, newest results first."""
+    everything = _listing(results)
+    words = query.get("q", "").strip()[:100]
+    room, status = query.get("room", ""), query.get("status", "")
+    shown = [
+        row
+        for row in everything
+        if room in ("", row.room)
+        and status in ("", row.status)
+        and _contains(f"{row.name} {row.title} {row.year}", words)
+    ]
+    return {
+        "rows": sorted(shown, key=lambda row: (-row.changed_s, row.id)),
+        "total": len(everything),
+        "counts": _counted(everything),
+        "rooms": sorted({row.room for row in everything}),
+        "q": words,
+        "room": room,
+        "status": status,
+        "results": results,
+    }
