@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, StringConstraints
 
 from shoal.claims import CLAIMS
 from shoal.claims.protocols import Evidence, Experiment, Status
-from shoal.claims.record import Record, recheck
+from shoal.claims.record import Fault, Record, inspect, recheck
 from shoal.core.config import Value, parse
 from shoal.core.files import read_yaml
 
-__all__ = ["Listed", "Row", "catalogue", "counts", "listing"]
+__all__ = ["Listed", "Row", "Standing", "catalogue", "counts", "listing", "standings"]
 
 FILE = Path(__file__).with_name("catalogue.yaml")
+
+Sentence = Annotated[str, StringConstraints(min_length=20, max_length=240, strip_whitespace=True)]
 
 
 class Row(Value):
@@ -30,6 +33,8 @@ class Row(Value):
         name: short name of the system.
         title: the paper's title.
         year: the paper's year.
+        says: what the paper claims, with its figures.
+        checks: what is run here and when it counts.
         room: room of its main part.
         parts: places of its parts in the house.
         area: area it belongs to, the stem of its specification.
@@ -41,6 +46,8 @@ class Row(Value):
     name: str
     title: str
     year: PositiveInt
+    says: Sentence
+    checks: Sentence
     room: str
     parts: tuple[str, ...]
     area: str
@@ -100,6 +107,33 @@ def listing(results: Path = Path("results")) -> list[Listed]:
     return [_listed(row, results) for row in catalogue()]
 
 
+class Standing(Value):
+    """A row with its results file, whatever state that is in.
+
+    Args:
+        row: the row of the catalogue.
+        record: its results file with the recomputed verdict; None when there is none or
+            it cannot be believed.
+        fault: why its results file cannot be believed; None otherwise.
+    """
+
+    row: Row
+    record: Record | None = None
+    fault: Fault | None = None
+
+
+def standings(results: Path = Path("results")) -> list[Standing]:
+    """Every row with its results file; one that was edited is told, not believed.
+
+    Unlike :func:`listing` this goes on past a bad file, for pages that show what is
+    wrong beside everything that is right.
+
+    Args:
+        results: directory of the results files.
+    """
+    return [_standing(row, results) for row in catalogue()]
+
+
 def counts(rows: list[Listed]) -> dict[tuple[Status, Evidence | None], int]:
     """Number of rows by status and grade of evidence."""
     found: dict[tuple[Status, Evidence | None], int] = {}
@@ -107,6 +141,18 @@ def counts(rows: list[Listed]) -> dict[tuple[Status, Evidence | None], int]:
         key = (row.status, row.evidence)
         found[key] = found.get(key, 0) + 1
     return found
+
+
+def _standing(row: Row, results: Path) -> Standing:
+    if row.claim is None:
+        return Standing(row=row)
+    path = results / f"{row.claim}.json"
+    if not path.exists():
+        return Standing(row=row)
+    found = inspect(path, CLAIMS.load(row.claim))
+    if isinstance(found, Fault):
+        return Standing(row=row, fault=found)
+    return Standing(row=row, record=found)
 
 
 def _listed(row: Row, results: Path) -> Listed:

@@ -13,10 +13,20 @@ from shoal.claims import CLAIMS
 from shoal.claims.judge import judge
 from shoal.claims.protocols import Attempt, Experiment, Metric, Samples, Verdict
 from shoal.core.config import Value, parse
-from shoal.core.errors import ConfigError, StoreError
+from shoal.core.errors import ConfigError, StoreError, UnknownPartError
 from shoal.core.files import write_json
 
-__all__ = ["Record", "digest_of", "read", "recheck", "sealed", "verdict_of", "write"]
+__all__ = [
+    "Fault",
+    "Record",
+    "digest_of",
+    "inspect",
+    "read",
+    "recheck",
+    "sealed",
+    "verdict_of",
+    "write",
+]
 
 MAX_BYTES = 256 * 2**20
 
@@ -69,6 +79,20 @@ class Record(Value):
     versions: dict[str, str] = {}
     verdict: Verdict
     digest: str = ""
+
+
+class Fault(Value):
+    """Why a results file cannot be believed.
+
+    Args:
+        kind: ``edited``: its verdict does not follow from its samples, or its digest is
+            not its own; ``outdated``: its thresholds are no longer the claim's;
+            ``unreadable``: it is no results file of this version.
+        text: what is wrong and what to do.
+    """
+
+    kind: Literal["edited", "outdated", "unreadable"]
+    text: str
 
 
 def digest_of(record: Record) -> str:
@@ -141,24 +165,49 @@ def recheck(path: Path, experiment: type[Experiment] | None = None) -> Record:
             its thresholds are not those of the experiment.
         UnknownPartError: there is no such experiment.
     """
-    record = read(path)
+    found = _inspected(path, read(path), experiment)
+    if isinstance(found, Fault):
+        raise StoreError(f"{path}: {found.text}")
+    return found
+
+
+def inspect(path: Path, experiment: type[Experiment] | None = None) -> Record | Fault:
+    """Read a record and compute its verdict again, or say why it cannot be believed.
+
+    The same judgement as :func:`recheck`, for pages that go on past a bad file.
+
+    Args:
+        path: a results file.
+        experiment: the experiment as it is now; the one that the file names if not given.
+    """
+    try:
+        return _inspected(path, read(path), experiment)
+    except StoreError as cause:
+        return Fault(kind="unreadable", text=str(cause).removeprefix(f"{path}: "))
+    except UnknownPartError as cause:
+        return Fault(kind="outdated", text=str(cause))
+
+
+def _inspected(path: Path, record: Record, experiment: type[Experiment] | None) -> Record | Fault:
     try:
         verdict = verdict_of(record)
     except ConfigError as cause:
-        raise StoreError(f"{path}: {cause}; run the claim again") from cause
+        return Fault(kind="edited", text=f"{cause}; run the claim again")
     if not _same(verdict.model_dump(), record.verdict.model_dump()):
-        raise StoreError(
-            f"{path}: its verdict {record.verdict.status!r} does not follow from its samples, "
-            f"which give {verdict.status!r}; run the claim again"
+        return Fault(
+            kind="edited",
+            text=f"its verdict {record.verdict.status!r} does not follow from its samples, "
+            f"which give {verdict.status!r}; run the claim again",
         )
     if record.digest != digest_of(record):
-        raise StoreError(f"{path}: was edited after it was written; run the claim again")
+        return Fault(kind="edited", text="was edited after it was written; run the claim again")
     if experiment is None:
         experiment = CLAIMS.load(record.claim, where=f"{path}: claim")
     if record.metrics != tuple(experiment.metrics):
-        raise StoreError(
-            f"{path}: its thresholds are not those of the claim {record.claim!r} any more; "
-            "run the claim again"
+        return Fault(
+            kind="outdated",
+            text=f"its thresholds are not those of the claim {record.claim!r} any more; "
+            "run the claim again",
         )
     return record.model_copy(update={"verdict": verdict})
 
