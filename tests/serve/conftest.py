@@ -62,7 +62,7 @@ def engine_for():
 
     def make(model, **fields):
         fields = {"model": "tiny", "kv_tokens": 4096, "threads": 1, **fields}
-        return engine_of(ServeJob.model_validate(fields), model)
+        return engine_of(ServeJob.model_validate(fields), model)[0]
 
     return make
 

@@ -154,7 +154,7 @@ def test_stop_abort_and_counters(random_model, engine_for):
 def test_arrival_is_on_the_clock_of_the_engine(random_model):
     from shoal.serve.build import engine_of
 
-    engine = engine_of(ServeJob(model="m", kv_tokens=512, threads=1), random_model(SMALL))
+    engine, _, _ = engine_of(ServeJob(model="m", kv_tokens=512, threads=1), random_model(SMALL))
     engine.clock = lambda: 12.5
     request = Request("a", [1], 1, SamplingParams(max_tokens=1))
     engine.add(request)

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from shoal import __version__
-from shoal.app.commands import claims, dash, demo, doctor, model, plan, probe, score, train
+from shoal.app.commands import bench, claims, dash, demo, doctor, model, plan, probe, score, train
 from shoal.core.errors import ShoalError
 
 __all__ = ["app", "main"]
@@ -51,6 +51,7 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(plan.app, name="plan")
 app.command("train")(train.train)
 app.add_typer(model.app, name="model")
+app.add_typer(bench.app, name="bench")
 app.command("score")(score.score)
 app.add_typer(claims.app, name="claims")
 app.command("dash")(dash.dash)

@@ -19,7 +19,7 @@ from shoal.serve.engine import Engine
 from shoal.serve.runner import LocalRunner
 from shoal.train.allocator import keep_freed_memory
 
-__all__ = ["build_engine", "concrete", "engine_of", "load_model", "positions"]
+__all__ = ["build_engine", "concrete", "engine_of", "load_model", "positions", "prepare"]
 
 _DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -29,15 +29,26 @@ _CACHE_SHARE = 0.5
 
 
 def load_model(job: ServeJob) -> Transformer:
-    """The model of a job, in its precision; sets threads and allocator of this process.
+    """The model of a job, in its precision, ready to serve.
 
     Raises:
         ModelError: its directory cannot be read.
         ServeError: its weights are in a precision that is not served.
     """
+    return prepare(job, huggingface.read(Path(job.model), _DTYPES[job.precision]))
+
+
+def prepare(job: ServeJob, model: Transformer) -> Transformer:
+    """A model in the precision of the job; sets threads and allocator of this process.
+
+    Raises:
+        ServeError: its weights are in a precision that is not served.
+    """
     torch.set_num_threads(job.threads or num_cores())
     keep_freed_memory()
-    model = huggingface.read(Path(job.model), _DTYPES[job.precision])
+    wanted = _DTYPES[job.precision]
+    if wanted is not None:
+        model = model.to(wanted)
     dtype = model.embed.weight.dtype
     require(
         dtype in _DTYPES.values(),
@@ -74,7 +85,7 @@ def positions(job: ServeJob, config: ModelConfig) -> int:
 
 
 def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob:
-    """The job with cache, positions and threads as they will be.
+    """The job with cache, positions, precision and threads as they will be.
 
     Raises:
         ServeError: the memory does not hold the cache.
@@ -99,13 +110,14 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
         update={
             "kv_tokens": tokens,
             "max_position": longest,
+            "precision": "bf16" if dtype == torch.bfloat16 else "fp32",
             "threads": job.threads or num_cores(),
         }
     )
 
 
-def engine_of(job: ServeJob, model: Transformer) -> Engine:
-    """An engine for a model that is loaded.
+def engine_of(job: ServeJob, model: Transformer) -> tuple[Engine, Limits, LocalRunner]:
+    """An engine for a model that is loaded, with its limits and its runner.
 
     Args:
         job: what to do.
@@ -128,12 +140,10 @@ def engine_of(job: ServeJob, model: Transformer) -> Engine:
     cache = PagedCache(
         config, kv.num_blocks, kv.block_size, dtype=weight.dtype, device=weight.device
     )
-    return Engine(
-        scheduler_part.build(kv, limits),
-        LocalRunner(model, cache),
-        kv=kv,
-        vocab_size=config.vocab_size,
-    )
+    runner = LocalRunner(model, cache)
+    scheduler = scheduler_part.build(kv, limits)
+    engine = Engine(scheduler, runner, kv=kv, vocab_size=config.vocab_size)
+    return engine, limits, runner
 
 
 def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:
@@ -143,4 +153,5 @@ def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:
         ShoalError: the model cannot be read, or a part or a limit of the job cannot be.
     """
     model = load_model(job)
-    return engine_of(job, model), model.config
+    engine, _, _ = engine_of(job, model)
+    return engine, model.config

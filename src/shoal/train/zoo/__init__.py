@@ -24,7 +24,7 @@ from shoal.model.config import ModelConfig
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
 
-__all__ = ["config", "names", "random", "recipe", "trained"]
+__all__ = ["config", "found", "names", "random", "recipe", "trained"]
 
 _FAMILY = "Shoal"
 
@@ -104,6 +104,16 @@ def _digest(job: TrainJob) -> str:
     text = json.dumps(job.model_dump(mode="json"), sort_keys=True)
     shape = json.dumps(shapes.find(job.model).model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256((text + shape).encode()).hexdigest()[:12]
+
+
+def found(name: str) -> Path | None:
+    """The directory of a mini-model that was trained before; None if it was not.
+
+    Raises:
+        ModelError: there is no such model in the zoo.
+    """
+    place = shoal_home() / "zoo" / f"{name}-{_digest(recipe(name))}"
+    return place if (place / "config.json").is_file() else None
 
 
 def trained(name: str) -> Path:

@@ -1,0 +1,228 @@
+"""Replay a workload on the real engine, beside what the simulator said before.
+
+The engine is profiled, the simulator predicts the workload with the same scheduler, the
+same cache bookkeeping and the fitted cost, and then the workload is served in real time.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import ServeError, nearest, require
+from shoal.core.measure import check_quiet
+from shoal.core.parts import Choice, options_of, table
+from shoal.cost.serve_sim import Served, quantities, request_of
+from shoal.ir import Arrival, Machine, ServeJob, ServeReport
+from shoal.serve.engine import Engine
+
+if TYPE_CHECKING:
+    from shoal.ir import ServePlan
+    from shoal.model.transformer import Transformer
+
+__all__ = ["bench_serve", "replay", "weights_of", "with_workload"]
+
+Progress = Callable[[float, float, str], None]
+
+
+def weights_of(job: ServeJob, *, seed: int = 0) -> tuple[Transformer, str]:
+    """The model of a job, and in words where its weights are from.
+
+    Args:
+        job: its ``model`` is a Hugging Face directory, or a model of the zoo: trained if it
+            lies there already, with fresh weights otherwise.
+        seed: of fresh weights.
+
+    Raises:
+        ShoalError: there is no such model, or it cannot be read.
+    """
+    from shoal.serve.build import load_model, prepare
+    from shoal.train import zoo
+
+    if Path(job.model).is_dir():
+        return load_model(job), f"the weights of {job.model}"
+    if job.model not in zoo.names():
+        hint = nearest(job.model, zoo.names())
+        raise ServeError(
+            f"model = {job.model!r}: expected a Hugging Face directory or one of "
+            f"{', '.join(zoo.names())}" + (f"; {hint}" if hint else "")
+        )
+    there = zoo.found(job.model)
+    if there is not None:
+        model = load_model(job.model_copy(update={"model": str(there)}))
+        return model, f"{job.model}, trained before"
+    fresh = zoo.random(job.model, seed)
+    return prepare(
+        job, fresh
+    ), f"{job.model} with random weights: speed is the same, its text is not"
+
+
+def with_workload(
+    job: ServeJob, *, requests: int | None = None, rate: float | None = None
+) -> ServeJob:
+    """The job with another number or rate of requests in its workload.
+
+    Raises:
+        ConfigError: the workload has no such option, or the value is wrong.
+    """
+    options = dict(job.workload.options)
+    known = options_of(table("workload").load(job.workload.name, where="workload"))
+    for name, value in (("requests", requests), ("rate", rate)):
+        if value is None:
+            continue
+        require(
+            name in known,
+            f"workload.{job.workload.name}",
+            name,
+            expected=f"one of its options: {', '.join(known)}",
+        )
+        options[name] = value
+    return job.model_copy(update={"workload": Choice(name=job.workload.name, options=options)})
+
+
+def bench_serve(
+    job: ServeJob,
+    *,
+    requests: int | None = None,
+    rate: float | None = None,
+    machine: Machine | None = None,
+    model: Transformer | None = None,
+    profile_s: float = 5.0,
+    wait_s: float | None = 60.0,
+    progress: Callable[[str, float, float], None] | None = None,
+    told: Callable[[ServePlan], None] | None = None,
+) -> ServeReport:
+    """Profile, predict, then serve for real.
+
+    Args:
+        job: model, limits and workload.
+        requests: so many of the workload; None for all.
+        rate: requests per second; None for the workload's own times.
+        machine: what the plan is for; the saved probe of this one if not given.
+        model: to serve; that of the job if not given.
+        profile_s: about how many s the profile takes.
+        wait_s: how long to wait for a quiet machine; None measures on a busy one too.
+        progress: called with (what is done, done, total).
+        told: called with the plan, before anything is served.
+
+    Raises:
+        NoisyMachineError: the machine stayed busy.
+        ShoalError: something of the job cannot be.
+    """
+    from shoal.cost.step_cost.fitted import fit
+    from shoal.machine.described import load
+    from shoal.machine.fingerprint import versions
+    from shoal.plan.serving import arrivals_of, plan_serve
+    from shoal.serve.build import concrete, engine_of
+    from shoal.serve.profile import profile, spread
+
+    def bar(title: str) -> Progress:
+        return lambda done, total, _: progress(title, done, total) if progress else None
+
+    machine = machine if machine is not None else load("local")
+    job = with_workload(job, requests=requests, rate=rate)
+    if model is None:
+        model, _ = weights_of(job)
+    job = concrete(job, model.config, model.embed.weight.dtype)
+    assert job.kv_tokens is not None and job.max_position is not None
+    arrivals = arrivals_of(job, model.config.shape(), count=requests)
+    if wait_s is not None:
+        check_quiet(wait_s=wait_s)
+    engine, limits, runner = engine_of(job, model)
+    samples = profile(
+        runner, spread(limits, job.kv_tokens), seconds=profile_s, progress=bar("profile")
+    )
+    cost = fit(
+        samples,
+        machine=machine.name,
+        model=model.config.name,
+        precision=job.precision,
+        threads=job.threads,
+    )
+    plan = plan_serve(job, machine, cost=cost, trace=arrivals)
+    if told is not None:
+        told(plan)
+    measured = quantities(replay(engine, arrivals, progress=bar("requests")))
+    measured["memory_bytes"] = float(_peak_bytes())
+    stats = engine.stats()
+    measured["step_s"] = stats["step_seconds_total"] / max(1.0, stats["steps_total"])
+    measured["preemptions"] = stats["preemptions_total"]
+    if stats["prefix_query_tokens"]:
+        measured["prefix_hit_share"] = stats["prefix_hit_tokens"] / stats["prefix_query_tokens"]
+    predicted = {name: interval.value for name, interval in plan.predicted.items()}
+    if plan.estimate is not None and plan.estimate.memory_bytes:
+        predicted["memory_bytes"] = plan.estimate.memory_total
+    return ServeReport(
+        plan=plan,
+        measured=measured,
+        errors={
+            name: measured[name] / value - 1
+            for name, value in predicted.items()
+            if name in measured and value > 0
+        },
+        versions=versions(),
+    )
+
+
+def _peak_bytes() -> int:
+    """Most memory that this process ever had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def replay(
+    engine: Engine,
+    arrivals: Sequence[Arrival],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+    progress: Progress | None = None,
+) -> list[Served]:
+    """Serve ``arrivals`` in real time: each is added when its time has come.
+
+    Args:
+        engine: one without requests.
+        arrivals: what comes, in the order of time.
+        clock: s.
+        sleep: waits so many s.
+        progress: called with (done, total, text).
+
+    Raises:
+        ServeError: a request that can never run.
+    """
+    live: dict[str, Served] = {}
+    seen: list[Served] = []
+    place = finished = 0
+    requests = [request_of(str(number), arrival) for number, arrival in enumerate(arrivals)]
+    began = clock()
+    while place < len(arrivals) or engine.busy:
+        now = clock() - began
+        while place < len(arrivals) and arrivals[place].at <= now:
+            request = requests[place]
+            engine.add(request)
+            live[request.id] = Served(request.id, arrivals[place].at, request.n_prompt)
+            seen.append(live[request.id])
+            place += 1
+        if not engine.busy:
+            sleep(max(0.0, arrivals[place].at - (clock() - began)))
+            continue
+        outputs = engine.step()
+        now = clock() - began
+        for output in outputs:
+            served = live[output.request_id]
+            if served.n_output == 0:
+                served.first = now
+            served.n_output += len(output.tokens)
+            if output.finish is not None:
+                request = requests[int(output.request_id)]
+                served.finish = now
+                served.n_cached, served.preemptions = request.n_cached, request.preemptions
+                del live[output.request_id]
+                finished += 1
+                if progress is not None:
+                    progress(finished, len(arrivals), "")
+    return seen
