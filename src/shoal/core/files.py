@@ -25,6 +25,7 @@ __all__ = [
     "parse_yaml",
     "read_yaml",
     "shoal_home",
+    "to_yaml",
     "write_atomic",
     "write_dir_atomic",
     "write_json",
@@ -180,8 +181,12 @@ def read_yaml(path: Path) -> Any:
     return parse_yaml(text, str(path))
 
 
+def to_yaml(value: Any) -> str:
+    """Plain values as YAML in their given order."""
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100))
+
+
 def write_yaml(path: Path, value: Any, *, header: str = "") -> None:
     """Write plain values as YAML in their given order, atomically."""
-    text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
     lead = "".join(f"# {line}\n" for line in header.splitlines())
-    write_atomic(path, lead + text, error=ConfigError)
+    write_atomic(path, lead + to_yaml(value), error=ConfigError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,9 +13,9 @@ from shoal.app.show import Format
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shoal.ir import Plan
+    from shoal.ir import Plan, ServePlan
 
-__all__ = ["app", "show_plans"]
+__all__ = ["app", "show_plans", "show_serve_plan"]
 
 app = typer.Typer(help="Say what a job will cost and what to do.", no_args_is_help=True)
 
@@ -102,6 +103,129 @@ def _calibrated(plan: Plan) -> Plan:
     estimate, note = correct(plan.estimate, rows, job=plan.job, machine=plan.machine)
     note = note or "not calibrated: fewer than three similar runs on this machine are in the score"
     return plan.model_copy(update={"estimate": estimate, "notes": (*plan.notes, note)})
+
+
+class Written(StrEnum):
+    """Formats of a plan that can be saved."""
+
+    text = "text"
+    json = "json"
+    yaml = "yaml"
+
+
+@app.command("serve")
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A model's name, directory, or a serving job in YAML.")
+    ],
+    machine: Annotated[
+        str, typer.Option("--machine", "-m", help="local, H100, RTX-4090, or a file.")
+    ] = "local",
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            help="chat, code, summary, multiturn, shared_prefix, azure, mooncake or trace."
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second; all at once if not given.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests to simulate.")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="fcfs or static.")] = None,
+    kv: Annotated[str | None, typer.Option("--kv", help="paged or contiguous.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32 or bf16.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
+    compare: Annotated[
+        bool, typer.Option(help="Rank the other schedulers and caches beside it.")
+    ] = True,
+    out: Annotated[Path | None, typer.Option(help="Save the plan.")] = None,
+    output: Annotated[
+        Written, typer.Option("--output", "-o", help="text, json or yaml.")
+    ] = Written.text,
+) -> None:
+    """Say how fast a model will answer on a machine; nothing runs and no torch is needed.
+
+    The workload is simulated with the scheduler and the cache bookkeeping that would serve it.
+
+    **Examples**
+
+        shoal plan serve shoal-4m --machine laptop
+
+        shoal plan serve Qwen3-8B --machine H100 --workload chat --rate 20
+
+        shoal plan serve Llama-3.1-8B -m RTX-4090 --workload shared_prefix --set max_position=8192
+
+        shoal plan serve Qwen3-0.6B -m laptop --workload mooncake --set workload.scale=16
+    """
+    from shoal.app.show import as_json
+    from shoal.core.config import resolve
+    from shoal.core.files import to_yaml
+    from shoal.ir import ServeJob
+    from shoal.machine.described import load
+    from shoal.plan.serving import alternatives, plan_serve
+
+    file = Path(model) if model.endswith((".yaml", ".yml")) else None
+    target = load(machine)
+    flags: dict[str, object] = {
+        "model": None if file else model,
+        "workload": workload,
+        "scheduler": scheduler,
+        "kv": kv,
+        "precision": precision,
+    }
+    if file is None:
+        # Named, so that --set can give the options of the default parts.
+        for key in ("workload", "scheduler", "kv"):
+            flags[key] = flags[key] or ServeJob.model_fields[key].default.name
+        if target.device.kind == "gpu":
+            # A GPU needs more tokens in a step than a CPU to be busy.
+            flags.update({"max_step_tokens": 8192, "max_running": 256})
+    resolved = resolve(ServeJob, file=file, flags=flags, sets=set_ or [])
+    if rate is not None:
+        resolved = resolved.replace({"workload.rate": rate}, "--rate")
+    if requests is not None:
+        resolved = resolved.replace({"workload.requests": requests}, "--requests")
+    job = resolved.value
+    asked = plan_serve(job, target)
+    if out is not None:
+        asked.save(out, header="Planned by `shoal plan serve`.")
+        typer.echo(f"saved {out}", err=True)
+    if output is Written.json:
+        as_json(asked.model_dump(mode="json", exclude_none=True))
+    elif output is Written.yaml:
+        typer.echo(to_yaml(asked.model_dump(mode="json", exclude_none=True)), nl=False)
+    else:
+        others = alternatives(job) if compare and asked.fits else []
+        show_serve_plan(asked, [plan_serve(other, target) for other in others])
+
+
+def show_serve_plan(plan: ServePlan, others: Sequence[ServePlan] = ()) -> None:
+    """Print a serving plan among its competitors, what it costs and what binds it."""
+    from shoal.app.show import human_bytes, table
+    from shoal.plan.serving_table import COLUMNS, explain, rank
+
+    ranked = rank([plan, *others])
+    rows = explain(ranked)
+    title = "plans, best first" if others else "plan"
+    table(title, COLUMNS, [[row[column] for column in COLUMNS] for row in rows], numeric="  rrrrr")
+    if plan.estimate is not None:
+        step = plan.estimate
+        total = step.step_s.value
+        shares = [
+            (cause, f"{1e3 * seconds:,.3g} ms", f"{100 * seconds / total:.0f} %")
+            for cause, seconds in sorted(step.terms_s.items(), key=lambda item: -item[1])
+            if seconds > 0
+        ]
+        spelled = f"{plan.job.scheduler} {plan.job.kv}"
+        many = f"{step.tokens:.0f} request{'s' if step.tokens > 1 else ''}"
+        title = f"where the time of a decode step of {many} goes, {spelled}"
+        if plan.fits:
+            table(title, ("", "", ""), shares, numeric=" rr")
+        memory = [(cause, human_bytes(size)) for cause, size in step.memory_bytes.items()]
+        table("memory", ("", ""), memory, numeric=" r")
+    typer.echo(plan.why)
+    for note in plan.notes:
+        typer.echo(f"note: {note}")
 
 
 @app.command("scaling")

@@ -33,11 +33,14 @@ STEP_S = 3e-4
 CHUNK_S = 3e-5
 # An operator inside a model costs its launch and the Python around it, which the probe's
 # loop over one operator does not have.
-CALL = {"cpu": 2.0, "gpu": 1.0}
+CALL = {"cpu": 2.5, "gpu": 1.0}
 # Operators of one layer for each group of decodes and for each prompt: copy, mask, attend.
 ATTENTION_CALLS = 10
 # Share of the keys that a decode's attention copies from the blocks: read and written.
 COPY_PASSES = 2.0
+# On a CPU, operators of a step find their operands displaced from the caches; the probe
+# repeats one operator on the same arrays.
+DISPLACED = 1.75
 # FLOP/s of a fused attention kernel on a GPU as a share of its matrix products' rate
 # (Dao, FlashAttention-2, 2023, figure 5).
 GPU_ATTENTION = 0.5
@@ -172,14 +175,17 @@ class Roofline:
         """(matmul s, memory s, operators) of all blocks for ``tokens``, attention left out."""
         if tokens not in self._by_tokens:
             matmul = memory = calls = 0.0
+            displaced = DISPLACED if self._cpu else 1.0
             for linear in linears(self.shape):
                 if linear.name == "logits":
                     continue
                 # Few tokens reach few of the experts, and only their weights are read.
-                met = linear.share * tokens
-                copies = linear.copies * min(1.0, met) if linear.copies > 1 else 1.0
+                reached = 1.0 - (1.0 - linear.share) ** tokens if linear.share < 1 else 1.0
                 flops, weights = self._product(
-                    max(1.0, met), linear.N, linear.K, linear.layers * copies
+                    linear.share * tokens / reached,
+                    linear.N,
+                    linear.K,
+                    linear.layers * linear.copies * reached,
                 )
                 matmul += flops
                 memory += weights
@@ -193,7 +199,7 @@ class Roofline:
                 if op.name in _TRAINING:
                     continue
                 if op.kind == "memory":
-                    traffic = op.count * op.forward_bytes
+                    traffic = displaced * op.count * op.forward_bytes
                     memory += traffic / self._stream(max(1.0, op.size_bytes))
                 calls += op.count * op.forward_calls
             self._by_tokens[tokens] = matmul, memory, calls
@@ -224,7 +230,7 @@ class Roofline:
         if not self._cpu:
             read = kv * (keys + copied) / (GPU_STREAM * self._main_bandwidth())
             return shape.num_layers * (read + flops / (GPU_ATTENTION * self._matmul(2048.0)))
-        traffic = kv * ((COPY_PASSES + 1.0) * keys + COPY_PASSES * copied)
+        traffic = DISPLACED * kv * ((COPY_PASSES + 1.0) * keys + COPY_PASSES * copied)
         seconds = traffic / self._stream(max(1.0, traffic))
         # Passes of fp32 over the weights inside the tiled kernel.
         weights = TILED[self.precision][0] * 4.0 * shape.num_heads * pairs
