@@ -13,7 +13,19 @@ from typing import Annotated
 import typer
 
 from shoal import __version__
-from shoal.app.commands import bench, claims, dash, demo, doctor, model, plan, probe, score, train
+from shoal.app.commands import (
+    bench,
+    claims,
+    dash,
+    demo,
+    doctor,
+    model,
+    plan,
+    probe,
+    score,
+    serve,
+    train,
+)
 from shoal.core.errors import ShoalError
 
 __all__ = ["app", "main"]
@@ -50,6 +62,7 @@ app.command("probe")(probe.probe)
 app.command("doctor")(doctor.doctor)
 app.add_typer(plan.app, name="plan")
 app.command("train")(train.train)
+app.command("serve")(serve.serve)
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 app.command("score")(score.score)

@@ -30,7 +30,9 @@ from shoal.core.parts import Choice, explain, options_of, table
 __all__ = ["Kind", "Resolved", "Value", "parse", "resolve"]
 
 # Environment variables of the product that are not keys of a configuration.
-RESERVED = frozenset({"SHOAL_HOME", "SHOAL_DATA", "SHOAL_DEBUG", "SHOAL_RENDEZVOUS"})
+RESERVED = frozenset(
+    {"SHOAL_API_KEY", "SHOAL_HOME", "SHOAL_DATA", "SHOAL_DEBUG", "SHOAL_RENDEZVOUS"}
+)
 
 _V = TypeVar("_V", bound="Value")
 

@@ -1,0 +1,176 @@
+"""``shoal serve``: answer requests with a model, over HTTP."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from shoal.serve.server import Running
+
+__all__ = ["serve"]
+
+_MAX_KEY_BYTES = 4096
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="A Hugging Face model directory.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other machines' need a key.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)
+    ] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="What requests call the model; its directory's name.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key that callers must send; other users can see it in the process list."
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file with the key, that only you can read.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A further name that callers may use for this server.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="A web page that may call, as http://host:port.")
+    ] = None,
+    scheduler: Annotated[str | None, typer.Option(help="Who runs now.")] = None,
+    kv: Annotated[str | None, typer.Option(help="Who holds which block of the cache.")] = None,
+    kv_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that the cache holds; what the memory allows.")
+    ] = None,
+    max_running: Annotated[int | None, typer.Option(help="Most requests in one step.")] = None,
+    max_position: Annotated[
+        int | None, typer.Option(help="Most tokens of a request, prompt and answer.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32 or bf16.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads that compute; 0 for all.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="path=value, over everything else.")
+    ] = None,
+    start_timeout: Annotated[
+        float, typer.Option(help="Seconds that the engine may take to load.", min=1)
+    ] = 600.0,
+    engine_timeout: Annotated[
+        float, typer.Option(help="Seconds without a sign of life that end the engine.", min=1)
+    ] = 120.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the configuration; start nothing.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the address only.")] = False,
+) -> None:
+    """Serve a model to OpenAI's clients until Ctrl-C.
+
+    The key can also be in the environment variable SHOAL_API_KEY.
+
+    **Examples**
+
+        shoal serve runs/run/export
+
+        SHOAL_API_KEY=$(openssl rand -hex 16) shoal serve MODEL --host 0.0.0.0
+
+        shoal serve MODEL --port 0 --scheduler fcfs --max-running 16
+    """
+    from shoal.app.show import table
+    from shoal.core.config import resolve
+    from shoal.ir import ServeJob
+    from shoal.serve.client import ClientOptions
+    from shoal.serve.server import ServerOptions
+    from shoal.serve.server import serve as run
+
+    flags: dict[str, object] = {
+        "model": model,
+        "scheduler": scheduler,
+        "kv": kv,
+        "kv_tokens": kv_tokens,
+        "max_running": max_running,
+        "max_position": max_position,
+        "precision": precision,
+        "threads": threads,
+    }
+    resolved = resolve(ServeJob, flags=flags, sets=set_ or [])
+    if dry_run:
+        table("configuration", ("key", "value", "why"), list(resolved.lines()))
+        return
+    options = ServerOptions(
+        host=host,
+        port=port,
+        name=name,
+        key=_key(api_key, api_key_file),
+        hosts=tuple(allow_host or ()),
+        origins=tuple(allow_origin or ()),
+        client=ClientOptions(start_s=start_timeout, hang_s=engine_timeout),
+    )
+
+    def ready(server: Running) -> None:
+        typer.echo(server.url if quiet else _welcome(server, with_key=options.key is not None))
+
+    _log()
+    if not quiet:
+        typer.echo(f"loading {model} ...", err=True)
+    run(resolved.value, options, ready=ready)
+
+
+def _key(given: str | None, file: Path | None) -> str | None:
+    """The API key of the flag, the file or the environment.
+
+    Raises:
+        ServeError: the file cannot be read, or others can read it.
+    """
+    from shoal.core.errors import ServeError, require
+
+    require(
+        given is None or file is None,
+        "--api-key-file",
+        str(file),
+        expected="nothing beside --api-key",
+        error=ServeError,
+    )
+    if file is not None:
+        try:
+            mode = file.stat().st_mode & 0o777
+            text = file.read_bytes()[:_MAX_KEY_BYTES].decode()
+        except (OSError, UnicodeDecodeError) as cause:
+            raise ServeError(f"--api-key-file {file}: cannot be read ({cause})") from cause
+        require(
+            mode & 0o077 == 0,
+            f"--api-key-file {file}: mode",
+            f"{mode:04o}",
+            expected="0600",
+            hint=f"others could read the key; chmod 600 {file}",
+            error=ServeError,
+        )
+        return text.strip()
+    return given if given is not None else os.environ.get("SHOAL_API_KEY") or None
+
+
+def _log() -> None:
+    """What the server has to say goes to stderr, one line each."""
+    import logging
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+
+
+def _welcome(server: Running, *, with_key: bool) -> str:
+    header = ' -H "Authorization: Bearer $SHOAL_API_KEY"' if with_key else ""
+    key = "os.environ['SHOAL_API_KEY']" if with_key else "'none'"
+    return f"""\
+{server.model} answers at {server.url} (Ctrl-C stops it)
+
+  curl {server.url}/v1/completions{header} \\
+    -H "Content-Type: application/json" \\
+    -d '{{"model": "{server.model}", "prompt": "Once upon a time", "max_tokens": 32}}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{server.url}/v1", api_key={key})
+  client.chat.completions.create(
+      model="{server.model}", messages=[{{"role": "user", "content": "Hello"}}])
+"""

@@ -1,0 +1,91 @@
+"""JSON bodies, read with caps: the size while it arrives, the depth before anything looks at it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from shoal.serve.errors import ApiError
+from shoal.serve.limits import HttpLimits
+
+__all__ = ["parse_body", "read_body"]
+
+# Parsing less takes less time than handing it to a thread.
+_INLINE_BYTES = 2**15
+
+
+async def read_body(request: Request, limits: HttpLimits) -> dict[str, Any]:
+    """The JSON object in the body of a request.
+
+    Raises:
+        ApiError: no JSON object, too large, or nested too deeply.
+        ClientDisconnect: the client has gone.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
+    if kind.lower() != "application/json":
+        raise ApiError(
+            f"Content-Type = {kind[:80]!r}: expected application/json",
+            status=415,
+            code="unsupported_media_type",
+        )
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limits.body_bytes:
+        raise _too_large(limits)
+    data = bytearray()
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        data += message.get("body", b"")
+        if len(data) > limits.body_bytes:
+            raise _too_large(limits)
+        more = message.get("more_body", False)
+    if len(data) <= _INLINE_BYTES:
+        return parse_body(bytes(data), limits)
+    return await asyncio.to_thread(parse_body, bytes(data), limits)
+
+
+def _too_large(limits: HttpLimits) -> ApiError:
+    return ApiError(
+        f"body: expected at most {limits.body_bytes} B; send a shorter prompt",
+        status=413,
+        code="body_too_large",
+    )
+
+
+def parse_body(data: bytes, limits: HttpLimits) -> dict[str, Any]:
+    """The JSON object in ``data``.
+
+    Raises:
+        ApiError: it is none, or nested too deeply.
+    """
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as cause:
+        raise ApiError(
+            f"body: not JSON ({cause}); send a JSON object", code="invalid_json"
+        ) from None
+    if not isinstance(value, dict):
+        raise ApiError(
+            f"body: a JSON {type(value).__name__}: expected a JSON object", code="invalid_json"
+        )
+    level: list[Any] = [value]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > limits.json_depth:
+            raise ApiError(
+                f"body: nested deeper than {limits.json_depth} levels; send plainer JSON",
+                code="invalid_json",
+            )
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, (dict, list))
+        ]
+    return value

@@ -1,0 +1,616 @@
+"""The HTTP process's side of the engine: starts it, feeds it, and starts it again.
+
+Requests become streams of outputs. A stream always ends: with the request's last output,
+or with an error when the request is refused, its reader is too slow, or the engine dies or
+hangs. After a death the engine is started again, later after each failure in a row; what
+is asked meanwhile is refused at once with the time to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from shoal.core.errors import ServeError, require
+from shoal.ir.job import ServeJob
+from shoal.ir.serving import Output, SamplingParams
+from shoal.serve.process import DEFAULT_FACTORY
+from shoal.serve.wire import Decoder, encode, pack_params, unpack_output
+
+__all__ = [
+    "ClientOptions",
+    "EngineClient",
+    "EngineDownError",
+    "Launched",
+    "ModelInfo",
+    "RefusedError",
+    "SlowReaderError",
+    "launch",
+]
+
+log = logging.getLogger("shoal.serve")
+
+_READ_BYTES = 2**18
+_TAIL_LINES = 40
+_LINE_BYTES = 2**16
+# How long a process may take to leave after its socket was closed.
+_LEAVE_S = 5.0
+# An engine that ran so long has not failed "again".
+_STEADY_S = 60.0
+
+
+class EngineDownError(ServeError):
+    """The engine is starting, has died or hangs.
+
+    Args:
+        message: what happened.
+        retry_after_s: s after which to try again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RefusedError(ServeError):
+    """A request that the engine can never run."""
+
+
+class SlowReaderError(ServeError):
+    """A stream whose reader does not keep up; its request was aborted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions:
+    """How patient the client is.
+
+    Args:
+        start_s: s that the engine may take to load its model.
+        ping_s: s between two questions whether it is alive.
+        hang_s: s without an answer, or within one step, after which it is killed.
+        backoff_s: s before the first restart; twice as long after each failure in a row.
+        max_backoff_s: longest wait before a restart.
+        max_unread: outputs that a stream keeps for its reader before it is aborted.
+    """
+
+    start_s: float = 600.0
+    ping_s: float = 1.0
+    hang_s: float = 120.0
+    backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+    max_unread: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("start_s", "ping_s", "hang_s", "backoff_s", "max_backoff_s", "max_unread"):
+            value = getattr(self, name)
+            require(value > 0, f"engine.{name}", value, expected="more than 0", error=ServeError)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the engine says about its model.
+
+    Args:
+        vocab_size: token ids are below it.
+        max_position: most tokens of a request, prompt and output.
+        eos_ids: tokens that end a text.
+    """
+
+    vocab_size: int
+    max_position: int
+    eos_ids: frozenset[int]
+
+
+@dataclass
+class Launched:
+    """An engine's process that was started and has not connected yet."""
+
+    process: subprocess.Popen[bytes]
+    listener: socket.socket
+    directory: Path
+
+    def discard(self) -> None:
+        """End the process and remove what belongs to it."""
+        self.listener.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> Launched:
+    """Start an engine's process; it loads the model while the caller gets ready itself.
+
+    Args:
+        job: what to serve.
+        factory: ``module:function`` that builds the engine from the job, in its process.
+
+    Raises:
+        ServeError: the process cannot be started.
+    """
+    start = encode(
+        {
+            "kind": "start",
+            "factory": factory,
+            "job": job.model_dump(mode="json", exclude_none=True),
+        }
+    )
+    directory = Path(tempfile.mkdtemp(prefix="shoal-engine-"))  # mode 0700
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path = directory / "socket"
+        listener.bind(str(path))
+        listener.listen(1)
+        listener.setblocking(False)
+        # The keys of the server are none of the engine's business.
+        environment = {k: v for k, v in os.environ.items() if k != "SHOAL_API_KEY"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal.serve.process", "--socket", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the server, which ends the engine
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died; its last words tell why
+            process.stdin.write(start)
+            process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+    except OSError as cause:
+        listener.close()
+        shutil.rmtree(directory, ignore_errors=True)
+        raise ServeError(f"the engine's process cannot be started ({cause})") from cause
+    return Launched(process, listener, directory)
+
+
+class _Stream:
+    """The outputs of one request that its reader has not taken yet."""
+
+    __slots__ = ("_error", "_ready", "_unread", "ended")
+
+    def __init__(self) -> None:
+        self._unread: deque[Output] = deque()
+        self._ready = asyncio.Event()
+        self._error: ServeError | None = None
+        self.ended = False
+
+    def put(self, output: Output) -> int:
+        self._unread.append(output)
+        self.ended = self.ended or output.finish is not None
+        self._ready.set()
+        return len(self._unread)
+
+    def fail(self, error: ServeError) -> None:
+        if not self.ended:
+            self.ended = True
+            self._error = error
+            self._unread.clear()
+            self._ready.set()
+
+    async def take(self) -> list[Output]:
+        """Everything unread, at least one output."""
+        await self._ready.wait()
+        self._ready.clear()
+        if self._error is not None:
+            raise self._error
+        taken = list(self._unread)
+        self._unread.clear()
+        return taken
+
+
+class _Link:
+    """A connected engine process."""
+
+    logging: asyncio.Task[None]
+
+    def __init__(
+        self, launched: Launched, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.launched = launched
+        self.reader = reader
+        self.writer = writer
+        self.decoder = Decoder()
+        self.asked: dict[int, tuple[float, asyncio.Future[dict[str, float]]]] = {}
+
+
+class EngineClient:
+    """Streams of outputs from an engine in a process of its own.
+
+    Args:
+        job: what to serve.
+        factory: ``module:function`` that builds the engine from the job, in its process.
+        options: how patient to be.
+        launched: a process that was started already.
+    """
+
+    def __init__(
+        self,
+        job: ServeJob,
+        *,
+        factory: str = DEFAULT_FACTORY,
+        options: ClientOptions | None = None,
+        launched: Launched | None = None,
+    ) -> None:
+        self._job = job
+        self._factory = factory
+        self._options = options or ClientOptions()
+        self._launched = launched
+        self._link: _Link | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._supervisor: asyncio.Task[None] | None = None
+        self._info: ModelInfo | None = None
+        self._next_ping = 0
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._reason = ""
+        self._retry_at = 0.0
+        self.restarts = 0
+        self.last_stats: dict[str, float] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken now."""
+        return self._link is not None
+
+    @property
+    def model(self) -> ModelInfo:
+        """What the engine said about its model when it first started."""
+        if self._info is None:
+            raise EngineDownError("the engine has not started yet")
+        return self._info
+
+    @property
+    def pid(self) -> int | None:
+        """Process of the engine, if one runs."""
+        return self._link.launched.process.pid if self._link is not None else None
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    async def start(self) -> ModelInfo:
+        """Start the engine and wait until it can answer.
+
+        Raises:
+            ServeError: it cannot load the model, died, or took longer than ``start_s``.
+        """
+        self._link = await self._connect()
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
+        return self.model
+
+    async def stop(self) -> None:
+        """End the engine's process and every open stream."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+            self._supervisor = None
+        self._fail_streams(EngineDownError("the server is stopping"))
+        if self._link is not None:
+            await self._disconnect(self._link)
+        if self._launched is not None:
+            self._launched.discard()
+            self._launched = None
+
+    async def generate(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: float = 0.0,
+        adapter: str | None = None,
+    ) -> AsyncIterator[Output]:
+        """Outputs of a request one by one; see :meth:`batches`."""
+        batches = self.batches(request_id, tokens, params, priority=priority, adapter=adapter)
+        async with contextlib.aclosing(batches):
+            async for batch in batches:
+                for output in batch:
+                    yield output
+
+    async def batches(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: float = 0.0,
+        adapter: str | None = None,
+    ) -> AsyncGenerator[list[Output], None]:
+        """All outputs that are there, as soon as there is one; leaving early aborts.
+
+        Raises:
+            EngineDownError: the engine is not there, or died meanwhile.
+            RefusedError: the engine can never run this request.
+            SlowReaderError: the outputs were not taken in time.
+        """
+        link = self._alive()
+        require(
+            request_id not in self._streams,
+            "request id",
+            request_id,
+            expected="an id that no open request has",
+            error=ServeError,
+        )
+        stream = _Stream()
+        message = {
+            "kind": "add",
+            "id": request_id,
+            "tokens": list(tokens),
+            "params": pack_params(params),
+            "priority": priority,
+            "adapter": adapter,
+        }
+        link.writer.write(encode(message))
+        self._streams[request_id] = stream
+        try:
+            finished = False
+            while not finished:
+                batch = await stream.take()
+                finished = batch[-1].finish is not None
+                yield batch
+        finally:
+            if self._streams.get(request_id) is stream:
+                self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, here and in the engine; nothing happens if it is gone already."""
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return
+        told = stream.ended
+        stream.fail(ServeError("the request was aborted"))
+        if not told and self._link is not None:
+            self._link.writer.write(encode({"kind": "abort", "id": request_id}))
+
+    async def stats(self, timeout_s: float = 1.0) -> dict[str, float]:
+        """Counters of the engine; those it told last while it is busy with a long step.
+
+        Raises:
+            EngineDownError: the engine is not there.
+        """
+        link = self._alive()
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._ping(link)), timeout_s)
+        except TimeoutError:
+            return self.last_stats
+
+    def _alive(self) -> _Link:
+        if self._link is None:
+            wait_s = max(1.0, self._retry_at - time.monotonic())
+            raise EngineDownError(
+                f"the engine is not running ({self._reason or 'it is starting'}); "
+                "it is being started again",
+                wait_s,
+            )
+        return self._link
+
+    # Starting
+
+    async def _connect(self) -> _Link:
+        launched = self._launched or launch(self._job, self._factory)
+        self._launched = launched
+        self._tail.clear()
+        log_task = asyncio.create_task(self._keep_log(launched.process), name="engine log")
+        try:
+            async with asyncio.timeout(self._options.start_s):
+                link = await self._shake_hands(launched)
+        except BaseException as cause:
+            launched.process.kill()
+            await self._finish_log(log_task)
+            self._launched = None
+            await asyncio.to_thread(launched.discard)
+            if isinstance(cause, TimeoutError):
+                raise ServeError(
+                    f"the engine did not load its model within {self._options.start_s:g} s; "
+                    f"allow more with --start-timeout{self._last_words()}"
+                ) from None
+            raise
+        self._launched = None
+        link.logging = log_task
+        return link
+
+    @staticmethod
+    async def _finish_log(log_task: asyncio.Task[None]) -> None:
+        """Wait for the end of what a killed engine printed, before its pipe is closed."""
+        await asyncio.wait([log_task], timeout=_LEAVE_S)
+        log_task.cancel()
+        await asyncio.wait([log_task])
+
+    async def _shake_hands(self, launched: Launched) -> _Link:
+        loop = asyncio.get_running_loop()
+        accepting = asyncio.ensure_future(loop.sock_accept(launched.listener))
+        try:
+            while not accepting.done():
+                await asyncio.wait([accepting], timeout=0.1)
+                if not accepting.done() and launched.process.poll() is not None:
+                    raise ServeError(f"the engine ended before it began{self._last_words()}")
+            connection, _ = accepting.result()
+        finally:
+            accepting.cancel()
+        connection.setblocking(False)
+        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_READ_BYTES)
+        link = _Link(launched, reader, writer)
+        try:
+            while True:
+                data = await reader.read(_READ_BYTES)
+                if not data:
+                    await asyncio.sleep(0.1)  # let its last words arrive
+                    raise ServeError(f"the engine died while it loaded{self._last_words()}")
+                for message in link.decoder.feed(data):
+                    if message["kind"] == "failed":
+                        raise ServeError(message["message"])
+                    self._info = ModelInfo(
+                        message["vocab_size"],
+                        message["max_position"],
+                        frozenset(message["eos_ids"]),
+                    )
+                    return link
+        except BaseException:
+            writer.close()
+            raise
+
+    async def _keep_log(self, process: subprocess.Popen[bytes]) -> None:
+        """Pass on what the engine prints, and remember the end of it."""
+        pipe: IO[bytes] | None = process.stderr
+        assert pipe is not None
+        reader = asyncio.StreamReader(limit=_LINE_BYTES)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        try:
+            rest = b""
+            while data := await reader.read(_LINE_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                lines += [rest] if len(rest) > _LINE_BYTES else []
+                rest = b"" if len(rest) > _LINE_BYTES else rest
+                for line in lines:
+                    text = line.decode(errors="replace")
+                    self._tail.append(text)
+                    log.warning("engine: %s", text)
+        finally:
+            transport.close()
+
+    def _last_words(self) -> str:
+        words = "\n".join(self._tail).strip()
+        return f"; its last words:\n{words}" if words else ""
+
+    # Running
+
+    async def _supervise(self) -> None:
+        failures = 0
+        while True:
+            if self._link is not None:
+                began = time.monotonic()
+                self._reason = await self._run(self._link)
+                link, self._link = self._link, None
+                failures = 0 if time.monotonic() - began > _STEADY_S else failures
+                pause = self._pause(failures)
+                log.error("%s; it starts again in %.1f s", self._reason, pause)
+                self._fail_streams(EngineDownError(self._reason, max(1.0, pause)))
+                await self._disconnect(link)
+            else:
+                pause = self._pause(failures)
+            await asyncio.sleep(pause)
+            failures += 1
+            self.restarts += 1
+            try:
+                self._link = await self._connect()
+            except (ServeError, OSError) as cause:
+                self._reason = f"the engine did not start again: {cause}"
+                log.error("%s", self._reason)
+            else:
+                log.warning("the engine runs again")
+
+    def _pause(self, failures: int) -> float:
+        pause: float = min(
+            self._options.max_backoff_s, self._options.backoff_s * 2.0 ** min(failures, 30)
+        )
+        self._retry_at = time.monotonic() + pause
+        return pause
+
+    async def _run(self, link: _Link) -> str:
+        """Route what the engine sends until it is gone; returns what happened to it."""
+        reading = asyncio.create_task(self._read(link), name="engine reader")
+        watching = asyncio.create_task(self._watch(link), name="engine watch")
+        try:
+            done, _ = await asyncio.wait([reading, watching], return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            reading.cancel()
+            watching.cancel()
+
+    async def _read(self, link: _Link) -> str:
+        try:
+            while data := await link.reader.read(_READ_BYTES):
+                for message in link.decoder.feed(data):
+                    if message["kind"] == "failed":
+                        return f"the engine failed: {message['message']}"
+                    self._route(link, message)
+        except (OSError, ServeError) as cause:
+            return f"the connection to the engine broke: {cause}"
+        return "the engine died"
+
+    async def _watch(self, link: _Link) -> str:
+        while True:
+            asked_at = time.monotonic()
+            answer = self._ping(link)
+            done, _ = await asyncio.wait([answer], timeout=self._options.hang_s)
+            if not done:
+                return (
+                    f"the engine hangs: no answer for {time.monotonic() - asked_at:.0f} s, "
+                    "so it was killed"
+                )
+            await asyncio.sleep(self._options.ping_s)
+
+    def _ping(self, link: _Link) -> asyncio.Future[dict[str, float]]:
+        self._next_ping += 1
+        answer: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
+        link.asked[self._next_ping] = (time.monotonic(), answer)
+        link.writer.write(encode({"kind": "ping", "number": self._next_ping}))
+        return answer
+
+    def _route(self, link: _Link, message: Mapping[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "outputs":
+            for raw in message["outputs"]:
+                output = unpack_output(raw)
+                stream = self._streams.get(output.request_id)
+                if stream is None:
+                    continue  # it was aborted while this was under way
+                if stream.put(output) > self._options.max_unread and not stream.ended:
+                    self._drop(output.request_id, stream)
+                elif stream.ended:
+                    del self._streams[output.request_id]
+        elif kind == "refused":
+            stream = self._streams.pop(message["id"], None)
+            if stream is not None:
+                stream.fail(RefusedError(message["message"]))
+        elif kind == "pong":
+            self.last_stats = message["stats"]
+            _, answer = link.asked.pop(message["number"])
+            if not answer.done():
+                answer.set_result(message["stats"])
+
+    def _drop(self, request_id: str, stream: _Stream) -> None:
+        del self._streams[request_id]
+        stream.fail(
+            SlowReaderError(
+                f"more than {self._options.max_unread} outputs were not read, so the request was "
+                "aborted; read faster or ask for fewer tokens"
+            )
+        )
+        if self._link is not None:
+            self._link.writer.write(encode({"kind": "abort", "id": request_id}))
+
+    def _fail_streams(self, error: ServeError) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(error)
+
+    async def _disconnect(self, link: _Link) -> None:
+        self._link = None if self._link is link else self._link
+        link.writer.close()
+        for _, answer in link.asked.values():
+            answer.cancel()
+        link.launched.process.kill()
+        await self._finish_log(link.logging)
+        await asyncio.to_thread(link.launched.discard)

@@ -1,0 +1,104 @@
+"""Connections that cannot be held for nothing: uvicorn's HTTP/1.1 with time limits.
+
+A client has some seconds to send its request and, once answers pile up, some seconds to
+read them; then its connection is cut, which ends the request that hangs on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from shoal.serve.errors import ApiError, error_response
+from shoal.serve.limits import HttpLimits
+
+if TYPE_CHECKING:
+    from asyncio import Transport
+
+__all__ = ["connection"]
+
+
+class _Connection(H11Protocol):
+    """One connection; the class made by :func:`connection` has the limits."""
+
+    limits: HttpLimits
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._reading: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        for timer in (self._reading, self._writing):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take in bytes of a request."""
+        super().data_received(data)
+        self._expect_request()
+
+    def pause_writing(self) -> None:
+        """The client does not keep up."""
+        super().pause_writing()
+        if self._writing is None:
+            self._writing = self.loop.call_later(self.limits.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        super().resume_writing()
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, in the one shape of errors."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or (
+            self.cycle is not None and not self.cycle.response_complete
+        ):
+            self.transport.abort()  # in the middle of another answer nothing can be said
+            return
+        cause = sys.exception()
+        status = cause.error_status_hint if isinstance(cause, h11.RemoteProtocolError) else 400
+        if status == 431:
+            text = f"headers: expected at most {self.limits.header_bytes} B"
+            error = ApiError(text, status=431, code="headers_too_large")
+        else:
+            error = ApiError("the request is not valid HTTP", code="invalid_http")
+        answer = error_response(error)
+        head = h11.Response(
+            status_code=error.status, headers=[*answer.raw_headers, (b"connection", b"close")]
+        )
+        for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _expect_request(self) -> None:
+        """Watch the clock while a request is incomplete."""
+        cycle = self.cycle
+        incomplete = cycle is None or cycle.response_complete or cycle.more_body
+        if incomplete and self._reading is None:
+            self._reading = self.loop.call_later(self.limits.read_s, self._give_up)
+        elif not incomplete and self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _give_up(self) -> None:
+        self._reading = None
+        self.transport.abort()
+
+
+def connection(limits: HttpLimits) -> type[_Connection]:
+    """The class of connections with these limits, as uvicorn wants it."""
+    return type("Connection", (_Connection,), {"limits": limits})

@@ -1,0 +1,51 @@
+"""What the HTTP server takes at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from shoal.core.errors import ServeError, require
+
+__all__ = ["HttpLimits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpLimits:
+    """Caps on everything that a request can ask for.
+
+    Args:
+        body_bytes: largest body, B.
+        header_bytes: largest header block, request line included, B.
+        headers: most header fields.
+        json_depth: deepest nesting of a body.
+        choices: largest ``n``.
+        batch: most answers of one request, prompts times ``n``.
+        logprobs: most log probabilities a token.
+        stops: most stop strings.
+        stop_chars: longest stop string, characters.
+        messages: most messages of a chat.
+        open_requests: answers under way or waiting; more are refused with 429.
+        read_s: s in which a request must have arrived.
+        write_s: s for which a client may not read before its request is aborted.
+    """
+
+    body_bytes: int = 4 * 2**20
+    header_bytes: int = 16 * 2**10
+    headers: int = 100
+    json_depth: int = 64
+    choices: int = 16
+    batch: int = 64
+    logprobs: int = 20
+    stops: int = 16
+    stop_chars: int = 256
+    messages: int = 2048
+    open_requests: int = 1024
+    read_s: float = 30.0
+    write_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            require(
+                value > 0, f"limits.{item.name}", value, expected="more than 0", error=ServeError
+            )

@@ -1,0 +1,202 @@
+"""The engine's own process: it owns model and cache and computes, and does nothing else.
+
+``python -m shoal.serve.process`` connects to the Unix socket that the HTTP process listens
+on, in a directory that only its user can enter, and reads what to load from its standard
+input. Then it takes in what has come (without waiting while there is work), runs one step,
+and sends what the step gave, again and again. It ends when its parent does.
+
+Standard input: one message, ``start`` (factory, job). Messages in: ``add`` (id, tokens,
+params, priority, adapter), ``abort`` (id), ``ping`` (number). Messages out: ``ready`` (what
+the model is), ``outputs``, ``refused`` (a request that cannot be served, with the reason),
+``pong`` (number, stats), ``failed`` (why the process ends).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shoal.core.config import parse
+from shoal.core.errors import ServeError, ShoalError
+from shoal.core.parts import load_object
+from shoal.ir.job import ServeJob
+from shoal.ir.serving import Output, Request
+from shoal.serve.wire import Decoder, encode, pack_output, unpack_params
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+
+__all__ = ["DEFAULT_FACTORY", "EngineLike", "main", "serve"]
+
+DEFAULT_FACTORY = "shoal.serve.build:build_engine"
+
+_READ_BYTES = 2**20
+_PR_SET_PDEATHSIG = 1
+
+
+class EngineLike(Protocol):
+    """What the process needs of an engine."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would compute something."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ServeError if it can never run."""
+        ...
+
+    def abort(self, request_id: str) -> Output | None:
+        """Forget a request."""
+        ...
+
+    def step(self) -> list[Output]:
+        """Plan, execute, commit."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters for metrics."""
+        ...
+
+
+class _Parent:
+    """The connection to the HTTP process."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._decoder = Decoder()
+
+    def receive(self, timeout_s: float | None) -> Iterator[dict[str, Any]]:
+        """Messages that are here, or come within the time; EOFError when the parent is gone."""
+        readable, _, _ = select.select([self._socket], [], [], timeout_s)
+        if not readable:
+            return
+        data = self._socket.recv(_READ_BYTES)
+        if not data:
+            raise EOFError
+        yield from self._decoder.feed(data)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send, waiting until the parent has room."""
+        self._socket.sendall(encode(message))
+
+
+def serve(start: Mapping[str, Any], connection: socket.socket) -> None:
+    """Load what the parent says and answer its messages until it goes away.
+
+    Args:
+        start: the message ``start``.
+        connection: to the parent.
+
+    Raises:
+        ShoalError: the model cannot be loaded, or a step failed; the parent was told.
+    """
+    parent = _Parent(connection)
+    try:
+        engine = _start(start, parent)
+        while True:
+            for message in parent.receive(0.0 if engine.busy else None):
+                _handle(engine, message, parent)
+            if engine.busy:
+                outputs = engine.step()
+                if outputs:
+                    parent.send({"kind": "outputs", "outputs": [pack_output(o) for o in outputs]})
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # nobody is left to compute for
+    except Exception as cause:
+        known = isinstance(cause, ShoalError)
+        reason = str(cause) if known else f"{type(cause).__name__}: {cause}"
+        _tell(parent, reason, known)
+        raise
+
+
+def _tell(parent: _Parent, reason: str, known: bool) -> None:
+    """Send the reason of the end; a parent that is gone too needs none."""
+    try:
+        parent.send({"kind": "failed", "message": reason, "known": known})
+    except OSError:
+        print(f"error: {reason}", file=sys.stderr)
+
+
+def _start(start: Mapping[str, Any], parent: _Parent) -> EngineLike:
+    job = parse(ServeJob, start["job"], where="job")
+    engine: EngineLike
+    config: ModelConfig
+    engine, config = load_object(start["factory"])(job)
+    parent.send(
+        {
+            "kind": "ready",
+            "vocab_size": config.vocab_size,
+            "max_position": min(job.max_position or config.max_position, config.max_position),
+            "eos_ids": sorted(config.eos_ids),
+        }
+    )
+    return engine
+
+
+def _handle(engine: EngineLike, message: Mapping[str, Any], parent: _Parent) -> None:
+    kind = message.get("kind")
+    if kind == "add":
+        tokens = list(message["tokens"])
+        request = Request(
+            id=message["id"],
+            tokens=tokens,
+            n_prompt=len(tokens),
+            params=unpack_params(message["params"]),
+            arrival=time.monotonic(),
+            priority=message["priority"],
+            adapter=message["adapter"],
+        )
+        try:
+            engine.add(request)
+        except ServeError as cause:
+            parent.send({"kind": "refused", "id": request.id, "message": str(cause)})
+    elif kind == "abort":
+        engine.abort(message["id"])
+    elif kind == "ping":
+        parent.send({"kind": "pong", "number": message["number"], "stats": dict(engine.stats())})
+    else:
+        raise ServeError(f"message to the engine = {kind!r}: expected add, abort or ping")
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies, even in the middle of a step.
+
+    Only Linux knows how. Elsewhere the closed socket ends the process after its step.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            print("the engine will outlive a killed server by one step", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Connect to the socket that the command line names, and serve."""
+    parser = argparse.ArgumentParser(prog="shoal.serve.process", description=__doc__)
+    parser.add_argument("--socket", required=True, help="the Unix socket of the HTTP process")
+    options = parser.parse_args(arguments)
+    _die_with_parent()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(options.socket)
+        try:
+            (start,) = Decoder().feed(sys.stdin.buffer.read())
+            serve(start, connection)
+        except ShoalError as cause:
+            print(f"error: {cause}", file=sys.stderr)
+            return 2
+        except Exception:
+            traceback.print_exc()
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

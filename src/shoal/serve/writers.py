@@ -1,0 +1,199 @@
+"""Pieces of answers as the JSON of each endpoint, whole or in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shoal.ir.serving import SamplingParams
+from shoal.serve import openai
+from shoal.serve.answer import Answer, Piece
+from shoal.serve.openai import Ask
+
+__all__ = ["ChatWriter", "CompletionWriter", "Job", "Prompt", "Writer"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that is ready for the engine.
+
+    Args:
+        tokens: its ids.
+        text: what to show of it, where it is echoed.
+    """
+
+    tokens: Sequence[int]
+    text: str | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that an HTTP request makes the engine do.
+
+    Args:
+        id: of the answer.
+        created: s since 1970.
+        ask: what was asked.
+        prompts: each gets ``ask.n`` answers.
+        params: of each answer.
+        answers: what has come of each.
+    """
+
+    id: str
+    created: int
+    ask: Ask
+    prompts: list[Prompt]
+    params: list[SamplingParams]
+    answers: list[Answer]
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt that an answer belongs to."""
+        return self.prompts[index // self.ask.n]
+
+    def usage(self) -> dict[str, int]:
+        """Tokens so far."""
+        return openai.usage(
+            sum(len(prompt.tokens) for prompt in self.prompts),
+            sum(answer.num_tokens for answer in self.answers),
+        )
+
+
+class Writer(Protocol):
+    """How the pieces of a job become JSON."""
+
+    def chunk(self, choices: list[dict[str, Any]], *, last: bool = False) -> dict[str, Any]:
+        """A chunk of a stream; the last one, without choices, has the usage."""
+        ...
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice that comes before an answer's first piece, if there is one."""
+        ...
+
+    def delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        """The choice of a piece; None if it has nothing to tell yet."""
+        ...
+
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+        """All answers at once."""
+        ...
+
+
+class _Writer:
+    """What both endpoints share."""
+
+    kind = ""
+    chunk_kind = ""
+
+    def __init__(self, job: Job, name: str) -> None:
+        self._job = job
+        self._name = name
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._job.id,
+            "object": kind,
+            "created": self._job.created,
+            "model": self._name,
+            "choices": choices,
+        }
+
+    def chunk(self, choices: list[dict[str, Any]], *, last: bool = False) -> dict[str, Any]:
+        """A chunk of a stream; the last one has the usage."""
+        frame = self._frame(self.chunk_kind, choices)
+        if self._job.ask.include_usage:
+            frame["usage"] = self._job.usage() if last else None
+        return frame
+
+    def _silent(self, piece: Piece) -> bool:
+        return not (piece.text or piece.entries or piece.finish or self._job.ask.token_ids)
+
+    def _ids(self, index: int, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
+        if not self._job.ask.token_ids:
+            return {}
+        ids: dict[str, Any] = {"token_ids": piece.tokens}
+        if with_prompt:
+            ids["prompt_token_ids"] = list(self._job.prompt_of(index).tokens)
+        return ids
+
+
+class CompletionWriter(_Writer):
+    """``/v1/completions``."""
+
+    kind = chunk_kind = "text_completion"
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The prompt, where it is echoed."""
+        return self._choice(index, Piece(text=self._echo(index))) if self._echo(index) else None
+
+    def delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        """A piece of text."""
+        return None if self._silent(piece) else self._choice(index, piece)
+
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+        """All answers at once."""
+        choices = []
+        for index, piece in enumerate(answers):
+            choice = self._choice(index, piece, whole=True)
+            choice["text"] = self._echo(index) + choice["text"]
+            choices.append(choice)
+        return {**self._frame(self.kind, choices), "usage": self._job.usage()}
+
+    def _echo(self, index: int) -> str:
+        return (self._job.prompt_of(index).text or "") if self._job.ask.echo else ""
+
+    def _choice(self, index: int, piece: Piece, *, whole: bool = False) -> dict[str, Any]:
+        wanted = self._job.ask.logprobs is not None
+        return {
+            "index": index,
+            "text": piece.text,
+            "logprobs": openai.completion_logprobs(piece.entries) if wanted else None,
+            "finish_reason": piece.finish,
+            **self._ids(index, piece, with_prompt=whole),
+        }
+
+
+class ChatWriter(_Writer):
+    """``/v1/chat/completions``."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """Who speaks."""
+        return {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+
+    def delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        """A piece of text."""
+        if self._silent(piece):
+            return None
+        return {
+            "index": index,
+            "delta": {"content": piece.text} if piece.text else {},
+            "logprobs": self._logprobs(piece),
+            "finish_reason": piece.finish,
+            **self._ids(index, piece, with_prompt=False),
+        }
+
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+        """All answers at once."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": piece.text, "refusal": None},
+                "logprobs": self._logprobs(piece),
+                "finish_reason": piece.finish,
+                **self._ids(index, piece, with_prompt=True),
+            }
+            for index, piece in enumerate(answers)
+        ]
+        return {**self._frame(self.kind, choices), "usage": self._job.usage()}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        wanted = self._job.ask.logprobs is not None
+        return openai.chat_logprobs(piece.entries) if wanted else None
