@@ -358,16 +358,18 @@ def _why(
         f"{_BOUND[estimate.bound]} binds a decode step of {estimate.tokens:.0f} requests, "
         f"{1e3 * estimate.step_s.value:.3g} ms"
     )
-    if busy < BUSY:
-        first = f"arrivals bind it: the server is idle {100 * (1 - busy):.0f} % of the time"
-    elif _backlog(seen, arrivals) > max(8, 0.05 * len(arrivals)):
+    backlog = _backlog(seen, arrivals)
+    if arrivals[-1].at <= arrivals[0].at:
+        first = "all requests come at once, and the server is busy to the end"
+    elif backlog > max(8, 0.05 * len(arrivals)):
         first = (
-            f"overloaded: when the last of {len(arrivals)} requests comes, "
-            f"{_backlog(seen, arrivals)} wait for their first token; the longer it goes on, the "
-            "longer they wait"
+            f"overloaded: when the last of {len(arrivals)} requests comes, {backlog} wait for "
+            "their first token; the longer it goes on, the longer they wait"
         )
+    elif busy < BUSY:
+        first = f"arrivals bind it: the server is idle {100 * (1 - busy):.0f} % of the time"
     else:
-        first = "the server is busy all the time"
+        first = "it keeps up with the arrivals and is hardly ever idle"
     return f"{first}; {bound}; {room}"
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pydantic import NonNegativeFloat, NonNegativeInt
+
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError, require
 
@@ -54,18 +56,18 @@ class Fitted(Value):
         threads: threads that computed.
     """
 
-    step: float
-    token: float
-    prompt_pair: float
-    decode_key: float
-    chunk: float
-    error_p50: float = 0.0
-    error_p90: float = 0.0
-    samples: int = 0
+    step: NonNegativeFloat
+    token: NonNegativeFloat
+    prompt_pair: NonNegativeFloat
+    decode_key: NonNegativeFloat
+    chunk: NonNegativeFloat
+    error_p50: NonNegativeFloat = 0.0
+    error_p90: NonNegativeFloat = 0.0
+    samples: NonNegativeInt = 0
     machine: str = ""
     model: str = ""
     precision: str = ""
-    threads: int = 0
+    threads: NonNegativeInt = 0
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
         """See :class:`~shoal.ir.serving.StepCost`."""
@@ -98,7 +100,7 @@ def fit(
     machine: str = "",
     model: str = "",
     precision: str = "",
-    threads: int = 0,
+    threads: NonNegativeInt = 0,
 ) -> Fitted:
     """The line that fits measured steps best, by their relative errors.
 

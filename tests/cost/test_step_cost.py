@@ -1,0 +1,202 @@
+"""Costs of a serving step: recovered coefficients, and bounds that follow from arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.core.errors import ConfigError, MachineError
+from shoal.core.random import generator
+from shoal.cost.arithmetic import active_parameters, parameters
+from shoal.cost.shapes import find
+from shoal.cost.step_cost.fitted import FEATURES, Fitted, Sample, features, fit
+from shoal.cost.step_cost.roofline import (
+    Roofline,
+    activation_bytes,
+    cache_bytes_per_token,
+)
+from shoal.ir import Machine, StepCost
+from shoal.machine.described import load
+
+TRUE = Fitted(step=2e-3, token=3e-5, prompt_pair=4e-9, decode_key=5e-8, chunk=6e-6)
+
+
+def shapes(number: int, seed: int = 0) -> list[list[tuple[int, int]]]:
+    """Steps of many shapes: decodes, prompts, both."""
+    random = generator(seed, purpose="shapes")
+    out = []
+    for _ in range(number):
+        decodes = [(int(random.integers(1, 2000)), 1) for _ in range(random.integers(0, 65))]
+        prompts = [
+            (int(random.integers(0, 500)), int(random.integers(2, 512)))
+            for _ in range(random.integers(0, 4))
+        ]
+        out.append([*decodes, *prompts] or [(0, 1)])
+    return out
+
+
+def samples(noise: float = 0.0) -> list[Sample]:
+    random = generator(5, purpose="noise")
+    return [
+        Sample(
+            chunks=tuple(chunks),
+            seconds=TRUE.seconds(chunks) * float(np.exp(noise * random.standard_normal())),
+        )
+        for chunks in shapes(120)
+    ]
+
+
+def test_a_fit_finds_the_line_that_made_the_samples() -> None:
+    found = fit(samples())
+    for name in FEATURES:
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6)
+    assert found.error_p90 < 1e-9
+    assert found.samples == 120
+
+
+def test_a_fit_says_how_far_off_it_is() -> None:
+    """Errors of a log-normal spread of 10 %: the median is 0.67 of it, 90 % lie in 1.64."""
+    found = fit(samples(0.1), machine="m", model="x", precision="fp32", threads=2)
+    assert found.error_p50 == pytest.approx(0.067, rel=0.4)
+    assert found.error_p90 == pytest.approx(0.164, rel=0.4)
+    assert (found.machine, found.model, found.precision, found.threads) == ("m", "x", "fp32", 2)
+    other = [(chunks, found.seconds(chunks) / TRUE.seconds(chunks)) for chunks in shapes(50, 9)]
+    assert all(0.85 < ratio < 1.15 for _, ratio in other)
+
+
+def test_no_coefficient_is_negative() -> None:
+    """Steps that get cheaper with more chunks do not make a negative price."""
+    odd = [
+        Sample(chunks=tuple([(10, 1)] * number), seconds=1.0 / number) for number in range(1, 30)
+    ]
+    found = fit(odd)
+    assert all(getattr(found, name) >= 0 for name in FEATURES)
+    assert found.seconds([(0, 1)]) > 0
+
+
+def test_features_count_what_attention_sees() -> None:
+    chunks = [(7, 1), (0, 4), (10, 3)]
+    seen = [
+        [start + place + 1 for place in range(length)] for start, length in chunks
+    ]  # keys that each token attends to
+    assert features(chunks) == (1.0, 8.0, sum(seen[1]) + sum(seen[2]), 8.0, 3.0)
+
+
+def test_a_fit_is_saved_and_loaded(tmp_path: Path) -> None:
+    found = fit(samples())
+    found.save(tmp_path / "cost.yaml")
+    assert Fitted.load(tmp_path / "cost.yaml") == found
+    cost: StepCost = found
+    assert cost.seconds([(5, 1)]) > 0
+
+
+def test_refuses_too_few_samples_and_impossible_ones() -> None:
+    with pytest.raises(ConfigError, match="samples = 3: expected at least 10 measured steps"):
+        fit(samples()[:3])
+    for wrong in (
+        Sample(chunks=((0, 1),), seconds=0.0),
+        Sample(chunks=(), seconds=1.0),
+    ):
+        with pytest.raises(ConfigError, match=r"samples\[12\].*leave empty steps out"):
+            fit([*samples()[:12], wrong])
+    with pytest.raises(ConfigError, match=r"nothing.yaml: cannot be read"):
+        Fitted.load(Path("nothing.yaml"))
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        Fitted(step=-1, token=0, prompt_pair=0, decode_key=0, chunk=0)
+
+
+H100 = load("H100")
+LLAMA = find("Llama-3.1-8B")
+
+
+def test_a_single_decode_reads_the_weights_once() -> None:
+    """On a GPU: bytes over bandwidth, and little else."""
+    terms = Roofline(H100, LLAMA, "bf16").terms([(0, 1)])
+    bandwidth = H100.device.main_memory.read_bandwidth
+    assert bandwidth is not None
+    read = 2 * (parameters(LLAMA) - LLAMA.vocab_size * LLAMA.hidden) / (0.8 * bandwidth)
+    assert terms.memory == pytest.approx(read, rel=0.05)
+    assert terms.matmul < 0.05 * terms.memory
+
+
+def test_a_long_prompt_takes_its_flops_over_the_rate_of_large_products() -> None:
+    terms = Roofline(H100, LLAMA, "bf16").terms([(0, 8192)])
+    rate = H100.device.matmul_flops.get("bf16") or H100.device.peak_flops["bf16"]
+    blocks = parameters(LLAMA) - 2 * LLAMA.vocab_size * LLAMA.hidden
+    assert terms.matmul == pytest.approx(2 * 8192 * blocks / rate, rel=0.1)
+    assert terms.matmul > terms.memory
+
+
+def test_a_batch_shares_the_weights_and_reads_its_own_keys() -> None:
+    cost = Roofline(H100, LLAMA, "bf16")
+    one, many = cost.terms([(1000, 1)]), cost.terms([(1000, 1)] * 32)
+    assert many.memory < 1.2 * one.memory
+    assert many.attention == pytest.approx(32 * one.attention)
+    size = 1001 * cache_bytes_per_token(LLAMA, "bf16")
+    assert one.attention == pytest.approx(size / (0.8 * 3.35e12), rel=0.1)
+
+
+def device(cost: Roofline, chunks: list[tuple[int, int]]) -> tuple[float, float, float]:
+    """Seconds in which the device computes."""
+    terms = cost.terms(chunks)
+    return terms.matmul, terms.memory, terms.attention
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["laptop", "H100"])
+def test_more_work_takes_longer(name: str, precision: str) -> None:
+    cost = Roofline(load(name), find("Qwen3-0.6B"), precision)
+    for fewer, more in itertools.pairwise(
+        ([(0, 1)], [(0, 1)] * 4, [(500, 1)] * 4, [(500, 1)] * 16)
+    ):
+        # A GPU that waits for its operators takes as long for less.
+        assert cost.seconds(fewer) <= cost.seconds(more) * (1 + 1e-9)
+        assert sum(device(cost, fewer)) < sum(device(cost, more))
+    for fewer, more in itertools.pairwise(([(0, 16)], [(0, 128)], [(0, 512)], [(2048, 512)])):
+        assert sum(device(cost, fewer)) < sum(device(cost, more))
+    terms = cost.terms([(500, 1)] * 4 + [(0, 32)])
+    assert terms.total == pytest.approx(
+        terms.matmul + terms.attention + terms.memory + terms.overhead
+    )
+    assert min(terms.matmul + terms.memory, terms.attention, terms.overhead) > 0
+
+
+def test_few_tokens_read_few_experts() -> None:
+    """A single token meets top_k experts; a crowd meets them all."""
+    shape = find("Mixtral-8x7B-v0.1")
+    cost = Roofline(H100, shape, "bf16")
+    one, crowd = cost.terms([(0, 1)]), cost.terms([(0, 1)] * 64)
+    ratio = active_parameters(shape) / parameters(shape)
+    assert one.memory / (crowd.memory + crowd.matmul) == pytest.approx(ratio, rel=0.25)
+
+
+def test_fewer_threads_compute_slower() -> None:
+    shape = find("Qwen3-0.6B")
+    laptop = load("laptop")
+    assert laptop.device.num_cores and laptop.device.num_cores > 1
+    chunks = [(100, 1)] * 8
+    one = Roofline(laptop, shape, "fp32", threads=1).terms(chunks)
+    every = Roofline(laptop, shape, "fp32").terms(chunks)
+    assert one.memory > every.memory
+    assert one.matmul > every.matmul
+
+
+def test_bytes_of_cache_and_activations() -> None:
+    # Two tensors x 32 layers x 8 heads x 128 x 2 B.
+    assert cache_bytes_per_token(LLAMA, "bf16") == 131_072
+    assert cache_bytes_per_token(LLAMA, "fp32") == 262_144
+    few, many = (activation_bytes(LLAMA, tokens, 8, "bf16") for tokens in (64, 512))
+    assert 0 < few < many < 1e9
+
+
+def test_refuses_other_precisions_and_machines_without_rates() -> None:
+    with pytest.raises(ConfigError, match="precision = 'int4': expected fp32 or bf16"):
+        Roofline(H100, LLAMA, "int4")
+    raw: dict[str, Any] = H100.model_dump()
+    raw["device"]["matmul_flops"] = raw["device"]["peak_flops"] = {}
+    with pytest.raises(MachineError, match="no rate for fp32 or bf16"):
+        Roofline(Machine.model_validate(raw), LLAMA, "bf16")
