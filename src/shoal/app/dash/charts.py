@@ -15,7 +15,7 @@ from shoal.machine.roofline import attainable, ridge
 __all__ = ["of_machine", "of_run", "of_score"]
 
 # On a phone a picture shrinks to some 340 px; its text must stay legible.
-WIDTH, HEIGHT = 500, 280
+WIDTH, HEIGHT = 430, 250
 # Points of one cloud; the newest are shown.
 MAX_POINTS = 400
 
@@ -101,7 +101,7 @@ def of_score(rows: Sequence[Row], quantity: str, label: str, factor: float) -> C
         log_x=True,
         log_y=True,
         width=WIDTH,
-        height=340,
+        height=HEIGHT + 20,
     )
 
 
@@ -130,5 +130,5 @@ def of_machine(machine: Machine) -> Chart | None:
         log_x=True,
         log_y=True,
         width=WIDTH,
-        height=300,
+        height=HEIGHT + 20,
     )

@@ -1,0 +1,838 @@
+"""The dashboard: what its pages show, whom it refuses, and how it is in a real browser."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import sqlite3
+import struct
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from fastapi.routing import APIRoute
+from starlette.testclient import TestClient
+
+from shoal.app.dash.app import Settings, create_app
+from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, Access, host_names
+from shoal.app.dash.runs import Events, open_inside
+from shoal.app.dash.upstream import Upstream
+from shoal.core.errors import ConfigError, ServeError
+from shoal.cost.score import Score, run_id
+from shoal.cost.shapes import find
+from shoal.ir import Estimate, Interval, Plan, Report, TrainJob
+from shoal.machine.described import load
+from shoal.train.layout import RunDir
+from shoal.train.report import make_report, write_page
+
+BASE = "http://127.0.0.1:8642"
+PAGES = ("/", "/machine", "/runs", "/plans", "/score", "/server", "/claims")
+KEY = "a-key-that-no-page-may-show"
+
+
+def plan_of(name: str, model: str = "shoal-4m") -> Plan:
+    cost = Estimate(
+        step_s=Interval.around(0.02, 0.2),
+        terms_s={"matmul": 0.015, "memory": 0.005},
+        memory_bytes={"weights": 2**24, "activations": 2**25},
+        tokens=4096,
+        bound="compute",
+        total_s=Interval.around(0.6, 0.2),
+    )
+    job = TrainJob(name=name, model=model, steps=30)
+    machine = load("laptop")
+    return Plan(
+        job=job, machine=machine, shape=find(model), estimate=cost, why="fastest <b>of</b> two"
+    )
+
+
+def step(number: int, loss: float | str | None = None) -> dict[str, object]:
+    return {
+        "time": 1.0 + number,
+        "kind": "step",
+        "step": number,
+        "loss": 7.0 / (1 + number) if loss is None else loss,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "step_s": 0.021,
+        "tokens_per_s": 195_000.0,
+        "mfu": 0.31,
+        "memory_bytes": 2**26,
+    }
+
+
+def start(total: int = 30) -> dict[str, object]:
+    return {
+        "time": 1.0,
+        "kind": "start",
+        "step": 0,
+        "total": total,
+        "ranks": 1,
+        "resumed": False,
+        "parameters": 7,
+    }
+
+
+def write_events(root: Path, *events: dict[str, object], more: bool = False) -> None:
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    with (root / "events.jsonl").open("a" if more else "w") as file:
+        file.write(text)
+
+
+def beat(root: Path, age_s: float, rank: int = 0) -> None:
+    """A heartbeat of so many seconds ago."""
+    path = RunDir(root).beat(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<qqqq", 1, 1, 0, time.time_ns() - int(age_s * 1e9)))
+
+
+def make_run(
+    score: Score,
+    root: Path,
+    *,
+    model: str = "shoal-4m",
+    steps: int = 30,
+    end: str | None = "end",
+    report: bool = True,
+) -> str:
+    """A run as training leaves it."""
+    plan = plan_of(root.name, model)
+    root.mkdir(parents=True)
+    plan.save(RunDir(root).plan)
+    score.register(root, "train", root.name, model)
+    write_events(root, start(), *map(step, range(steps)))
+    if end is not None:
+        final = {"time": 9.0, "kind": "eval", "step": steps, "final": True, "seconds": 0.1}
+        write_events(
+            root,
+            {**final, "loss": 1.5, "bits_per_byte": 2.0, "tokens": 9},
+            {"time": 9.5, "kind": "sample", "step": steps, "text": "def <script>main():"},
+            {"time": 10.0, "kind": end, "step": steps},
+            {"time": 10.0, "kind": "totals", "counters": {}, "gauges": {}},
+            more=True,
+        )
+    if report:
+        found = make_report(plan, RunDir(root))
+        RunDir(root).report.write_text(found.model_dump_json())
+        write_page(found, RunDir(root))
+        score.append(found, root)
+    return run_id(root)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some runs in every state, in a store of their own."""
+    place = tmp_path_factory.mktemp("home")
+    load("laptop").save(place / "machine.yaml")
+    score = Score(place / "score.db")
+    runs = place / "runs"
+    make_run(score, runs / "done")
+    make_run(score, runs / "asked-to-stop", end="stop", steps=12)
+    make_run(score, runs / "killed", end=None, report=False)
+    beat(runs / "killed", 3600)
+    make_run(score, runs / "alive", model="shoal-8m", end=None, report=False, steps=7)
+    score.append(Report(plan=plan_of("before"), measured={"step_s": 0.025}))
+    return place
+
+
+@pytest.fixture(autouse=True)
+def environment(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(home))
+    beat(home / "runs" / "alive", 0.5)
+
+
+def settings(home: Path, **changes: object) -> Settings:
+    plain = {"results": home / "results", "access": Access()}
+    return Settings(**{**plain, **changes})
+
+
+def client_of(chosen: Settings) -> TestClient:
+    """A browser that has come with the token."""
+    client = TestClient(create_app(chosen), base_url=BASE, follow_redirects=False)
+    assert client.get("/", params={"token": chosen.access.token}).status_code == 200
+    return client
+
+
+@pytest.fixture(scope="module")
+def client(home: Path) -> TestClient:
+    return client_of(settings(home))
+
+
+class Serve(BaseHTTPRequestHandler):
+    """As much of ``shoal serve`` as the dashboard asks."""
+
+    asked: list[dict[str, object]] = []
+    keys: set[str] = set()
+    told = "ready"
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+    def _say(self, status: int, text: str, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self) -> None:
+        self.keys.add(self.headers.get("authorization", ""))
+        if self.path == "/health":
+            self._say(200, '{"status": "ok"}')
+        elif self.path == "/v1/models":
+            self._say(200, '{"data": [{"id": "tiny"}]}')
+        elif self.path == "/metrics":
+            self._say(
+                200,
+                '# HELP x\nshoal:num_requests_running{model_name="tiny"} 2.0\n'
+                'shoal:generation_tokens_total{model_name="tiny"} 1234.0\n'
+                'shoal:time_to_first_token_seconds_sum{model_name="tiny"} 3.0\n'
+                'shoal:time_to_first_token_seconds_count{model_name="tiny"} 30.0\n',
+                "text/plain",
+            )
+        else:
+            self._say(404, '{"error": {"message": "nothing here"}}')
+
+    def do_POST(self) -> None:
+        raw = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append(raw)
+        text = raw["messages"][-1]["content"]
+        if "refuse" in text:
+            self._say(429, '{"error": {"message": "too many requests"}}')
+            return
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        for piece in ("You said: ", text, " <b>&"):
+            event = {"choices": [{"delta": {"content": piece}}]}
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            self.wfile.flush()
+        if "break" not in text:
+            self.wfile.write(b"data: [DONE]\n\n")
+
+
+@pytest.fixture(scope="module")
+def upstream():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Serve)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield Upstream(f"http://127.0.0.1:{server.server_port}", KEY)
+    server.shutdown()
+    server.server_close()
+
+
+# Pages
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_page_is_whole_and_accessible(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 200, answer.text
+    page = answer.text
+    assert page.count("<h1>") == 1 and '<html lang="en">' in page
+    assert '<a class="skip" href="#main">' in page and '<main id="main"' in page
+    assert page.count('aria-current="page"') == 1
+    assert page.count("<table") == page.count("<caption")
+    assert all("scope=" in head for head in re.findall(r"<th\b[^>]*>", page))
+    assert page.count('<svg xmlns="http://www.w3.org/2000/svg"') == page.count("<desc>")
+    for field in re.findall(r'<(?:input|select|textarea) [^>]*id="([^"]+)"', page):
+        assert f'<label for="{field}">' in page
+    assert "style=" not in page and "onclick" not in page
+    outside = re.findall(r'(?:src|href|action)="(https?:|//)', page)
+    assert not outside
+
+
+def test_overview_and_runs_tell_states_and_numbers(client: TestClient, home: Path) -> None:
+    page = client.get("/runs").text
+    order = re.findall(r'<th scope="row"><a href="/runs/([^"]+)">([^<]+)</a>', page)
+    assert next(name for _, name in order) == "alive"  # live first, though others are newer
+    assert {name for _, name in order} == {"alive", "before", "killed", "asked-to-stop", "done"}
+    for state in ("running now", "failed", "stopped", "finished"):
+        assert state in page
+    assert "+5.0 %" in page  # 21 ms measured, 20 ms predicted
+    filtered = client.get("/runs", params={"q": "SHOAL-8M"}).text
+    assert ">alive<" in filtered and ">done<" not in filtered
+    none = client.get("/runs", params={"q": "<script>"}).text
+    assert "&lt;script&gt;" in none and "<script>" not in none.replace("<script src=", "")
+    overview = client.get("/").text
+    assert "1 running now" in overview and "step time" in overview and "planned" in overview
+
+
+def test_a_run_shows_curves_and_prediction_beside_measurement(
+    client: TestClient, home: Path
+) -> None:
+    page = client.get(f"/runs/{run_id(home / 'runs' / 'done')}").text
+    for title in ("Loss", "Tokens per second", "Model FLOPs utilisation", "Memory of rank 0"):
+        assert f"<title>{title}</title>" in page
+    assert "step 30 of 30" in page and "20 ms" in page and "21 ms" in page
+    assert "report.html" in page and "def &lt;script&gt;main():" in page
+    assert "data-live=" not in page
+    old = client.get("/runs/report-3")
+    assert old.status_code == 200 and "before" in old.text
+    assert client.get("/runs/0123456789abcdef").status_code == 404
+
+
+def test_a_live_run_gives_its_changing_part_alone(client: TestClient, home: Path) -> None:
+    root = home / "runs" / "alive"
+    page = client.get(f"/runs/{run_id(root)}").text
+    assert f'data-live="/runs/{run_id(root)}/live"' in page and ">Reload</a>" in page
+    part = client.get(f"/runs/{run_id(root)}/live")
+    assert part.headers["x-run-state"] == "running"
+    assert "<html" not in part.text and "step 7 of 30" in part.text
+    assert "Measured so far" in part.text
+    write_events(root, step(7, loss="nan"), more=True)
+    with (root / "events.jsonl").open("a") as file:
+        file.write("no event\n" + '{"kind": "step", "st')  # the last line is being written
+    part = client.get(f"/runs/{run_id(root)}/live").text
+    assert "step 8 of 30" in part and "1 lines of its events are no events" in part
+    write_events(root, start(), *map(step, range(7)))  # as before, for the others
+
+
+def test_states_by_heartbeat(home: Path, client: TestClient) -> None:
+    root = home / "runs" / "alive"
+    beat(root, 3600)
+    assert "failed" in client.get(f"/runs/{run_id(root)}/live").text
+    beat(root, 1, rank=1)  # one rank is enough
+    assert "running now" in client.get(f"/runs/{run_id(root)}/live").text
+    RunDir(root).beat(1).unlink()
+    (root / "ranks" / "rank-0.error").write_text('{"type": "X", "message": "no <i>text</i>"}')
+    beat(root, 3600)
+    assert "no &lt;i&gt;text&lt;/i&gt;" in client.get(f"/runs/{run_id(root)}").text
+    (root / "ranks" / "rank-0.error").unlink()
+
+
+def test_plans_of_runs_and_files(home: Path, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    plan_of("by-hand").save(good)
+    bad.write_text("job: [1]\n")
+    client = client_of(settings(home, plans=(good, bad, tmp_path / "none.yaml")))
+    page = client.get("/plans").text
+    assert "good.yaml" in page and "cannot be read" in page and "bad.yaml" in page
+    one = client.get("/plans/file/0").text
+    assert "matmul" in one and "15 ms" in one and "global_batch" in one
+    assert "fastest &lt;b&gt;of&lt;/b&gt; two" in one
+    assert client.get("/plans/file/1").status_code == 422
+    for place in ("/plans/file/3", "/plans/file/-1", "/plans/file/x", "/plans/nothing"):
+        assert client.get(place).status_code == 404
+    for name in ("done", "killed"):
+        assert "activations" in client.get(f"/plans/{run_id(home / 'runs' / name)}").text
+
+
+def test_score_filters_by_quantity(client: TestClient) -> None:
+    page = client.get("/score").text
+    assert "Step time" in page and "Tokens per second" in page
+    only = client.get("/score", params={"quantity": "memory_bytes"}).text
+    assert "MiB" in only and "48 MiB" in only
+    assert client.get("/score", params={"page": "99999", "quantity": "x"}).status_code == 200
+
+
+def test_long_lists_have_pages(home: Path, tmp_path: Path) -> None:
+    score = Score(tmp_path / "score.db")
+    for number in range(60):
+        score.register(tmp_path / f"run-{number}", "train", f"run-{number}")
+    client = client_of(settings(home, score=tmp_path / "score.db"))
+    first, last = client.get("/runs").text, client.get("/runs", params={"page": "3"}).text
+    assert "1 to 25 of 60" in first and 'rel="next" href="/runs?page=2"' in first
+    assert "51 to 60 of 60" in last and 'rel="next"' not in last
+    for wanted in ("0", "-1", "x", "9" * 30, "٣"):
+        assert client.get("/runs", params={"page": wanted}).status_code == 200
+
+
+def test_directories_of_runs_can_be_given(home: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    make_run(Score(tmp_path / "other.db"), elsewhere / "foreign")
+    (elsewhere / "no-run").mkdir()
+    (elsewhere / "linked").symlink_to(home / "runs" / "done")
+    empty = tmp_path / "score.db"
+    client = client_of(settings(home, runs=(elsewhere,), score=empty))
+    page = client.get("/runs").text
+    assert ">foreign<" in page and "1 to 1 of 1" in page and "shoal-4m" in page
+    assert "step 30 of 30" in client.get(f"/runs/{run_id(elsewhere / 'foreign')}").text
+    gone = client_of(settings(home, runs=(tmp_path / "gone",), score=empty))
+    answer = gone.get("/runs")
+    assert answer.status_code == 503 and "--runs" in answer.text
+
+
+def test_a_store_of_a_newer_version_is_told(home: Path, tmp_path: Path) -> None:
+    Score(tmp_path / "score.db")
+    with contextlib.closing(sqlite3.connect(tmp_path / "score.db")) as connection:
+        connection.execute("PRAGMA user_version=99")
+    client = client_of(settings(home, score=tmp_path / "score.db"))
+    for path in ("/runs", "/score", "/plans"):
+        answer = client.get(path)
+        assert answer.status_code == 503
+        assert "newer version" in answer.text and "Traceback" not in answer.text
+    overview = client.get("/")
+    assert overview.status_code == 200 and "newer version" in overview.text
+
+
+def test_an_edited_results_file_is_shown_as_such(home: Path, tmp_path: Path) -> None:
+    source = Path(__file__).parents[2] / "results" / "learning_curves.json"
+    raw = json.loads(source.read_text())
+    (tmp_path / "learning_curves.json").write_text(json.dumps(raw))
+    client = client_of(settings(home, results=tmp_path))
+    assert "badge-works" in client.get("/claims").text
+    raw["verdict"]["status"], raw["seed"] = "works", raw["seed"] + 1
+    time.sleep(0.01)
+    (tmp_path / "learning_curves.json").write_text(json.dumps(raw))
+    page = client.get("/claims").text
+    assert "badge-edited" in page
+    assert "edited after it was written" in page or "does not follow from its samples" in page
+    assert "badge-edited" in client.get("/").text
+    only = client.get("/claims", params={"status": "edited"}).text
+    assert "1 of 146 papers" in only
+
+
+def test_without_anything_each_page_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    client = client_of(Settings(results=tmp_path / "none"))
+    for path, told in zip(
+        PAGES,
+        ("shoal probe", "shoal probe", "shoal train", "--out", "none yet", "shoal serve", "146"),
+        strict=True,
+    ):
+        answer = client.get(path)
+        assert answer.status_code == 200 and told in answer.text, path
+
+
+# Who may see it
+
+
+def paths_of(home: Path) -> list[str]:
+    """An address of every route."""
+    app = create_app(settings(home))
+    routes = [route.path for route in app.routes if isinstance(route, APIRoute)]
+    assert len(routes) == len(app.routes) > 10
+    return [
+        re.sub(r"\{name\}", "style.css", re.sub(r"\{(identity|index)\}", "0", path))
+        for path in routes
+    ]
+
+
+def test_every_route_but_health_wants_the_token(home: Path) -> None:
+    stranger = TestClient(create_app(settings(home)), base_url=BASE)
+    origin = {"origin": BASE}
+    for path in paths_of(home):
+        method = "POST" if path == CHAT else "GET"
+        answer = stranger.request(method, path, headers=origin)
+        assert answer.status_code == (200 if path == HEALTH else 401), path
+        stranger.cookies.set("shoal-dash", "guess")
+        again = stranger.request(method, path, headers=origin)
+        assert again.status_code == answer.status_code
+        stranger.cookies.clear()
+    assert stranger.get("/nowhere").status_code == 401
+    assert stranger.get("/?token=wrong").status_code == 401
+    assert stranger.get("/?token=%ff&token=").status_code == 401
+
+
+def test_the_token_becomes_a_strict_cookie(home: Path) -> None:
+    chosen = settings(home)
+    client = TestClient(create_app(chosen), base_url=BASE)
+    answer = client.get("/runs", params={"token": chosen.access.token, "q": "a&b"})
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie and "SameSite=strict" in cookie and "Path=/" in cookie
+    assert chosen.access.token not in cookie and chosen.access.token not in answer.text
+    assert 'href="/runs?q=a%26b"' in answer.text
+    assert client.get("/runs").status_code == 200
+    astray = client.get(f"{BASE}//evil.example/", params={"token": chosen.access.token})
+    assert 'url=/evil.example/"' in astray.text
+    assert chosen.access.token not in repr(chosen) and chosen.access.cookie not in repr(chosen)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
+def test_other_methods_are_refused_everywhere(client: TestClient, home: Path, method: str) -> None:
+    for path in [*paths_of(home), "/nowhere"]:
+        if (method, path) == ("POST", CHAT):
+            continue
+        answer = client.request(method, path, headers={"origin": BASE})
+        assert answer.status_code == 405, path
+        assert answer.headers["allow"] == ("POST" if path == CHAT else "GET, HEAD")
+
+
+def test_head_is_as_good_as_get(client: TestClient) -> None:
+    for path in (*PAGES, HEALTH, "/assets/style.css"):
+        answer = client.head(path)
+        assert answer.status_code == 200 and "content-security-policy" in answer.headers
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8642",
+        "127.0.0.1.evil.example",
+        "localhost@evil.example",
+        "user@127.0.0.1",
+        "127.0.0.1:x",
+        "127.0.0.1/",
+        "[::1",
+        "",
+        "10.0.0.1",
+    ],
+)
+def test_a_foreign_host_is_refused(client: TestClient, host: str) -> None:
+    for path in ("/", HEALTH, "/assets/style.css"):
+        assert client.get(path, headers={"host": host}).status_code == 421
+
+
+def test_names_of_this_machine() -> None:
+    assert host_names("127.0.0.1") == {"localhost", "127.0.0.1", "::1"}
+    everywhere = host_names("0.0.0.0")
+    assert socket.gethostname().lower() in everywhere and "evil.example" not in everywhere
+    client = TestClient(create_app(Settings()), base_url="http://localhost:9000")
+    assert client.get(HEALTH).status_code == 200  # another port: a tunnel
+    assert client.get(HEALTH, headers={"host": "[::1]:8642"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["http://evil.example", "null", "http://127.0.0.1:8643", "https://127.0.0.1:8642", "file://"],
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+def test_a_foreign_origin_is_refused_for_all_verbs(
+    client: TestClient, origin: str, method: str
+) -> None:
+    path = CHAT if method == "POST" else "/runs"
+    assert client.request(method, path, headers={"origin": origin}).status_code == 403
+
+
+def test_a_post_says_its_origin_and_its_length(client: TestClient) -> None:
+    assert client.post(CHAT, json={}).status_code == 403
+    own = {"origin": BASE}
+    assert client.post(CHAT, json={}, headers=own).status_code == 404  # no server was given
+    assert client.post(CHAT, content=b"x" * (MAX_BODY + 1), headers=own).status_code == 413
+    assert client.post(CHAT, content=iter([b"x"]), headers=own).status_code == 413
+
+
+def test_headers_let_nothing_in_from_outside(client: TestClient, home: Path) -> None:
+    for path in (*PAGES, "/nowhere", "/assets/style.css", f"/runs/{'0' * 16}"):
+        headers = client.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy and "http" not in policy and "*" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "same-origin"
+        assert "access-control-allow-origin" not in headers
+    report = client.get(f"/runs/{run_id(home / 'runs' / 'done')}/report.html")
+    assert report.status_code == 200 and "<!doctype html>" in report.text
+    policy = report.headers["content-security-policy"]
+    assert policy.startswith("sandbox; default-src 'none'") and "allow-" not in policy
+
+
+def status_of(client: TestClient, path: str) -> int:
+    """Status of a path that a client library would tidy up before it asks."""
+    cookies = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "http_version": "1.1",
+        "headers": [(b"host", b"127.0.0.1:8642"), (b"cookie", cookies.encode())],
+    }
+    sent: list[dict[str, object]] = []
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    asyncio.run(client.app(scope, receive, send))
+    return int(sent[0]["status"])
+
+
+def test_nothing_outside_a_run_is_served(client: TestClient, home: Path, tmp_path: Path) -> None:
+    root = home / "runs" / "done"
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    run = f"/runs/{run_id(root)}"
+    for name in ("report.html", "report.json", "plan.yaml", "events.jsonl"):
+        assert client.get(f"{run}/{name}").status_code == 200
+    for name in (
+        "%2e%2e%2fplan.yaml",
+        "..%2f..%2fscore.db",
+        "%2e%2e/%2e%2e/score.db",
+        "plan.yaml%00.html",
+        "tokens.json",
+        "ranks",
+        "checkpoints/x",
+        "/etc/passwd",
+    ):
+        assert client.get(f"{run}/{name}").status_code == 404, name
+    for name in ("..", "../asked-to-stop/plan.yaml", "../../score.db"):
+        assert status_of(client, f"{run}/{name}") == 404
+        assert status_of(client, f"/assets/{name}") == 404
+    for name in ("..%2fsite.py", "%2e%2e%2fsite.py", "nothing.css"):
+        assert client.get(f"/assets/{name}").status_code == 404
+    stopped = home / "runs" / "asked-to-stop"
+    page = stopped / "report.html"
+    page.unlink()
+    page.symlink_to(secret)
+    assert client.get(f"/runs/{run_id(stopped)}/report.html").status_code == 404
+    page.unlink()
+    os.mkfifo(page)
+    assert client.get(f"/runs/{run_id(stopped)}/report.html").status_code == 404
+    assert "report.html" not in client.get(f"/runs/{run_id(stopped)}").text
+    assert open_inside(root, "../x") is None and open_inside(root, "") is None
+    (stopped / "link.jsonl").symlink_to(secret)
+    assert open_inside(stopped, "link.jsonl") is None and open_inside(stopped, "ranks") is None
+
+
+def test_events_are_read_once(tmp_path: Path) -> None:
+    events = Events(tmp_path)
+    events.refresh()
+    assert events.steps == {} and events.last == {}
+    write_events(tmp_path, start(), *map(step, range(1000)))
+    events.refresh()
+    xs, ys = events.curve("loss")
+    assert len(xs) == 250 and xs[0] == 1.5 and ys[0] == pytest.approx(7 * 25 / 12 / 4)
+    write_events(tmp_path, {**start(), "step": 900, "resumed": True}, step(900, 0.5), more=True)
+    events.refresh()
+    assert len(events.steps) == 1000 and events.steps[900]["loss"] == 0.5 and events.starts == 2
+    write_events(tmp_path, start(), step(0))  # another run in its place
+    events.refresh()
+    assert list(events.steps) == [0]
+
+
+# The server behind it
+
+
+def test_server_page_and_chat_go_through_the_dashboard(home: Path, upstream: Upstream) -> None:
+    client = client_of(settings(home, server=upstream))
+    page = client.get("/server").text
+    assert "ready" in page and "tiny" in page and "1,234" in page and "100 ms" in page
+    assert "requests being answered" in page
+    own = {"origin": BASE}
+    said = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+    answer = client.post(CHAT, json=said, headers=own)
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert "".join(line.get("text", "") for line in lines) == "You said: hello <b>&"
+    assert lines[-1] == {"done": True}
+    assert Serve.asked[-1]["messages"] == said["messages"] and Serve.asked[-1]["stream"] is True
+    form = client.post(CHAT, data={"model": "tiny", "message": "by <form>"}, headers=own).text
+    assert "You said: by &lt;form&gt; &lt;b&gt;&amp;" in form
+    for words, told in (("refuse", "too many requests"), ("break off", "broke off")):
+        said["messages"] = [{"role": "user", "content": words}]
+        last = client.post(CHAT, json=said, headers=own).text.splitlines()[-1]
+        assert told in json.loads(last)["error"]
+        page = client.post(CHAT, data={"model": "tiny", "message": words}, headers=own).text
+        assert told in page
+    assert Serve.keys == {f"Bearer {KEY}"}
+    for text in (page, form, answer.text, client.get("/").text, repr(upstream)):
+        assert KEY not in text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"model": "tiny", "messages": []}',
+        b'{"model": 1, "messages": [{"role": "user", "content": "x"}]}',
+        b'{"model": "tiny", "messages": [{"role": "system", "content": "x"}]}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": " "}]}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": ["x"]}]}',
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_no_conversation_is_refused(home: Path, upstream: Upstream, body: bytes) -> None:
+    client = client_of(settings(home, server=upstream))
+    headers = {"origin": BASE, "content-type": "application/json"}
+    assert client.post(CHAT, content=body, headers=headers).status_code == 400
+
+
+def test_a_server_that_is_away_is_told(home: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        away = Upstream(f"http://127.0.0.1:{free.getsockname()[1]}")
+    client = client_of(settings(home, server=away))
+    for path in ("/", "/server"):
+        answer = client.get(path)
+        assert answer.status_code == 200 and "does not answer" in answer.text
+    with pytest.raises(ServeError, match="does not answer"):
+        list(away.stream("tiny", [{"role": "user", "content": "x"}]))
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:8000", "ftp://x", "http://", "http://u:p@x", "http://x:99999", "http://x?k=1"],
+)
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="--server"):
+        Upstream(url)
+
+
+# The command
+
+
+def test_the_command_prints_its_address_and_ends(home: Path) -> None:
+    words = [sys.executable, "-m", "shoal", "dash", "--no-open", "--port", "0"]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}", address)
+        port = int(address.split(":")[2].split("/")[0])
+        taken = subprocess.run(
+            [*words[:-1], str(port)], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert taken.returncode == 2 and "--port 0" in taken.stderr
+        assert "Traceback" not in taken.stderr
+    finally:
+        process.terminate()
+        _, told = process.communicate(timeout=20)
+    assert "Traceback" not in told and address.split("=")[1] not in told
+
+
+# A real browser
+
+
+@contextlib.contextmanager
+def running(chosen: Settings, listening: socket.socket):
+    import uvicorn
+
+    config = uvicorn.Config(create_app(chosen), log_level="error", access_log=False, http="h11")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def test_in_a_real_browser(home: Path, upstream: Upstream, tmp_path: Path) -> None:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no chromium on this machine; install it with: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api")
+    listening = socket.create_server(("127.0.0.1", 0))
+    origin = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    chosen = settings(home, server=upstream)
+    with running(chosen, listening), playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        log: list[str] = []
+        errors: list[str] = []
+
+        def opened(**options: object):
+            context = browser.new_context(**options)
+            page = context.new_page()
+            page.set_default_timeout(10_000)
+            page.on("request", lambda request: log.append(request.url))
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.on(
+                "console",
+                lambda m: errors.append(m.text) if m.type in ("error", "warning") else None,
+            )
+            page.goto(f"{origin}/?token={chosen.access.token}")
+            page.wait_for_url(f"{origin}/")
+            return page
+
+        alive = f"/runs/{run_id(home / 'runs' / 'alive')}"
+        done = f"/runs/{run_id(home / 'runs' / 'done')}"
+        everything = (*PAGES, alive, done, f"/plans/{run_id(home / 'runs' / 'done')}")
+        page = opened(color_scheme="light", viewport={"width": 1280, "height": 900})
+        papers = {}
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            for path in everything:
+                page.goto(origin + path)
+                name = path.strip("/").replace("/", "-") or "overview"
+                page.screenshot(path=tmp_path / f"{name}-{scheme}.png")
+                assert _overflow(page) <= 0, path
+            papers[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert papers["light"] != papers["dark"]
+        page.get_by_role("button", name="Theme").click()  # system, then light
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == papers["light"]
+        page.get_by_role("button", name="Theme").click()
+        page.get_by_role("button", name="Theme").click()
+
+        _check_keyboard(page, origin)
+        _check_live(page, origin, alive, home / "runs" / "alive")
+        page.goto(f"{origin}{done}/report.html")
+        assert page.locator("svg").count() == 3
+
+        phone = opened(viewport={"width": 360, "height": 740}, reduced_motion="reduce")
+        for path in everything:
+            phone.goto(origin + path)
+            assert _overflow(phone) <= 0, path
+            name = path.strip("/").replace("/", "-") or "overview"
+            phone.screenshot(path=tmp_path / f"{name}-phone.png")
+
+        alive_events = home / "runs" / "alive"
+        write_events(alive_events, start(), *map(step, range(7)))
+        beat(alive_events, 0.5)
+        plain = opened(java_script_enabled=False)
+        plain.goto(origin + alive)
+        plain.get_by_role("link", name="Reload").click()
+        plain.goto(f"{origin}/server")
+        plain.get_by_label("Your message").fill("no script")
+        plain.get_by_role("button", name="Send").click()
+        plain.get_by_text("You said: no script").wait_for()
+        browser.close()
+    assert errors == []
+    assert log and all(url.startswith(f"{origin}/") for url in log)
+
+
+def _overflow(page) -> int:
+    return page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+
+
+def _check_keyboard(page, origin: str) -> None:
+    """By Tab alone: the skip link, each entry of the navigation, the chat."""
+    page.goto(f"{origin}/server")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    focused = []
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        told = "[document.activeElement.textContent.trim(), document.activeElement.id]"
+        text, identity = page.evaluate(told)
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none", text
+        focused.append(identity or text)
+        if identity == "message":
+            break
+    names = ["Overview", "Machine", "Runs", "Plans", "Score", "Server", "Claims"]
+    assert focused[1:8] == names and focused[-1] == "message"
+    page.keyboard.type("by keyboard")
+    page.keyboard.press("Control+Enter")
+    page.get_by_text("You said: by keyboard <b>&").wait_for()
+    page.get_by_text("The answer is complete.").wait_for()
+    assert page.evaluate("document.activeElement.id") == "message"
+    page.keyboard.type("refuse")
+    page.keyboard.press("Control+Enter")
+    page.get_by_role("alert").get_by_text("too many requests").wait_for()
+    page.goto(f"{origin}/runs")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+
+
+def _check_live(page, origin: str, path: str, root: Path) -> None:
+    """A live run grows in the page without a reload."""
+    page.goto(origin + path)
+    page.evaluate("window.same = true")
+    write_events(root, *map(step, range(7, 11)), more=True)
+    page.get_by_text("step 11 of 30").wait_for()
+    write_events(root, {"time": 9.0, "kind": "stop", "step": 11}, more=True)
+    page.get_by_text("This run is over: stopped.").wait_for()
+    assert page.evaluate("window.same") is True
