@@ -60,7 +60,11 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in the dtype of ``x``."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+    if (
+        torch.compiler.is_compiling()
+        or x.device.type != "cpu"
+        or torch.is_inference_mode_enabled()  # of few tokens the calls cost more than the work
+    ):
         return F.rms_norm(x, (x.shape[-1],), weight_D.to(x.dtype), eps)
     if not torch.is_grad_enabled():  # the same numbers without autograd's part of the call
         return (x * _scale(x, eps).to(x.dtype)).mul_(weight_D.to(x.dtype))

@@ -179,6 +179,11 @@ def rotate_split(
     if torch.compiler.is_compiling():
         q, k, v = torch.split(qkv_BTNd, [num_heads, num_kv_heads, num_kv_heads], 2)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
+    if not torch.is_grad_enabled():  # the same numbers without autograd's part of the call
+        turned = num_heads + num_kv_heads
+        out = torch.empty_like(qkv_BTNd[:, :, :turned])
+        _rotate_into(qkv_BTNd[:, :, :turned], cos, sin, out, 1.0)
+        return out[:, :, :num_heads], out[:, :, num_heads:], qkv_BTNd[:, :, turned:]
     q, k, v = _RotateSplit.apply(  # type: ignore[no-untyped-call]
         qkv_BTNd, cos, sin, num_heads, num_kv_heads
     )

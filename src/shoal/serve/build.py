@@ -58,7 +58,22 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
         hint="give one of them",
         error=ServeError,
     )
-    return model.requires_grad_(False).eval()
+    model = model.requires_grad_(False).eval()
+    if dtype == torch.float32 and model.embed.weight.device.type == "cpu":
+        _store_by_columns(model)
+    return model
+
+
+def _store_by_columns(model: Transformer) -> None:
+    """Keep the values of every matrix, and change the order in which they lie in memory.
+
+    The library's fp32 product of a few rows with a matrix stored by columns takes half to
+    all of the time of one stored by rows, and never more; in bf16 it is the other way round.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            by_columns = module.weight.t().contiguous().t()
+            module.weight = torch.nn.Parameter(by_columns, requires_grad=False)
 
 
 def positions(job: ServeJob, config: ModelConfig) -> int:
