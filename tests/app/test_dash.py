@@ -193,10 +193,10 @@ class Serve(BaseHTTPRequestHandler):
         elif self.path == "/metrics":
             self._say(
                 200,
-                '# HELP x\nshoal:num_requests_running{model_name="tiny"} 2.0\n'
-                'shoal:generation_tokens_total{model_name="tiny"} 1234.0\n'
-                'shoal:time_to_first_token_seconds_sum{model_name="tiny"} 3.0\n'
-                'shoal:time_to_first_token_seconds_count{model_name="tiny"} 30.0\n',
+                '# HELP x\nshoal_serve_requests_running{model_name="tiny"} 2.0\n'
+                'shoal_serve_generated_tokens_total{model_name="tiny"} 1234.0\n'
+                'shoal_serve_time_to_first_token_seconds_sum{model_name="tiny"} 3.0\n'
+                'shoal_serve_time_to_first_token_seconds_count{model_name="tiny"} 30.0\n',
                 "text/plain",
             )
         else:
@@ -387,8 +387,14 @@ def test_an_edited_results_file_is_shown_as_such(home: Path, tmp_path: Path) -> 
     assert "badge-edited" in page
     assert "edited after it was written" in page or "does not follow from its samples" in page
     assert "badge-edited" in client.get("/").text
-    only = client.get("/claims", params={"status": "edited"}).text
+    only = client.get("/claims/status/edited").text
     assert "1 of 146 papers" in only
+    row = re.search(r'href="(/claims/\d+)">LearningCurves', only)
+    assert row is not None
+    assert "edited" in client.get(row[1]).text
+    assert client.get("/claims/results/learning_curves.json").json()["seed"] == raw["seed"]
+    for path in ("9999", "x", "status/x", "kind/x", "results/x.json", "results/..%2fx.json"):
+        assert client.get(f"/claims/{path}").status_code == 404
 
 
 def test_without_anything_each_page_says_what_to_do(
@@ -413,10 +419,7 @@ def paths_of(home: Path) -> list[str]:
     app = create_app(settings(home))
     routes = [route.path for route in app.routes if isinstance(route, APIRoute)]
     assert len(routes) == len(app.routes) > 10
-    return [
-        re.sub(r"\{name\}", "style.css", re.sub(r"\{(identity|index)\}", "0", path))
-        for path in routes
-    ]
+    return [re.sub(r"\{\w+\}", "0", path.replace("{name}", "style.css")) for path in routes]
 
 
 def test_every_route_but_health_wants_the_token(home: Path) -> None:

@@ -20,6 +20,8 @@ from shoal.app.dash import views
 from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, Access, Guard
 from shoal.app.dash.runs import FILES, Found, Runs, open_inside
 from shoal.app.dash.upstream import Upstream
+from shoal.claims.catalogue import catalogue
+from shoal.claims.gallery.pages import render_index, render_row
 from shoal.core.errors import ConfigError, ServeError, ShoalError, StoreError
 from shoal.core.web import Link, Site
 
@@ -67,7 +69,14 @@ class Settings:
 def create_app(settings: Settings) -> FastAPI:
     """The application, with its guard around it."""
     app = FastAPI(title="shoal dash", docs_url=None, redoc_url=None, openapi_url=None)
-    site = Site("shoal.app.dash", assets="/assets/", nav=NAV, home="/", filters=views.FILTERS)
+    site = Site(
+        "shoal.app.dash",
+        "shoal.claims.gallery",
+        assets="/assets/",
+        nav=NAV,
+        home="/",
+        filters=views.FILTERS,
+    )
     runs = Runs(settings.runs, settings.score)
     get = functools.partial(app.api_route, methods=["GET", "HEAD"], include_in_schema=False)
 
@@ -168,9 +177,39 @@ def create_app(settings: Settings) -> FastAPI:
         return page("score.html", "/score", **views.score(runs, quantity, number, PAGE))
 
     @get("/claims")
-    def claims(request: Request) -> HTMLResponse:
-        query = request.query_params
-        return page("claims.html", "/claims", **views.claims(settings.results, query))
+    def claims() -> HTMLResponse:
+        found = views.papers(settings.results)
+        return HTMLResponse(render_index(found, pages=site, places=views.PLACES))
+
+    @get("/claims/results/{name}")
+    def result(name: str) -> Response:
+        known = {f"{row.claim}.json" for row in catalogue() if row.claim is not None}
+        opened = open_inside(settings.results, name) if name in known else None
+        if opened is None:
+            raise HTTPException(404, "there is no such results file")
+        with opened:
+            content = opened.read(MAX_FILE)
+        return Response(content, media_type="application/json")
+
+    @get("/claims/{kind}/{value}")
+    def claims_of(kind: str, value: str) -> HTMLResponse:
+        everything = views.papers(settings.results)
+        found = views.group(everything, kind, value)
+        if found is None:
+            raise HTTPException(404, "there is no such group of papers")
+        return HTMLResponse(
+            render_index(
+                found[0], every=everything, group=found[1], pages=site, places=views.PLACES
+            )
+        )
+
+    @get("/claims/{number}")
+    def claim(number: str) -> HTMLResponse:
+        for paper in views.papers(settings.results):
+            if str(paper.row.id) == number:
+                page = render_row(paper, pages=site, places=views.PLACES, here="/claims")
+                return HTMLResponse(page)
+        raise HTTPException(404, "there is no such paper")
 
     @get("/server")
     def server() -> HTMLResponse:

@@ -155,7 +155,8 @@ class Guard:
         there = escape(target, quote=True)
         answer = HTMLResponse(
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Shoal</title>'
-            f'<link rel="icon" href="/assets/favicon.svg"><meta http-equiv="refresh" content="0; url={there}"></head>'
+            f'<link rel="icon" href="/assets/favicon.svg">'
+            f'<meta http-equiv="refresh" content="0; url={there}"></head>'
             f'<body><p><a href="{there}">Open the dashboard</a></p></body></html>'
         )
         answer.set_cookie(

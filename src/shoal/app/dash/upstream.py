@@ -21,26 +21,29 @@ __all__ = ["Health", "Upstream"]
 MAX_ANSWER = 4 * 2**20
 MAX_TOKENS = 512
 
-# Metric of the server -> what it means, and its unit.
+# Metric of the server -> what it means.
 WORDS = {
-    "num_requests_running": ("requests being answered", ""),
-    "num_requests_waiting": ("requests waiting", ""),
-    "kv_cache_usage_perc": ("share of the cache in use", "%"),
-    "prompt_tokens_total": ("tokens read so far", ""),
-    "generation_tokens_total": ("tokens written so far", ""),
-    "request_success_total": ("requests answered so far", ""),
-    "num_preemptions_total": ("requests that had to make room", ""),
-    "prefix_cache_queries_total": ("prompt tokens looked up in the cache", ""),
-    "prefix_cache_hits_total": ("prompt tokens found there", ""),
+    "requests_running": "requests being answered",
+    "requests_waiting": "requests waiting",
+    "generated_tokens_total": "tokens written so far",
+    "prompt_tokens_total": "tokens read so far",
+    "preemptions_total": "times that a request had to make room",
+    "engine_restarts_total": "times that the engine was started again",
 }
+# (part, whole, what their share means)
+SHARES = (
+    ("cache_blocks_used", "cache_blocks", "share of the cache in use"),
+    ("prefix_hit_tokens_total", "prefix_query_tokens_total", "share of prompts found in the cache"),
+)
 # Histograms, told by their mean.
 MEANS = {
     "time_to_first_token_seconds": "time to the first token, mean",
-    "inter_token_latency_seconds": "time between two tokens, mean",
-    "time_per_output_token_seconds": "time per token written, mean",
-    "e2e_request_latency_seconds": "time of a whole request, mean",
+    "time_per_output_token_seconds": "time between two tokens, mean",
+    "request_seconds": "time of a whole request, mean",
 }
-_SAMPLE = re.compile(r"^shoal:(?P<name>\w+)(?:\{[^}]*\})? (?P<value>[0-9.eE+-]+)$", re.MULTILINE)
+_SAMPLE = re.compile(
+    r"^shoal_serve_(?P<name>\w+)(?:\{[^}]*\})? (?P<value>[0-9.eE+-]+)$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -218,11 +221,10 @@ def _in_words(text: str) -> tuple[tuple[str, float, str], ...]:
     sums: dict[str, float] = {}
     for match in _SAMPLE.finditer(text):
         sums[match["name"]] = sums.get(match["name"], 0.0) + float(match["value"])
-    found = []
-    for name, (words, unit) in WORDS.items():
-        value = sums.get(name, sums.get(name.removesuffix("_total")))
-        if value is not None:
-            found.append((words, 100 * value if unit == "%" else value, unit))
+    found = [(words, sums[name], "") for name, words in WORDS.items() if name in sums]
+    for part, whole, words in SHARES:
+        if part in sums and sums.get(whole):
+            found.append((words, 100 * sums[part] / sums[whole], "%"))
     for name, words in MEANS.items():
         if sums.get(f"{name}_count"):
             found.append((words, sums[f"{name}_sum"] / sums[f"{name}_count"], "s"))

@@ -14,6 +14,9 @@ from urllib.parse import urlencode
 
 from shoal.app.dash import charts
 from shoal.app.dash.runs import FILES, Events, Found, Runs, number, open_inside
+from shoal.claims.catalogue import catalogue
+from shoal.claims.gallery.pages import Places, facets
+from shoal.claims.gallery.papers import Paper, counts, index_rows
 from shoal.core.config import Resolved
 from shoal.core.errors import ShoalError
 from shoal.cost.score import ErrorSummary, summarise
@@ -26,12 +29,14 @@ if TYPE_CHECKING:
     from shoal.app.dash.app import Settings
 
 __all__ = [
+    "PLACES",
     "Pager",
     "PlanRow",
-    "claims",
+    "group",
     "machine",
     "matches",
     "overview",
+    "papers",
     "plan",
     "plan_files",
     "plans",
@@ -165,7 +170,7 @@ def overview(settings: Settings, runs: Runs) -> dict[str, Any]:
         "errors": Part.of(lambda: _errors(runs.score().errors())),
         "server": settings.server,
         "health": None if settings.server is None else settings.server.health(),
-        "claims": Part.of(lambda: _counted(_listing(settings.results))),
+        "claims": Part.of(lambda: _counted(papers(settings.results))),
     }
 
 
@@ -447,116 +452,51 @@ def score(runs: Runs, quantity: str, page: str, size: int) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One paper of the catalogue with the status that its results file gives it.
-
-    Args:
-        id: number of the row.
-        name: short name of the system.
-        title: the paper's title.
-        year: the paper's year.
-        room: room of its main part.
-        claim: name of the experiment, if there is one.
-        status: planned, works, modelled, falls_short, noisy, skipped, or edited: the file
-            does not say what its own samples give.
-        evidence: grade of the evidence; empty without a result.
-        measured: (metric, number, condition).
-        told: why it does not work, or what is wrong with the file.
-        command: what repeats it.
-        changed_s: when its results were written; 0 without any.
-    """
-
-    id: int
-    name: str
-    title: str
-    year: int
-    room: str
-    claim: str
-    status: str
-    evidence: str = ""
-    measured: tuple[tuple[str, float, str], ...] = ()
-    told: str = ""
-    command: str = ""
-    changed_s: float = 0.0
+# The gallery's pages, at the dashboard's addresses.
+PLACES = Places(
+    index="/claims",
+    paper="/claims/{id}",
+    group="/claims/{kind}/{value}",
+    results="/claims/results/{claim}.json",
+)
 
 
-def _listing(results: Path) -> list[Claim]:
-    """Every row of the catalogue; a file that was edited is shown as such."""
-    from shoal.claims.catalogue import catalogue
-
-    found = []
+def papers(results: Path) -> tuple[Paper, ...]:
+    """Every paper with its verdict, computed again when a results file has changed."""
+    seen = []
     for row in catalogue():
         path = results / f"{row.claim}.json"
-        changed = path.stat().st_mtime_ns if row.claim and path.is_file() else 0
-        found.append(_claim(row.id, path, changed))
-    return found
+        if row.claim is not None and path.is_file():
+            found = path.stat()
+            seen.append((path.name, found.st_mtime_ns, found.st_size))
+    return _papers(results.absolute(), tuple(seen))
 
 
-@functools.lru_cache(maxsize=1024)
-def _claim(identity: int, path: Path, changed: int) -> Claim:
-    from shoal.claims import CLAIMS
-    from shoal.claims.catalogue import catalogue
-    from shoal.claims.record import recheck
-
-    row = next(row for row in catalogue() if row.id == identity)
-    status, evidence, told, command = "planned", "", "", ""
-    measured: tuple[tuple[str, float, str], ...] = ()
-    if row.claim is not None and changed:
-        try:
-            record = recheck(path, CLAIMS.load(row.claim))
-        except ShoalError as error:
-            status, told = "edited", str(error)
-        else:
-            verdict = record.verdict
-            conditions = {metric.name: metric.condition for metric in record.metrics}
-            status, evidence = verdict.status, verdict.evidence or ""
-            told, command = verdict.reason, record.command
-            measured = tuple(
-                (metric.name, metric.value, conditions.get(metric.name, ""))
-                for metric in verdict.metrics
-            )
-    return Claim(
-        id=row.id,
-        name=row.name,
-        title=row.title,
-        year=row.year,
-        room=row.room,
-        claim=row.claim or "",
-        status=status,
-        evidence=evidence,
-        measured=measured,
-        told=told,
-        command=command,
-        changed_s=changed / 1e9,
-    )
+@functools.lru_cache(maxsize=4)
+def _papers(results: Path, _seen: tuple[tuple[str, int, int], ...]) -> tuple[Paper, ...]:
+    return tuple(index_rows(results))
 
 
-def _counted(rows: Sequence[Claim]) -> list[tuple[str, int]]:
-    """How many rows have each status; those with results first."""
-    order = ("works", "modelled", "falls_short", "noisy", "edited", "skipped", "planned")
-    return [(name, n) for name in order if (n := sum(row.status == name for row in rows))]
-
-
-def claims(results: Path, query: Mapping[str, str]) -> dict[str, Any]:
-    """The catalogue, newest results first."""
-    everything = _listing(results)
-    words = query.get("q", "").strip()[:100]
-    room, status = query.get("room", ""), query.get("status", "")
-    shown = [
-        row
-        for row in everything
-        if room in ("", row.room)
-        and status in ("", row.status)
-        and _contains(f"{row.name} {row.title} {row.year}", words)
+def _counted(found: Sequence[Paper]) -> list[tuple[str, int, str]]:
+    """How many papers have each status that occurs, and where they are listed."""
+    return [
+        (name, count, PLACES.of_group("status", name))
+        for name, count in counts(found).items()
+        if count
     ]
-    return {
-        "rows": sorted(shown, key=lambda row: (-row.changed_s, row.id)),
-        "total": len(everything),
-        "counts": _counted(everything),
-        "rooms": sorted({row.room for row in everything}),
-        "q": words,
-        "room": room,
-        "status": status,
-        "results": results,
-    }
+
+
+def group(
+    found: Sequence[Paper], kind: str, value: str
+) -> tuple[list[Paper], tuple[str, str]] | None:
+    """The papers of a group as its address names it, and the group; None if there is none."""
+    wanted = PLACES.of_group(kind, value)
+    names = [name for name in facets(found).get(kind, {}) if PLACES.of_group(kind, name) == wanted]
+    if not names:
+        return None
+    of: Callable[[Paper], object] = {
+        "status": lambda paper: paper.status,
+        "room": lambda paper: paper.row.room,
+        "evidence": lambda paper: paper.evidence,
+    }[kind]
+    return [paper for paper in found if of(paper) == names[0]], (kind, names[0])
