@@ -214,13 +214,12 @@ def replay(
         now = clock() - began
         for output in outputs:
             served = live[output.request_id]
+            request = requests[int(output.request_id)]
             if served.n_output == 0:
-                served.first = now
+                served.first, served.n_cached = now, request.n_cached
             served.n_output += len(output.tokens)
             if output.finish is not None:
-                request = requests[int(output.request_id)]
-                served.finish = now
-                served.n_cached, served.preemptions = request.n_cached, request.preemptions
+                served.finish, served.preemptions = now, request.preemptions
                 del live[output.request_id]
                 finished += 1
                 if progress is not None:

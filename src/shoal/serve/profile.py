@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from shoal.core.errors import ServeError, require
 from shoal.core.random import generator
 from shoal.cost.step_cost.fitted import Sample
 from shoal.ir import Chunk, Limits, Request, SamplingParams, Step
@@ -89,8 +90,16 @@ def profile(
         clock: s.
 
     Raises:
-        ServeError: there is no memory for a second cache as large as the largest step.
+        ServeError: no shapes, or no memory for a second cache as large as the largest step.
     """
+    require(
+        bool(shapes),
+        "profile shapes",
+        len(shapes),
+        expected="at least one",
+        hint="the cache is too small for any step; give a larger kv_tokens",
+        error=ServeError,
+    )
     cache = runner.cache
     size = cache.block_size
     blocks = max(sum(_blocks(part, size) for part in shape) for shape in shapes)

@@ -44,6 +44,9 @@ def serve(
     ] = None,
     machine: Annotated[str, typer.Option("--machine", "-m", help="What to plan for.")] = "local",
     set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
+    profile: Annotated[
+        float, typer.Option(help="Seconds to spend on measuring steps before.", min=0)
+    ] = 5.0,
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Measure on a busy machine too.")
     ] = False,
@@ -87,6 +90,7 @@ def serve(
             rate=rate,
             machine=target,
             model=weights,
+            profile_s=profile,
             wait_s=None if anyway else 60.0,
             progress=lambda what, done, total: bar(done, total, what),
             told=show_serve_plan if text and not quiet else None,
@@ -111,7 +115,8 @@ def _job(
 
     flags: dict[str, object] = {
         "model": model if model is not None or config is not None else _DEFAULT_MODEL,
-        "workload": {"name": "trace", "path": str(trace)} if trace is not None else workload,
+        "workload.name": "trace" if trace is not None else workload,
+        "workload.path": None if trace is None else str(trace),
     }
     return resolve(ServeJob, file=config, flags=flags, sets=sets).value
 
