@@ -213,6 +213,9 @@ def plan_serve(
             notes=(*_remedies(job, shape, machine, precision, longest, most), *notes),
         )
     arrivals = arrivals_of(job, shape) if trace is None else list(trace)
+    require(
+        bool(arrivals), "trace", len(arrivals), expected="at least one request", hint="add some"
+    )
     seen = simulate(build_scheduler(concrete), model, arrivals)
     ends = [
         simulate(build_scheduler(concrete), _Scaled(model, factor), arrivals).quantities()
@@ -407,31 +410,17 @@ def _remedies(
     job: ServeJob, shape: ModelShape, machine: Machine, precision: str, longest: int, most: float
 ) -> tuple[str, ...]:
     """What would fit: the smallest changes, each tried."""
-
-    def works(changed: ServeJob, precision: str, longest: int) -> bool:
-        return _memory(changed, shape, machine, precision, longest)[2]
-
+    # What a smaller cache is asked for with.
+    key = "max_position" if job.kv_tokens is None else "kv_tokens"
+    least = min(longest, SHORTEST)
+    room = {dtype: _room(job, shape, machine, dtype) for dtype in BYTES}
     found = []
-    if job.kv_tokens is not None:
-        free = job.model_copy(update={"kv_tokens": None})
-        memory, _, fits = _memory(free, shape, machine, precision, longest)
-        if fits:
-            tokens = int(memory["cache"] / cache_bytes_per_token(shape, precision))
-            found.append(f"kv_tokens = {tokens} would fit")
-    if precision == "fp32" and works(job, "bf16", longest):
+    if precision == "fp32" and _memory(job, shape, machine, "bf16", longest)[2]:
         found.append("precision = bf16 would fit")
-    if not found and job.kv_tokens is None:
-        shorter = longest // 2
-        while shorter >= 64 and not works(job, precision, shorter):
-            shorter //= 2
-        if shorter >= 64:
-            found.append(f"max_position = {shorter} would fit")
-        elif precision == "fp32":
-            shorter = longest // 2
-            while shorter >= 64 and not works(job, "bf16", shorter):
-                shorter //= 2
-            if shorter >= 64:
-                found.append(f"precision = bf16 with max_position = {shorter} would fit")
+    if room[precision] >= least:
+        found.append(f"{key} = {room[precision]} would fit")
+    elif not found and room["bf16"] >= least:
+        found.append(f"precision = bf16 with {key} = {room['bf16']} would fit")
     if job.max_position is None:
         longest = min(longest, SHORTEST)
     needed = sum(_memory(job, shape, machine, precision, longest)[0].values())

@@ -1,0 +1,229 @@
+"""Plans of serving jobs: what fits, what is chosen, what the prediction rests on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.core.errors import ConfigError, ModelError, PlanError, ServeError
+from shoal.cost.arithmetic import parameters
+from shoal.cost.serve_sim import simulate
+from shoal.cost.shapes import find
+from shoal.cost.step_cost.fitted import Fitted
+from shoal.cost.step_cost.roofline import cache_bytes_per_token
+from shoal.ir import Arrival, ServeJob, ServePlan
+from shoal.machine.described import load
+from shoal.plan.serving import (
+    alternatives,
+    arrivals_of,
+    build_scheduler,
+    plan_serve,
+    precision_of,
+)
+from shoal.plan.serving_table import COLUMNS, explain, rank
+
+LAPTOP = load("laptop")
+LINE = Fitted(step=2e-3, token=1e-4, prompt_pair=1e-8, decode_key=1e-7, chunk=1e-5, error_p90=0.2)
+KEYS = {
+    "tokens_per_s",
+    "requests_per_s",
+    "total_s",
+    "ttft_p50_s",
+    "ttft_p95_s",
+    "tpot_p50_s",
+    "tpot_p95_s",
+}
+
+
+def job(model: str = "shoal-4m", **changes: Any) -> ServeJob:
+    workload = changes.pop("workload", {"name": "chat", "requests": 20, "scale": 4})
+    return ServeJob.model_validate({"model": model, "workload": workload, **changes})
+
+
+def test_a_plan_is_concrete_and_tells_what_it_predicts(tmp_path: Path) -> None:
+    plan = plan_serve(job(), LAPTOP)
+    assert plan.fits
+    assert set(plan.predicted) == KEYS
+    assert (plan.job.precision, plan.job.max_position) == ("fp32", 2048)
+    assert plan.job.kv_tokens == 64 * 2048, "as many as max_running requests can need"
+    assert plan.estimate is not None
+    assert set(plan.estimate.memory_bytes) == {"weights", "cache", "activations", "runtime"}
+    shape = find("shoal-4m")
+    assert plan.estimate.memory_bytes["weights"] == 4 * parameters(shape)
+    assert plan.estimate.memory_bytes["cache"] == plan.job.kv_tokens * cache_bytes_per_token(
+        shape, "fp32"
+    )
+    assert sum(plan.estimate.terms_s.values()) == pytest.approx(plan.estimate.step_s.value)
+    assert plan.estimate.bound in ("compute", "memory", "overhead")
+    assert "seed 0" in plan.notes[0]
+    plan.save(tmp_path / "plan.yaml")
+    assert ServePlan.load(tmp_path / "plan.yaml") == plan
+    assert plan_serve(job(), LAPTOP) == plan, "the same question has the same answer"
+
+
+def test_the_prediction_is_a_simulation_with_the_cost_that_was_given() -> None:
+    asked = job(workload={"name": "code", "requests": 30, "rate": 5.0})
+    plan = plan_serve(asked, LAPTOP, cost=LINE)
+    arrivals = arrivals_of(asked, find("shoal-4m"))
+    seen = simulate(build_scheduler(plan.job), LINE, arrivals).quantities()
+    assert {name: interval.value for name, interval in plan.predicted.items()} == seen
+    again = plan_serve(asked, LAPTOP, cost=LINE, trace=arrivals)
+    assert again.predicted == plan.predicted
+    assert plan.estimate is not None
+    tokens = int(plan.estimate.tokens)
+    context = round(sum(len(a.prompt) + a.output_tokens / 2 for a in arrivals) / len(arrivals))
+    assert plan.estimate.step_s.value == pytest.approx(LINE.seconds([(context, 1)] * tokens))
+
+
+def test_a_roofline_is_less_sure_than_a_fit() -> None:
+    asked = job()
+
+    def width(plan: ServePlan) -> float:
+        found = plan.predicted["tokens_per_s"]
+        assert found.low < found.value < found.high
+        return found.high / found.low
+
+    assert width(plan_serve(asked, LAPTOP)) > width(plan_serve(asked, LAPTOP, cost=LINE)) > 1.2
+
+
+def test_a_shape_that_needs_no_files_has_the_precision_of_its_kind(tmp_path: Path) -> None:
+    assert precision_of(job("shoal-4m")) == "fp32"
+    assert precision_of(job("Qwen3-0.6B")) == "bf16"
+    assert precision_of(job("Qwen3-0.6B", precision="fp32")) == "fp32"
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 128,
+    }
+    for dtype, expected in (("bfloat16", "bf16"), ("float32", "fp32"), (None, "fp32")):
+        text = json.dumps({**config, **({"torch_dtype": dtype} if dtype else {})})
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        assert precision_of(job(str(tmp_path))) == expected
+        assert plan_serve(job(str(tmp_path)), LAPTOP).job.precision == expected
+
+
+def test_the_cache_takes_what_the_memory_allows() -> None:
+    """Weights, cache, activations and runtime fill what may be filled, to a block."""
+    plan = plan_serve(job("Qwen3-4B", max_position=4096), LAPTOP)
+    assert plan.fits
+    assert plan.estimate is not None
+    most = 0.85 * LAPTOP.device.main_memory.capacity_bytes
+    block = 16 * cache_bytes_per_token(find("Qwen3-4B"), "bf16")
+    assert most - block < plan.estimate.memory_total <= most
+    assert plan.job.kv_tokens is not None
+    assert plan.job.kv_tokens % 16 == 0
+
+
+def test_a_model_of_long_requests_is_served_with_shorter_ones() -> None:
+    plan = plan_serve(job("Llama-3.1-8B"), load("RTX-4090"))
+    assert plan.fits
+    assert plan.job.max_position == plan.job.kv_tokens
+    assert plan.job.max_position is not None
+    assert 16_384 < plan.job.max_position < 131_072
+    assert any("does not hold a request of the model's 131072" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "remedy"),
+    [
+        (job("Qwen3-14B"), "needs a device with "),
+        (job("Qwen3-8B", max_position=40_960), "needs a device with "),
+        (job("Qwen3-4B", precision="fp32", max_position=8192), "precision = bf16 would fit"),
+        (job("Qwen3-4B", max_position=40_960, precision="fp32"), "bf16 with max_position = "),
+        (job("Qwen3-4B", max_position=40_960), "max_position = "),
+        (job("Qwen3-4B"), ""),
+        (job("Qwen3-4B", kv_tokens=10_000_000), "kv_tokens = "),
+    ],
+    ids=str,
+)
+def test_says_what_would_fit(asked: ServeJob, remedy: str) -> None:
+    plan = plan_serve(asked, LAPTOP)
+    assert plan.fits == (not remedy)
+    if plan.fits:
+        return
+    assert plan.predicted == {}
+    assert plan.why.startswith("does not fit: ")
+    assert any(remedy in note for note in plan.notes), plan.notes
+    assert any("needs a device with" in note for note in plan.notes)
+    # What it names is true.
+    for note in plan.notes:
+        if note.endswith(" would fit"):
+            changes = dict(word.split(" = ") for word in note[: -len(" would fit")].split(" with "))
+            again = plan_serve(asked.model_copy(update=_typed(changes)), LAPTOP)
+            assert again.fits, note
+
+
+def _typed(changes: dict[str, str]) -> dict[str, object]:
+    return {key: int(text) if text.isdigit() else text for key, text in changes.items()}
+
+
+def test_says_what_binds() -> None:
+    idle = plan_serve(job(workload={"name": "code", "rate": 0.01, "requests": 5}), LAPTOP)
+    assert "the server is idle" in idle.why
+    crowded = plan_serve(
+        job(workload={"name": "code", "rate": 1e4, "requests": 300}, max_running=2), LAPTOP
+    )
+    assert "overloaded: when the last of 300 requests comes" in crowded.why
+    full = plan_serve(job(kv_tokens=1024, scheduler={"name": "fcfs", "watermark": 0}), LAPTOP)
+    assert any("more kv_tokens" in note for note in full.notes)
+    shared = plan_serve(job(workload={"name": "shared_prefix", "scale": 8}), LAPTOP)
+    assert any("% of the prompt tokens were in the cache" in note for note in shared.notes)
+    many = plan_serve(job("Qwen3-0.6B"), load("8xH100"))
+    assert any("7 of the 8 devices of 8xH100 are not used" in note for note in many.notes)
+
+
+def test_competitors_differ_in_one_part_or_two() -> None:
+    found = {(one.scheduler.name, one.kv.name) for one in alternatives(job())}
+    assert found == {("fcfs", "contiguous"), ("static", "paged"), ("static", "contiguous")}
+
+
+def test_continuous_batching_and_paging_rank_first_where_they_should() -> None:
+    """Mixed lengths, a rate, and a cache that is too small to reserve whole lengths."""
+    asked = job(
+        workload={"name": "chat", "requests": 60, "scale": 4}, kv_tokens=4096, max_running=32
+    )
+    plans = [plan_serve(one, LAPTOP) for one in [*alternatives(asked), asked]]
+    ranked = rank(plans)
+    assert ranked[0].job.scheduler.name == "fcfs"
+    assert ranked[0].job.kv.name == "paged"
+    rows = explain(ranked)
+    assert all(tuple(row) == COLUMNS for row in rows)
+    assert rows[0]["plan"] == "fcfs paged fp32"
+    unfit = plan_serve(job("Qwen3-14B"), LAPTOP)
+    assert rank([unfit, *plans])[-1] is unfit
+    assert explain([unfit])[0]["tokens/s"] == "-"
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        (job("Qwen3-14"), ModelError, "Qwen3-14B"),
+        (job(max_position=4096), PlanError, "max_position = 4096: expected 2 to 2048"),
+        (job(max_position=1), PlanError, "max_position = 1: expected 2 to 2048"),
+        (job(kv_tokens=8), ConfigError, "kv_tokens = 8: expected at least one block of 16"),
+        (job(kv_tokens=64), ServeError, "keep in the cache = .*serve with more kv_tokens"),
+    ],
+)
+def test_refuses_what_cannot_be_planned(
+    asked: ServeJob, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        plan_serve(asked, LAPTOP)
+
+
+def test_refuses_an_open_job_where_a_concrete_one_is_needed() -> None:
+    with pytest.raises(PlanError, match="kv_tokens and max_position: expected numbers"):
+        build_scheduler(job())
+
+
+def test_a_workload_of_nothing_is_refused() -> None:
+    nothing: Sequence[Arrival] = []
+    with pytest.raises(ConfigError, match="trace = 0: expected at least one request"):
+        plan_serve(job(), LAPTOP, trace=nothing)
