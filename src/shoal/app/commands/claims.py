@@ -149,3 +149,29 @@ def check(
 
     for file in files:
         typer.echo(f"{file}: {recheck(file).verdict.status} follows from its samples")
+
+
+@app.command("report")
+def report(
+    results: Annotated[Path, typer.Option(help="Where the results files lie.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Directory to write; an older gallery is replaced.")] = (
+        Path("site/gallery")
+    ),
+) -> None:
+    """Write the gallery: a page for each of the papers, as a site that opens from the disk.
+
+    A results file that was edited is shown as such, and the others go on.
+
+    **Examples**
+
+        shoal claims report
+
+        shoal claims report --results results --out gallery
+    """
+    from shoal.claims.gallery import index_rows, write_gallery
+    from shoal.claims.gallery.papers import counts
+
+    page = write_gallery(results, out)
+    told = counts(index_rows(results))
+    typer.echo(", ".join(f"{number} {name}" for name, number in told.items() if number))
+    typer.echo(f"written to {page}")

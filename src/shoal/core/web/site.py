@@ -21,14 +21,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import jinja2
 from markupsafe import Markup
 
 from shoal.core.errors import ConfigError, require
-from shoal.core.svg import Chart
 
-__all__ = ["Link", "Site", "asset", "render"]
+__all__ = ["Drawing", "Link", "Site", "asset", "render"]
 
 _HERE = Path(__file__).parent
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9]+)+")
@@ -40,6 +40,15 @@ MEDIA_TYPES = {
     ".png": "image/png",
     ".json": "application/json",
 }
+
+
+@runtime_checkable
+class Drawing(Protocol):
+    """What ``draw`` draws, such as a :class:`~shoal.core.svg.Chart`."""
+
+    def render(self) -> str:
+        """The SVG element as text, with everything in it escaped."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -199,9 +208,9 @@ def status(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _draw(chart: Chart | Iterable[Chart]) -> Markup:
-    """SVG of a chart, which escapes its own texts."""
-    charts = [chart] if isinstance(chart, Chart) else chart
+def _draw(drawing: Drawing | Iterable[Drawing]) -> Markup:
+    """SVG of a drawing, which escapes its own texts."""
+    charts = [drawing] if isinstance(drawing, Drawing) else drawing
     return Markup("").join(Markup(one.render()) for one in charts)  # noqa: S704 - see above
 
 
