@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -173,7 +174,7 @@ class Serve(BaseHTTPRequestHandler):
 
     asked: list[dict[str, object]] = []
     keys: set[str] = set()
-    told = "ready"
+    gone = threading.Event()
 
     def log_message(self, *_: object) -> None:
         """Quiet."""
@@ -189,7 +190,7 @@ class Serve(BaseHTTPRequestHandler):
         if self.path == "/health":
             self._say(200, '{"status": "ok"}')
         elif self.path == "/v1/models":
-            self._say(200, '{"data": [{"id": "tiny"}]}')
+            self._say(200, '{"data": [{"id": "tiny", "max_model_len": 400}]}')
         elif self.path == "/metrics":
             self._say(
                 200,
@@ -212,10 +213,20 @@ class Serve(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
-        for piece in ("You said: ", text, " <b>&"):
+        pieces = ("You said: ", text, " <b>&")
+        if "endless" in text:
+            pieces = ("on and on ",) * 10_000
+            self.gone.clear()
+        for piece in pieces:
             event = {"choices": [{"delta": {"content": piece}}]}
-            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-            self.wfile.flush()
+            try:
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.flush()
+            except OSError:
+                self.gone.set()
+                return
+            if len(pieces) > 3:
+                time.sleep(0.01)
         if "break" not in text:
             self.wfile.write(b"data: [DONE]\n\n")
 
@@ -626,6 +637,13 @@ def test_server_page_and_chat_go_through_the_dashboard(home: Path, upstream: Ups
     assert "".join(line.get("text", "") for line in lines) == "You said: hello <b>&"
     assert lines[-1] == {"done": True}
     assert Serve.asked[-1]["messages"] == said["messages"] and Serve.asked[-1]["stream"] is True
+    assert Serve.asked[-1]["max_tokens"] == 100
+    turns = [("user", "a" * 300), ("assistant", "b" * 290), ("user", "c" * 300)]
+    turns += [("assistant", "d" * 5), ("user", "e" * 5)]
+    long = {"model": "tiny", "messages": [{"role": r, "content": c} for r, c in turns]}
+    client.post(CHAT, json=long, headers=own)
+    kept = Serve.asked[-1]["messages"]
+    assert [message["content"][0] for message in kept] == ["c", "d", "e"]  # 600 letters fit
     form = client.post(CHAT, data={"model": "tiny", "message": "by <form>"}, headers=own).text
     assert "You said: by &lt;form&gt; &lt;b&gt;&amp;" in form
     for words, told in (("refuse", "too many requests"), ("break off", "broke off")):
@@ -637,6 +655,26 @@ def test_server_page_and_chat_go_through_the_dashboard(home: Path, upstream: Ups
     assert Serve.keys == {f"Bearer {KEY}"}
     for text in (page, form, answer.text, client.get("/").text, repr(upstream)):
         assert KEY not in text
+
+
+def test_an_answer_that_nobody_reads_ends(home: Path, upstream: Upstream) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    chosen = settings(home, server=upstream)
+    host = f"127.0.0.1:{listening.getsockname()[1]}"
+    said = {"model": "tiny", "messages": [{"role": "user", "content": "endless"}]}
+    headers = {
+        "origin": f"http://{host}",
+        "content-type": "application/json",
+        "cookie": f"{chosen.access.name}={chosen.access.cookie}",
+    }
+    with running(chosen, listening):
+        connection = http.client.HTTPConnection(host, timeout=10)
+        connection.request("POST", CHAT, json.dumps(said), headers)
+        answer = connection.getresponse()
+        assert answer.status == 200 and b"on and on" in answer.readline()
+        answer.close()
+        connection.close()
+        assert Serve.gone.wait(10)
 
 
 @pytest.mark.parametrize(
@@ -754,14 +792,14 @@ def test_in_a_real_browser(home: Path, upstream: Upstream, tmp_path: Path) -> No
         everything = (*PAGES, alive, done, f"/plans/{run_id(home / 'runs' / 'done')}")
         page = opened(color_scheme="light", viewport={"width": 1280, "height": 900})
         papers = {}
-        for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme)
-            for path in everything:
-                page.goto(origin + path)
-                name = path.strip("/").replace("/", "-") or "overview"
+        for path in everything:
+            page.goto(origin + path)
+            assert _overflow(page) <= 0, path
+            name = path.strip("/").replace("/", "-") or "overview"
+            for scheme in ("light", "dark"):
+                page.emulate_media(color_scheme=scheme)
                 page.screenshot(path=tmp_path / f"{name}-{scheme}.png")
-                assert _overflow(page) <= 0, path
-            papers[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
+                papers[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert papers["light"] != papers["dark"]
         page.get_by_role("button", name="Theme").click()  # system, then light
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == papers["light"]
@@ -778,7 +816,8 @@ def test_in_a_real_browser(home: Path, upstream: Upstream, tmp_path: Path) -> No
             phone.goto(origin + path)
             assert _overflow(phone) <= 0, path
             name = path.strip("/").replace("/", "-") or "overview"
-            phone.screenshot(path=tmp_path / f"{name}-phone.png")
+            if path in ("/", alive):
+                phone.screenshot(path=tmp_path / f"{name}-phone.png")
 
         alive_events = home / "runs" / "alive"
         write_events(alive_events, start(), *map(step, range(7)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from shoal.app.dash import views
 from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, Access, Guard
@@ -226,9 +227,7 @@ def create_app(settings: Settings) -> FastAPI:
         if request.headers.get("content-type", "").startswith("application/json"):
             model, messages = _conversation(body)
             pieces = _lines(upstream, model, messages)
-            return StreamingResponse(
-                iterate_in_threadpool(pieces), media_type="application/x-ndjson"
-            )
+            return _Streamed(pieces)
         # Without JavaScript a form is sent, and the whole answer is a page.
         form = parse_qs(body.decode("utf-8", errors="replace"), keep_blank_values=True)
         said = form.get("message", [""])[0]
@@ -271,6 +270,20 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
+class _Streamed(StreamingResponse):
+    """JSON lines that end when nobody reads them any more."""
+
+    def __init__(self, pieces: Generator[str, None, None]) -> None:
+        super().__init__(iterate_in_threadpool(pieces), media_type="application/x-ndjson")
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._pieces.close()  # and with it the connection, so the server stops writing
+
+
 async def _body(request: Request) -> bytes:
     """The body, which the guard has made sure says its length."""
     body = b""
@@ -306,7 +319,9 @@ def _conversation(body: bytes) -> tuple[str, list[dict[str, str]]]:
     return model, messages
 
 
-def _lines(upstream: Upstream, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
+def _lines(
+    upstream: Upstream, model: str, messages: list[dict[str, str]]
+) -> Generator[str, None, None]:
     """The answer as JSON lines: pieces of text, then that it is done, or what went wrong."""
     try:
         for piece in upstream.stream(model, messages):

@@ -126,13 +126,17 @@ class Upstream:
     def stream(self, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
         """Pieces of the answer as they come.
 
+        What a model has no room for any more, the oldest messages, is left out.
+
         Raises:
             ServeError: the server refuses, does not answer or breaks off.
         """
+        room = self._room(model)
+        new = MAX_TOKENS if room is None else max(1, min(MAX_TOKENS, room // 4))
         body = {
             "model": model,
-            "messages": messages,
-            "max_tokens": MAX_TOKENS,
+            "messages": messages if room is None else _newest(messages, 2 * (room - new)),
+            "max_tokens": new,
             "stream": True,
         }
         connection = self._connection(timeout_s=60.0)
@@ -152,6 +156,18 @@ class Upstream:
             raise self._silent(cause) from cause
         finally:
             connection.close()  # the server stops writing for nobody
+
+    def _room(self, model: str) -> int | None:
+        """Tokens of one request of the model, prompt and answer; None if it is not told."""
+        status, text = self._get("/v1/models", 5.0)
+        if status != 200:
+            raise ServeError(_complaint(status, text))
+        try:
+            found = {entry["id"]: entry.get("max_model_len") for entry in json.loads(text)["data"]}
+        except (ValueError, KeyError, TypeError, AttributeError) as cause:
+            raise ServeError(f"{self.url} lists no models; is it shoal serve?") from cause
+        room = found.get(model)
+        return room if isinstance(room, int) and room > 0 else None
 
     def _pieces(self, answer: http.client.HTTPResponse) -> Iterator[str]:
         left = MAX_ANSWER
@@ -203,6 +219,19 @@ class Upstream:
     def _silent(self, cause: Exception) -> ServeError:
         why = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         return ServeError(f"{self.url}: does not answer ({why}); is `shoal serve` running there?")
+
+
+def _newest(messages: list[dict[str, str]], letters: int) -> list[dict[str, str]]:
+    """The newest messages of so many letters, from a user's on; the last one in any case."""
+    first = len(messages) - 1
+    left = letters - len(messages[first]["content"])
+    for index in range(first - 1, -1, -1):
+        left -= len(messages[index]["content"])
+        if left < 0:
+            break
+        if messages[index]["role"] == "user":
+            first = index
+    return messages[first:]
 
 
 def _complaint(status: int, text: str) -> str:

@@ -85,7 +85,10 @@
     }
     // The server wants texts; a turn without an answer is forgotten.
     if (words.textContent.trim()) messages.push({ role: "assistant", content: words.textContent });
-    else messages.pop();
+    else {
+      messages.pop();
+      words.parentElement.remove();
+    }
     talk.removeAttribute("aria-busy");
     running = null;
     send.disabled = false;
