@@ -78,7 +78,17 @@ def test_badges_tell_by_sign_and_word() -> None:
     from shoal.core.web.site import _site
 
     badge = _site(None)._environment.get_template("macros.html").module.badge  # type: ignore[attr-defined]
-    names = ("works", "modelled", "falls_short", "noisy", "planned", "skipped", "edited")
+    names = (
+        "works",
+        "modelled",
+        "falls_short",
+        "noisy",
+        "planned",
+        "skipped",
+        "edited",
+        "outdated",
+        "unreadable",
+    )
     signs = {re.search(r'hidden="true">(.)<', str(badge(name))).group(1) for name in names}  # type: ignore[union-attr]
     assert len(signs) == len(names)
     assert "falls short" in badge("falls_short")

@@ -127,8 +127,6 @@ class Glance:
 
 def _place(metric: Metric, value: float) -> float:
     """Where a number lies on its strip, 0 to 1; a single threshold is in the middle."""
-    if not math.isfinite(value):
-        return 1.0 if value > 0 else 0.0
     if metric.upper is not None:
         width = metric.upper - metric.threshold
         share = (value - metric.threshold) / width if width else 0.5
