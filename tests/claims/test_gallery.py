@@ -191,6 +191,16 @@ def test_a_changed_text_a_changed_threshold_and_rubbish_are_told(results: Path) 
         assert first.reason
 
 
+def test_a_file_that_cannot_be_read_is_told_and_not_linked(results: Path, tmp_path: Path) -> None:
+    (results / "dissect.json").unlink()
+    (results / "dissect.json").mkdir()
+    out = write_gallery(results, tmp_path / "gallery").parent
+    page = Page((out / "paper-48.html").read_text())
+    assert "unreadable" in page.words
+    assert not any("results/" in a["href"] for a in page.all("a"))
+    assert (out / "results" / "learning_curves.json").is_file()
+
+
 def test_a_file_that_names_no_claim_is_told(results: Path) -> None:
     path = results / "dissect.json"
     record = read(path)

@@ -183,6 +183,13 @@ class Paper(Value):
         return "" if self.record is None else self.record.verdict.reason
 
     @property
+    def linked(self) -> bool:
+        """Whether its results file can be shown as it is."""
+        return self.record is not None or (
+            self.fault is not None and self.fault.kind != "unreadable"
+        )
+
+    @property
     def command(self) -> str:
         """The command that repeats it; empty while there is no experiment."""
         if self.record is not None:
@@ -221,7 +228,7 @@ def needs(metric: Metric) -> str:
     """The threshold as people read it, such as ``≥ 1.5 ×``."""
     unit = {"1": "", "x": " ×"}.get(metric.unit, f" {metric.unit}")
     if metric.upper is not None:
-        return f"{metric.threshold:g} to {metric.upper:g}{unit}".replace("-", "−")
+        return f"{metric.threshold:g} to {metric.upper:g}{unit}"
     sign = {">=": "≥", "<=": "≤"}[metric.comparison]
     return f"{sign} {metric.threshold:g}{unit}"
 

@@ -96,11 +96,9 @@ def _files(papers: list[Paper], places: Places, results: Path) -> Iterator[tuple
             yield places.of_group(kind, value), page.encode()
     for paper in papers:
         yield places.of_paper(paper), render_row(paper).encode()
-    claims = {paper.row.claim: paper for paper in papers if paper.record or paper.fault}
+    claims = {paper.row.claim: paper for paper in papers if paper.linked}
     for claim, paper in sorted(claims.items(), key=str):
-        path = results / f"{claim}.json"
-        if path.is_file():
-            yield places.of_results(paper), path.read_bytes()
+        yield places.of_results(paper), (results / f"{claim}.json").read_bytes()
     for name in gallery_site().assets():
         yield f"assets/{name}", gallery_site().asset(name)
 
