@@ -111,6 +111,8 @@ def test_says_what_would_fit(home: Path) -> None:
         (("shoal-4m", "--set", "workload.scal=2"), ("scal", "did you mean")),
         (("shoal-4m", "--set", "kv_tokens=64"), ("serve with more kv_tokens",)),
         (("shoal-4m", "--workload", "azure"), ("SHOAL_DATA", "github.com/Azure")),
+        (("shoal-4m", "--workload", "trace"), ("--trace FILE",)),
+        (("shoal-4m", "--trace", "no.jsonl"), ("no.jsonl", "there is no such file")),
         (("nowhere.yaml",), ("nowhere.yaml", "cannot be read")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, UnknownPartError
+from shoal.core.parts import Choice
 from shoal.cost.workloads import WORKLOADS
 from shoal.cost.workloads.chat import Chat
+from shoal.cost.workloads.choose import choose
 from shoal.cost.workloads.describe import describe, sentence
 from shoal.cost.workloads.trace import Trace, write_trace
 from shoal.ir import Arrival
@@ -28,6 +30,12 @@ def shared(a: Arrival, b: Arrival) -> int:
         if x != y:
             return place
     return min(len(a.prompt), len(b.prompt))
+
+
+def built(name: str, **options: Any) -> Any:
+    """A workload; a public trace from where it usually lies."""
+    usual = getattr(WORKLOADS.load(name), "usual_path", None)
+    return WORKLOADS.build({"name": name, **({"path": usual} if usual else {}), **options})
 
 
 @pytest.fixture
@@ -54,12 +62,12 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", [*MADE_UP, "azure", "mooncake"])
 def test_the_same_key_gives_the_same_arrivals_that_fit(name: str, data: Path) -> None:
-    built = WORKLOADS.build(name)
+    part = built(name)
     sizes = {**SIZES, "max_position": 600}
-    arrivals = built.arrivals(count=3, **sizes)
-    assert arrivals == built.arrivals(count=3, **sizes)
+    arrivals = part.arrivals(count=3, **sizes)
+    assert arrivals == part.arrivals(count=3, **sizes)
     assert len(arrivals) == 3
-    other = built.arrivals(count=3, **{**sizes, "seed": 4})
+    other = part.arrivals(count=3, **{**sizes, "seed": 4})
     assert [one.prompt for one in other] != [one.prompt for one in arrivals]
     for one in arrivals:
         assert one.prompt
@@ -72,8 +80,8 @@ def test_the_same_key_gives_the_same_arrivals_that_fit(name: str, data: Path) ->
 
 @pytest.mark.parametrize("name", ["chat", "code", "summary", "shared_prefix"])
 def test_a_longer_trace_starts_with_the_shorter_one(name: str) -> None:
-    built = WORKLOADS.build({"name": name, "rate": 2.0})
-    assert built.arrivals(count=20, **SIZES)[:7] == built.arrivals(count=7, **SIZES)
+    part = WORKLOADS.build({"name": name, "rate": 2.0})
+    assert part.arrivals(count=20, **SIZES)[:7] == part.arrivals(count=7, **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +95,7 @@ def test_a_longer_trace_starts_with_the_shorter_one(name: str) -> None:
 def test_lengths_have_their_medians_and_ranges(
     name: str, prompt: int, output: int, ranges: tuple[int, int, int, int]
 ) -> None:
-    arrivals = WORKLOADS.build(name).arrivals(
-        count=800, vocab_size=10, max_position=100_000, seed=0
-    )
+    arrivals = built(name).arrivals(count=800, vocab_size=10, max_position=100_000, seed=0)
     found = describe(arrivals)
     # The standard error of a median of 800 log-normal lengths is 5 % for sigma 1.1.
     assert found["prompt_p50"] == pytest.approx(prompt, rel=0.12)
@@ -104,8 +110,8 @@ def test_lengths_have_their_medians_and_ranges(
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 3.0])
 def test_gaps_have_their_rate_and_burstiness(burstiness: float) -> None:
-    built = Chat(rate=4.0, burstiness=burstiness, scale=100.0)
-    arrivals = built.arrivals(count=4000, **SIZES)
+    part = Chat(rate=4.0, burstiness=burstiness, scale=100.0)
+    arrivals = part.arrivals(count=4000, **SIZES)
     gaps = np.diff([one.at for one in arrivals])
     assert gaps.mean() == pytest.approx(1 / 4.0, rel=0.15)
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness, rel=0.15)
@@ -160,23 +166,23 @@ def test_prompts_share_long_prefixes() -> None:
 
 
 def test_azure_keeps_times_and_lengths(data: Path) -> None:
-    arrivals = WORKLOADS.build("azure").arrivals(count=None, **SIZES)
+    arrivals = built("azure").arrivals(count=None, **SIZES)
     assert [one.at for one in arrivals] == pytest.approx(list(range(20)))
     assert [len(one.prompt) for one in arrivals] == list(range(100, 120))
     assert [one.output_tokens for one in arrivals] == list(range(10, 30))
-    fast = WORKLOADS.build({"name": "azure", "rate": 4.0, "scale": 2.0})
+    fast = built("azure", rate=4.0, scale=2.0)
     again = fast.arrivals(count=None, **SIZES)
     assert again[-1].at == pytest.approx(19 / 4)
     assert len(again[10].prompt) == 55
 
 
 def test_mooncake_shares_what_its_hashes_share(data: Path) -> None:
-    arrivals = WORKLOADS.build("mooncake").arrivals(count=None, **SIZES)
+    arrivals = built("mooncake").arrivals(count=None, **SIZES)
     assert [one.at for one in arrivals] == [0.0, 0.5, 3.0]
     assert [len(one.prompt) for one in arrivals] == [1100, 1400, 512]
     assert 1024 <= shared(arrivals[0], arrivals[1]) < 1030
     assert shared(arrivals[0], arrivals[2]) < 4
-    small = WORKLOADS.build({"name": "mooncake", "scale": 16}).arrivals(count=None, **SIZES)
+    small = built("mooncake", scale=16).arrivals(count=None, **SIZES)
     assert [len(one.prompt) for one in small] == [69, 88, 32]
     assert 64 <= shared(small[0], small[1]) < 67
 
@@ -202,7 +208,7 @@ def test_a_trace_is_written_and_read_again(tmp_path: Path) -> None:
 )
 def test_refuses_wrong_options(name: str, option: str, value: float, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"workload.{name}.{option} = {value}: .*{message}"):
-        WORKLOADS.build({"name": name, option: value})
+        built(name, **{option: value})
 
 
 @pytest.mark.parametrize(
@@ -230,7 +236,7 @@ def test_refuses_arguments_that_nothing_fits(
     name: str, argument: str, value: int, data: Path
 ) -> None:
     with pytest.raises(ConfigError, match=f"workload: {argument} = {value}"):
-        WORKLOADS.build(name).arrivals(**{"count": 2, **SIZES, argument: value})
+        built(name).arrivals(**{"count": 2, **SIZES, argument: value})
 
 
 @pytest.mark.parametrize("name", ["azure", "mooncake"])
@@ -239,10 +245,10 @@ def test_says_where_to_get_a_missing_trace(
 ) -> None:
     monkeypatch.delenv("SHOAL_DATA", raising=False)
     with pytest.raises(DataError, match=r"SHOAL_DATA.*get the file from github.com/"):
-        WORKLOADS.build(name).arrivals(count=1, **SIZES)
+        built(name).arrivals(count=1, **SIZES)
     monkeypatch.setenv("SHOAL_DATA", str(tmp_path))
     with pytest.raises(DataError, match=rf"there is none at {tmp_path}"):
-        WORKLOADS.build(name).arrivals(count=1, **SIZES)
+        built(name).arrivals(count=1, **SIZES)
 
 
 AZURE_HEAD = b"TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -297,3 +303,19 @@ def test_refuses_broken_files(name: str, content: bytes, message: str, tmp_path:
 def test_refuses_a_trace_that_is_not_there() -> None:
     with pytest.raises(DataError, match=r"workload.trace.path = 'nowhere.jsonl': there is no such"):
         Trace(path="nowhere.jsonl").arrivals(count=None, **SIZES)
+
+
+def test_a_workload_is_named_with_its_file() -> None:
+    assert choose(None) is None
+    assert choose("chat") == Choice(name="chat")
+    assert choose(None, "a.jsonl") == Choice(name="trace", options={"path": "a.jsonl"})
+    assert choose("azure", "a.csv") == Choice(name="azure", options={"path": "a.csv"})
+    usual = choose("mooncake")
+    assert usual is not None
+    assert usual.options == {"path": "mooncake-trace/conversation_trace.jsonl"}
+    with pytest.raises(ConfigError, match="--trace = 'a': expected no file for workload chat"):
+        choose("chat", "a")
+    with pytest.raises(ConfigError, match="--workload = 'trace': expected --trace FILE"):
+        choose("trace")
+    with pytest.raises(UnknownPartError, match="--workload = 'cha': expected one of chat"):
+        choose("cha")

@@ -159,6 +159,7 @@ def plan_serve(
     *,
     cost: StepCost | None = None,
     trace: Sequence[Arrival] | None = None,
+    requests: int | None = None,
 ) -> ServePlan:
     """Size the cache, simulate the workload and say what it will be like; needs no torch.
 
@@ -167,6 +168,7 @@ def plan_serve(
         machine: the machine; one device of it is used.
         cost: seconds of a step; None predicts them from the machine's rates.
         trace: what arrives; None takes the job's workload.
+        requests: how many of the workload's; None takes its own number.
 
     Raises:
         ModelError: there is no such model.
@@ -212,7 +214,7 @@ def plan_serve(
             why=_misfit(memory, most),
             notes=(*_remedies(job, shape, machine, precision, longest, most), *notes),
         )
-    arrivals = arrivals_of(job, shape) if trace is None else list(trace)
+    arrivals = arrivals_of(concrete, shape, count=requests) if trace is None else list(trace)
     require(
         bool(arrivals), "trace", len(arrivals), expected="at least one request", hint="add some"
     )

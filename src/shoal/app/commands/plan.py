@@ -127,8 +127,13 @@ def serve(
             help="chat, code, summary, multiturn, shared_prefix, azure, mooncake or trace."
         ),
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="The file of azure or mooncake; alone, your own trace as JSON lines."),
+    ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Requests per second; all at once if not given.")
+        float | None,
+        typer.Option(help="Requests per second; without, all at once or as in the trace."),
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Requests to simulate.")] = None,
     scheduler: Annotated[str | None, typer.Option(help="fcfs or static.")] = None,
@@ -160,15 +165,17 @@ def serve(
     from shoal.app.show import as_json
     from shoal.core.config import resolve
     from shoal.core.files import to_yaml
+    from shoal.cost.workloads.choose import choose
     from shoal.ir import ServeJob
     from shoal.machine.described import load
     from shoal.plan.serving import alternatives, plan_serve
 
     file = Path(model) if model.endswith((".yaml", ".yml")) else None
     target = load(machine)
+    chosen = choose(workload, trace)
     flags: dict[str, object] = {
         "model": None if file else model,
-        "workload": workload,
+        "workload": chosen and chosen.model_dump(mode="json"),
         "scheduler": scheduler,
         "kv": kv,
         "precision": precision,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 from datetime import datetime
 from pathlib import Path
+from typing import ClassVar
 
 from shoal.core.errors import DataError
 from shoal.core.parts import part
@@ -42,10 +43,12 @@ class Azure:
         scale: divides all lengths, for small models and machines.
     """
 
-    path: str = "azure-llm-traces/conv.csv"
-    requests: int | None = None
+    path: str
+    requests: int | None = 500
     rate: float | None = None
     scale: float = 1.0
+
+    usual_path: ClassVar = "azure-llm-traces/conv.csv"
 
     def __post_init__(self) -> None:
         check_requests("workload.azure", self.requests)

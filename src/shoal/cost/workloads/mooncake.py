@@ -10,7 +10,7 @@ Source: Qin et al., Mooncake: A KVCache-centric Disaggregated Architecture for L
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from shoal.core.errors import DataError
 from shoal.core.parts import part
@@ -43,10 +43,12 @@ class Mooncake:
             machines; 16 makes blocks of 32 tokens.
     """
 
-    path: str = "mooncake-trace/conversation_trace.jsonl"
-    requests: int | None = None
+    path: str
+    requests: int | None = 500
     rate: float | None = None
     scale: float = 1.0
+
+    usual_path: ClassVar = "mooncake-trace/conversation_trace.jsonl"
 
     def __post_init__(self) -> None:
         check_requests("workload.mooncake", self.requests)
