@@ -417,6 +417,7 @@ class Score:
         quantity: str | None = None,
         machine: Machine | None = None,
         jobs: bool = True,
+        scored: bool = False,
     ) -> list[Row]:
         """Past predictions, oldest first.
 
@@ -424,6 +425,7 @@ class Score:
             quantity: only this one.
             machine: only those of this machine.
             jobs: read the jobs too, which takes time; without, :attr:`Row.job` is None.
+            scored: only those with a prediction.
 
         Raises:
             StoreError: the file cannot be read.
@@ -433,8 +435,8 @@ class Score:
             found = connection.execute(
                 "SELECT recorded_s, name, model, machine, quantity, predicted, low, high, "
                 "measured, run FROM runs WHERE (?1 IS NULL OR quantity = ?1) "
-                "AND (?2 IS NULL OR machine = ?2) ORDER BY id",
-                (quantity, key),
+                "AND (?2 IS NULL OR machine = ?2) AND (NOT ?3 OR predicted <> 0) ORDER BY id",
+                (quantity, key, scored),
             ).fetchall()
             texts = (
                 connection.execute(
@@ -473,7 +475,7 @@ class Score:
 
     def errors(self) -> list[ErrorSummary]:
         """Summary of the errors, quantity by quantity."""
-        return summarise(self.rows(jobs=False))
+        return summarise(self.rows(jobs=False, scored=True))
 
 
 _COLUMNS = (

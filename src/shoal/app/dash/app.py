@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,16 @@ class Settings:
 
 def create_app(settings: Settings) -> FastAPI:
     """The application, with its guard around it."""
-    app = FastAPI(title="shoal dash", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncGenerator[None, None]:
+        # The first page would pay for imports, templates, the catalogue and the probes.
+        await run_in_threadpool(overview)
+        yield
+
+    app = FastAPI(
+        title="shoal dash", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
+    )
     site = Site(
         "shoal.app.dash",
         "shoal.claims.gallery",

@@ -414,7 +414,7 @@ class ScoreRow:
 
 def score(runs: Runs, quantity: str, page: str, size: int) -> dict[str, Any]:
     """Every prediction beside what was measured."""
-    rows = [row for row in runs.score().rows(jobs=False) if row.predicted]
+    rows = runs.score().rows(jobs=False, scored=True)
     errors = _errors(summarise(rows))
     drawn = []
     for one in errors[:6]:
