@@ -186,12 +186,11 @@ def main(arguments: list[str] | None = None) -> int:
     _die_with_parent()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(options.socket)
+        (start,) = Decoder().feed(sys.stdin.buffer.read())
         try:
-            (start,) = Decoder().feed(sys.stdin.buffer.read())
             serve(start, connection)
-        except ShoalError as cause:
-            print(f"error: {cause}", file=sys.stderr)
-            return 2
+        except ShoalError:
+            return 2  # the parent was told the reason
         except Exception:
             traceback.print_exc()
             return 1

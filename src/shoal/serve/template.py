@@ -57,11 +57,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As in Jinja, without the formatting that can ask for any width."""
-        if isinstance(obj, str) and attr in ("format", "format_map"):
-            return False
-        return super().is_safe_attribute(obj, attr, value)
+    def wrap_str_format(self, value: Any) -> Any:
+        """Refuse formatting that can ask for any width; what is none of it stays as it is."""
+        if super().wrap_str_format(value) is not None:
+            raise SecurityError("str.format is not available")
+        return None
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Refuse operations whose result would be large before they are done."""

@@ -76,7 +76,8 @@ def test_the_key_lets_in(guarded, caller):
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    "origin", ["http://evil.example", "null", "http://localhost:1", "https://page.example:3000", "x"]
+    "origin",
+    ["http://evil.example", "null", "http://localhost:1", "https://page.example:3000", "x"],
 )
 def test_foreign_origins(guarded, caller, origin):
     call = caller(guarded.url)

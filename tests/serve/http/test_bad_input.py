@@ -89,7 +89,9 @@ BAD_COMPLETIONS = {
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_bad_completions(call, change, stream):
     began = time.monotonic()
-    status, error = call.error("POST", "/v1/completions", {**COMPLETION, "stream": stream, **change})
+    status, error = call.error(
+        "POST", "/v1/completions", {**COMPLETION, "stream": stream, **change}
+    )
     assert status == 400
     assert error["type"] == "invalid_request_error"
     assert error["param"].partition(".")[0] in {*change, "prompt"}
@@ -205,7 +207,15 @@ def test_other_media_types(call):
 
 
 def test_unknown_paths_and_methods(call):
-    for path in ("/", "/v1", "/v1/completions/", "/docs", "/openapi.json", "/v1/embeddings", "/%ff"):
+    for path in (
+        "/",
+        "/v1",
+        "/v1/completions/",
+        "/docs",
+        "/openapi.json",
+        "/v1/embeddings",
+        "/%ff",
+    ):
         status, error = call.error("GET", path)
         assert (status, error["code"]) == (404, "not_found"), path
     for method, path in (

@@ -141,7 +141,11 @@ def test_end_tokens_of_the_generation_config(bytewise, tmp_path):
     model = TextModel(tmp_path)
     assert model.eos_ids() == frozenset()
     path = tmp_path / "generation_config.json"
-    for text, ids in (("{}", ()), ('{"eos_token_id": 3}', (3,)), ('{"eos_token_id": [3, 4]}', (3, 4))):
+    for text, ids in (
+        ("{}", ()),
+        ('{"eos_token_id": 3}', (3,)),
+        ('{"eos_token_id": [3, 4]}', (3, 4)),
+    ):
         path.write_text(text)
         assert model.eos_ids() == frozenset(ids)
     for text in ("[]", "{", '{"eos_token_id": "x"}', '{"eos_token_id": -1}'):
