@@ -200,3 +200,21 @@ def test_refuses_other_precisions_and_machines_without_rates() -> None:
     raw["device"]["matmul_flops"] = raw["device"]["peak_flops"] = {}
     with pytest.raises(MachineError, match="no rate for fp32 or bf16"):
         Roofline(Machine.model_validate(raw), LLAMA, "bf16")
+
+
+# Tokens per second of one stream in 16 bits, of engines that are tuned for it:
+# llama.cpp in the tables of GPU-Benchmarks-on-LLM-Inference (May 2024), and gpt-fast's README.
+PUBLISHED = [
+    ("Llama-3-8B", "RTX-4090", 54.34),
+    ("Llama-3-8B", "L40S", 43.42),
+    ("Llama-3.1-8B", "A100", 93.89),
+    ("Llama-2-7b", "A100", 104.9),
+]
+
+
+@pytest.mark.parametrize(("model", "machine", "tokens_per_s"), PUBLISHED)
+def test_decodes_of_one_stream_are_as_published(
+    model: str, machine: str, tokens_per_s: float
+) -> None:
+    predicted = 1 / Roofline(load(machine), find(model), "bf16").seconds([(300, 1)])
+    assert predicted == pytest.approx(tokens_per_s, rel=0.15)
