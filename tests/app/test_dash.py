@@ -24,6 +24,7 @@ pytest.importorskip("fastapi")
 from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
+from shoal.app.commands.dash import dash
 from shoal.app.dash.app import Settings, create_app
 from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, Access, host_names
 from shoal.app.dash.runs import Events, open_inside
@@ -736,10 +737,21 @@ def test_the_command_prints_its_address_and_ends(home: Path) -> None:
         )
         assert taken.returncode == 2 and "--port 0" in taken.stderr
         assert "Traceback" not in taken.stderr
+        answer = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        answer.request("GET", HEALTH)
+        assert answer.getresponse().read() == b"ok\n"
+        answer.close()
     finally:
         process.terminate()
         _, told = process.communicate(timeout=20)
     assert "Traceback" not in told and address.split("=")[1] not in told
+
+
+def test_the_command_refuses_what_is_not_there() -> None:
+    plain = {"results": Path("results"), "host": "127.0.0.1", "port": 0, "open_": False}
+    for given in ({"runs": [Path("nowhere")]}, {"plan": [Path("none.yaml")]}, {"server": "here"}):
+        with pytest.raises(ConfigError, match=f"--{next(iter(given))}"):
+            dash(**{"runs": None, "plan": None, "server": None, **plain, **given})
 
 
 # A real browser
@@ -873,8 +885,9 @@ def _check_live(page, origin: str, path: str, root: Path) -> None:
     """A live run grows in the page without a reload."""
     page.goto(origin + path)
     page.evaluate("window.same = true")
-    write_events(root, *map(step, range(7, 11)), more=True)
-    page.get_by_text("step 11 of 30").wait_for()
-    write_events(root, {"time": 9.0, "kind": "stop", "step": 11}, more=True)
+    assert page.get_by_text("step 7 of 30").is_visible()
+    stop = {"time": 9.0, "kind": "stop", "step": 11}
+    write_events(root, *map(step, range(7, 11)), stop, more=True)
     page.get_by_text("This run is over: stopped.").wait_for()
+    assert page.get_by_text("step 11 of 30").is_visible()
     assert page.evaluate("window.same") is True

@@ -124,8 +124,8 @@ class Quantity:
 
 
 def run_id(path: Path) -> str:
-    """What stands for a directory in addresses: the same for the same absolute path."""
-    return hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:16]
+    """What stands for a directory in addresses: the same however the path is spelled."""
+    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
 
 
 class Row(Value):
@@ -309,7 +309,7 @@ class Score:
                 "INSERT INTO run_dirs (id, path, kind, name, model, started_s) "
                 "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET kind = excluded.kind, "
                 "name = excluded.name, model = excluded.model, started_s = excluded.started_s",
-                (identity, str(path.absolute()), kind, name, model, time.time()),
+                (identity, str(path.resolve()), kind, name, model, time.time()),
             )
         return identity
 

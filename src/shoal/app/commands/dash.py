@@ -47,6 +47,7 @@ def dash(
     """
     import os
 
+    from shoal.core.errors import require
     from shoal.core.extras import import_extra
 
     uvicorn = import_extra("uvicorn", extra="run", purpose="the dashboard")
@@ -55,6 +56,10 @@ def dash(
     from shoal.app.dash.guard import Access, host_names
     from shoal.app.dash.upstream import Upstream
 
+    for folder in runs or ():
+        require(folder.is_dir(), "--runs", str(folder), expected="a directory that exists")
+    for file in plan or ():
+        require(file.is_file(), "--plan", str(file), expected="a file that exists")
     upstream = None
     if server is not None:
         upstream = Upstream(server.rstrip("/"), os.environ.get("SHOAL_API_KEY", ""))

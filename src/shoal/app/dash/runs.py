@@ -364,7 +364,7 @@ def _entry(root: Path) -> Entry:
         kind=words.get("job", "train"),
         name=words.get("name", root.name),
         model=words.get("model", ""),
-        path=root.absolute(),
+        path=root.resolve(),
         started_s=started,
     )
 
