@@ -24,7 +24,7 @@ CHATML = """\
 {% endfor %}
 {% if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' }}{% endif %}
+    {%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}
 {% endif %}
 """
 
@@ -32,7 +32,7 @@ LOOPS = """\
 {{ bos_token }}{% set ns = namespace(last=-1) %}
 {%- for message in messages %}
 {%- if message.role == 'assistant' %}{% set ns.last = loop.index0 %}{% endif %}
-{%- if message.role not in ['user', 'assistant', 'system'] %}{{ raise_exception('no ' + message.role) }}{% endif %}
+{%- if message.role == 'tool' %}{{ raise_exception('no ' + message.role) }}{% endif %}
 {%- if loop.index0 == 0 %}{% continue %}{% endif %}
 {{- '[' ~ loop.index0 % 2 ~ '] ' ~ message.content.split('?')[0].upper() ~ '\\n' }}
 {%- endfor %}{{ ns.last }} {{ messages | length * 2 }} {{ {'a': 'é'} | tojson }} {{ tools is none }}
@@ -74,7 +74,7 @@ LARGE = {
     "{% endfor %}",
     "tilde": "{% set ns = namespace(t='x') %}{% for a in range(60) %}{% set ns.t = ns.t ~ ns.t %}"
     "{% endfor %}",
-    "numbers": "{% set ns = namespace(t=2) %}{% for a in range(90000) %}{% set ns.t = ns.t * ns.t %}"
+    "numbers": "{% set ns = namespace(t=2) %}{% for a in range(90) %}{% set ns.t = ns.t * ns.t %}"
     "{% endfor %}",
     "range": "{% for a in range(10000000) %}{% endfor %}",
     "just": "{{ 'x'.ljust(10000000000) | length }}",

@@ -1,0 +1,117 @@
+"""Every endpoint, field, error, cap and metric of the server is documented."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import fields
+
+import pytest
+from docs_pages import DOCS, ROOT
+
+pytest.importorskip("fastapi")
+
+from shoal.serve import openai
+from shoal.serve.api import ROUTES, create_app
+from shoal.serve.errors import TYPES
+from shoal.serve.limits import HttpLimits
+from shoal.serve.metrics import METRICS
+
+TEXT = (DOCS / "reference" / "http.md").read_text()
+SERVE = ROOT / "src" / "shoal" / "serve"
+
+
+def section(title: str) -> str:
+    found = TEXT.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    assert found, title
+    return found
+
+
+def arguments(method: str) -> set[str]:
+    """First arguments of all calls of ``x.method("...")`` in the reader of requests."""
+    found = set()
+    for node in ast.walk(ast.parse((SERVE / "openai.py").read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            first = node.args[0] if node.args else None
+            if node.func.attr == method and ast.unparse(node.func.value) == "fields":
+                assert isinstance(first, (ast.Constant, ast.Name))
+                if isinstance(first, ast.Constant):
+                    found.add(str(first.value))
+    return found
+
+
+FIELDS = set().union(*(arguments(name) for name in ("get", "integer", "number", "flag")))
+
+
+def codes() -> set[str]:
+    found = set()
+    for path in sorted(SERVE.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "code":
+                words = [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
+                found |= {word for word in words if isinstance(word, str)}
+    return found
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_endpoint(method: str, path: str) -> None:
+    assert f"| `{method} {path}` |" in section("Endpoints")
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_every_field(name: str) -> None:
+    assert f"| `{name}` |" in section("Fields of both POST endpoints")
+
+
+def test_the_fields_were_found() -> None:
+    assert {"prompt", "messages", "n", "stop", "stream", "temperature", "seed"} <= FIELDS
+
+
+@pytest.mark.parametrize("name", sorted({*openai._UNSUPPORTED, *openai._UNSUPPORTED_CHAT}))
+def test_everything_that_is_refused(name: str) -> None:
+    refused = section("Fields of both POST endpoints").partition("Refused by name")[2]
+    assert f"`{name}`" in refused
+
+
+def test_every_error() -> None:
+    table = section("Errors")
+    for status in TYPES:
+        # 422 is what frameworks say of fields; here it is 400.
+        assert status == 422 or f"| {status} |" in table
+    for code in codes():
+        assert f"`{code}`" in table, code
+
+
+def test_every_cap() -> None:
+    for cap in fields(HttpLimits):
+        row = re.search(rf"^\| `{cap.name}` \| ([^|]+) \|", section("Caps"), re.M)
+        assert row, cap.name
+        shown = row.group(1).replace(",", "")
+        number = float(shown.split()[0])
+        number *= {"MiB": 2**20, "KiB": 2**10}.get(shown.split()[-1], 1)
+        assert number == cap.default, cap.name
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_metric(name: str) -> None:
+    assert f"| `{name}` |" in section("Metrics")
+
+
+def test_the_list_of_metrics_is_whole() -> None:
+    from shoal.ir import ServeJob
+    from shoal.serve.client import EngineClient
+    from shoal.serve.metrics import Metrics
+
+    text = Metrics(EngineClient(ServeJob(model="."))).text().decode()
+    shown = set(re.findall(r"^# TYPE (\S+) ", text, re.M))
+    assert {name for name in shown if not name.endswith("_created")} == set(METRICS)
+
+
+def test_the_list_of_routes_is_whole() -> None:
+    from types import SimpleNamespace
+
+    client = SimpleNamespace(model=SimpleNamespace(eos_ids=frozenset(), vocab_size=1))
+    text = SimpleNamespace(eos_ids=frozenset)
+    app = create_app(client, text, None, name="x")  # type: ignore[arg-type]
+    there = {(method, route.path) for route in app.routes for method in route.methods}
+    assert there == set(ROUTES)
