@@ -300,6 +300,8 @@ def test_a_live_run_gives_its_changing_part_alone(client: TestClient, home: Path
     assert part.headers["x-run-state"] == "running"
     assert "<html" not in part.text and "step 7 of 30" in part.text
     assert "Measured so far" in part.text
+    so_far = re.search(r"time in steps.*", part.text)
+    assert so_far is not None and "%" not in so_far[0]  # it is not over yet
     write_events(root, step(7, loss="nan"), more=True)
     with (root / "events.jsonl").open("a") as file:
         file.write("no event\n" + '{"kind": "step", "st')  # the last line is being written

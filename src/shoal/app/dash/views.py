@@ -215,7 +215,7 @@ def run(runs: Runs, found: Found) -> dict[str, Any]:
         "resumed": max(0, events.starts - 1),
         "charts": charts.of_run(events, plan_.value),
         "plan": plan_.value,
-        "compared": [] if report.value is None else _compared(report.value),
+        "compared": [] if report.value is None else _compared(_so_far(report.value, found.live)),
         "troubles": _troubles(found, events, plan_.error or report.error),
         "sample": events.sample,
         "files": _files(entry.path),
@@ -230,6 +230,14 @@ def _finite(value: Any) -> float | None:
     """A number of an event; None when it is none."""
     found = number(value)
     return found if math.isfinite(found) else None
+
+
+def _so_far(report: Report | ServeReport, live: bool) -> Report | ServeReport:
+    """A report without the error of what is not complete yet."""
+    if not live:
+        return report
+    errors = {name: error for name, error in report.errors.items() if name != "total_s"}
+    return report.model_copy(update={"errors": errors})
 
 
 def _compared(report: Report | ServeReport) -> list[tuple[str, str, str, str]]:
