@@ -104,7 +104,8 @@ class Queues:
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
         """See :class:`~shoal.ir.serving.Scheduler`."""
         # The loop over all chunks of all steps is what a simulation spends its time in.
-        running, longest = self.running, self.limits.max_position
+        running, longest, computed = self.running, self.limits.max_position, self.kv.computed
+        tokens_of, infos_of = result.tokens, result.infos
         outputs: list[Output] = []
         for chunk in step.chunks:
             request = chunk.request
@@ -112,10 +113,10 @@ class Queues:
                 continue  # aborted while the step ran
             tokens, params = request.tokens, request.params
             request.n_computed = stop = chunk.start + chunk.length
-            self.kv.computed(request)
+            computed(request)
             if stop != len(tokens):
                 continue
-            given = result.tokens.get(request.id)
+            given = tokens_of.get(request.id)
             if not given:
                 raise ServeError(
                     f"request {request.id}: the runner gave no token for a chunk that ends at its "
@@ -132,7 +133,7 @@ class Queues:
                     finish = "length"
                     break
             new = tuple(tokens[stop:])
-            infos = tuple(result.infos.get(request.id, ())[: len(new)])
+            infos = tuple(infos_of.get(request.id, ())[: len(new)]) if infos_of else ()
             outputs.append(Output(request.id, new, infos, finish))
             if finish is not None:
                 self._forget(request)
