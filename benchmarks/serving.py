@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
+import signal
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +32,44 @@ import torch
 from common import Row, record, require_quiet
 
 from shoal.core.measure import bootstrap
-from shoal.serve.server import background
 
 DATA = Path(os.environ.get("SHOAL_DATA", Path(__file__).parents[2] / "shared" / "data"))
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
 VOCAB = 512
 NEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Server:
+    """``shoal serve`` in a process of its own."""
+
+    url: str
+    ready_s: float
+
+
+@contextlib.contextmanager
+def background(model: Path, *options: str) -> Iterator[Server]:
+    """Serve a model as a user would, from the start of the command to its end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "shoal", "serve", str(model), "--port", str(port), *options]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=1).close()
+                break
+            except (urllib.error.URLError, ConnectionError):
+                if child.poll() is not None or time.perf_counter() - began > 60:
+                    raise SystemExit("the server does not start") from None
+                time.sleep(0.02)
+        yield Server(url, time.perf_counter() - began)
+    finally:
+        child.send_signal(signal.SIGINT)
+        child.wait(timeout=30)
 
 
 def random_model(folder: Path, family: str, **changes: int) -> Any:
@@ -171,7 +211,7 @@ def speed(folder: Path, rounds: int) -> list[Row]:
                 found.append(out[0, length:].tolist())
         return found
 
-    with background(folder / "speed", prefix_reuse=False) as server:
+    with background(folder / "speed", "--set", "kv={name: paged, prefix_reuse: false}") as server:
 
         def served() -> list[list[int]]:
             return asyncio.run(ask_all(server.url, prompts, NEW_TOKENS, stream=True))
@@ -200,7 +240,7 @@ def speed(folder: Path, rounds: int) -> list[Row]:
             comparison=">=",
             threshold=3.0,
             note=f"tokens/s; a Llama of shoal-4m's shape, fp32, prompts of {length} and outputs of "
-            f"{NEW_TOKENS} tokens, prefix reuse off, {torch.get_num_threads()} threads each; served "
+            f"{NEW_TOKENS} tokens, no prefix reuse, {torch.get_num_threads()} threads each; served "
             f"{tokens / statistics.median(seconds['served']):,.0f} tokens/s, generate "
             f"{tokens / statistics.median(seconds['generate']):,.0f}; {equal} of {streams} answers "
             f"equal; {rounds} rounds in turn",
@@ -263,9 +303,11 @@ def main() -> None:
     """Run and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--loud", action="store_true", help="try it out: nothing is recorded")
     parser.add_argument("--only", choices=["tokens", "speed", "simulator"])
     options = parser.parse_args()
-    require_quiet()
+    if not options.loud:
+        require_quiet()
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -275,7 +317,10 @@ def main() -> None:
             rows += speed(folder, options.rounds)
         if options.only in (None, "simulator"):
             rows += simulator(folder)
-    record(rows)
+    if options.loud:
+        print(*rows, sep="\n")
+    else:
+        record(rows)
 
 
 if __name__ == "__main__":

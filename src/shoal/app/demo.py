@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from shoal.core.errors import RankError
 from shoal.core.files import shoal_home
-from shoal.ir import Plan, Report, TrainJob
+from shoal.ir import Plan, Report, ServeJob, TrainJob
 from shoal.train.report import rows
 from shoal.train.run import Watch, execute, plan_job
 from shoal.train.sampling import continue_text
@@ -127,17 +128,18 @@ def _talk(model: Path, say: Callable[[str], None]) -> None:
     """Serve the model, and ask it by the client that everybody uses."""
     from openai import OpenAI
 
-    from shoal.serve.server import background
+    from shoal.serve.server import running
 
-    with background(model) as server:
-        say(f"   ready after {server.ready_s:.1f} s at {server.url}")
+    began = time.monotonic()
+    with running(ServeJob(model=str(model))) as server:
+        say(f"   ready after {time.monotonic() - began:.1f} s at {server.url}")
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            name = client.models.list().data[0].id
+            name = server.model
             asked = "import os\n"
             told = client.completions.create(
                 model=name, prompt=asked, max_tokens=32, temperature=0, timeout=60
             )
-            for line in (asked + told.choices[0].text).splitlines():
+            for line in _written(asked + told.choices[0].text):
                 say(f"   | {line}")
             question = "Write a function that returns the sum of two numbers."
             say(f"   you:   {question}")
@@ -150,19 +152,25 @@ def _talk(model: Path, say: Callable[[str], None]) -> None:
                 timeout=60,
             )
             answer = (spoken.choices[0].message.content or "").strip()
-            for place, line in enumerate(answer.splitlines() or [""]):
+            for place, line in enumerate(_written(answer)):
                 say(f"   {'model:' if place == 0 else '      '} {line}")
+
+
+def _written(text: str) -> list[str]:
+    """The lines with something in them: a model of minutes likes empty ones."""
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def _gallery(out: Path, say: Callable[[str], None]) -> None:
     """Write the gallery of claims from the results that lie here."""
-    from shoal.claims.catalogue import counts, listing
-    from shoal.claims.gallery import write_gallery
+    from shoal.claims.gallery import index_rows, write_gallery
+    from shoal.claims.gallery.papers import counts
 
     results = Path("results")
     write_gallery(results, out)
-    for (status, evidence), number in sorted(counts(listing(results)).items(), key=str):
-        say(f"   {number:4} {status}{f' ({evidence})' if evidence else ''}")
+    for status, number in counts(index_rows(results)).items():
+        if number:
+            say(f"   {number:4} {status}")
 
 
 def _tell_plan(plan: Plan, say: Callable[[str], None]) -> None:

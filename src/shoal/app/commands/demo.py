@@ -24,8 +24,8 @@ def demo(
 
         shoal demo --minutes 20
     """
-    from shoal.app.show import TrainingBar, WorkBar
     from shoal.app.demo import run_demo
+    from shoal.app.show import TrainingBar, WorkBar
 
     run_demo(
         directory,
