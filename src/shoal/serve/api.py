@@ -242,7 +242,7 @@ class _Service:
         stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else self._eos)
         params = []
         for place, prompt in enumerate(prompts):
-            room = self._check_length(prompt, ask)
+            room = min(self._check_length(prompt, ask), self._check_logprobs(len(prompts), ask))
             params += [
                 SamplingParams(
                     max_tokens=ask.max_tokens or room,
@@ -265,6 +265,21 @@ class _Service:
             )
         answers = [Answer(self._text, (*ask.stops, *stops), stop_ids) for _ in params]
         return Job(prefix + secrets.token_hex(12), int(time.time()), ask, prompts, params, answers)
+
+    def _check_logprobs(self, num_prompts: int, ask: Ask) -> int:
+        """Tokens of an answer whose log probabilities, with those of the others, stay in bounds."""
+        if ask.logprobs is None:
+            return self._client.model.max_position
+        values = num_prompts * ask.n * (1 + ask.logprobs)
+        most = self._limits.logprob_values // values
+        if most < (ask.max_tokens or 1):
+            raise ApiError(
+                f"max_tokens = {ask.max_tokens} with {values} log probabilities at each: expected "
+                f"at most {self._limits.logprob_values} together; ask for fewer of either",
+                param="logprobs",
+                code="invalid_value",
+            )
+        return most
 
     def _check_length(self, prompt: Prompt, ask: Ask) -> int:
         """Room for new tokens behind a prompt."""

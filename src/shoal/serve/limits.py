@@ -18,9 +18,11 @@ class HttpLimits:
         header_bytes: largest header block, request line included, B.
         headers: most header fields.
         json_depth: deepest nesting of a body.
+        json_containers: most lists and objects in a body.
         choices: largest ``n``.
         batch: most answers of one request, prompts times ``n``.
         logprobs: most log probabilities a token.
+        logprob_values: most log probabilities of all answers of one request.
         stops: most stop strings.
         stop_chars: longest stop string, characters.
         messages: most messages of a chat.
@@ -33,9 +35,11 @@ class HttpLimits:
     header_bytes: int = 16 * 2**10
     headers: int = 100
     json_depth: int = 64
+    json_containers: int = 20_000
     choices: int = 16
     batch: int = 64
     logprobs: int = 20
+    logprob_values: int = 1_000_000
     stops: int = 16
     stop_chars: int = 256
     messages: int = 2048

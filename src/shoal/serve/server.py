@@ -37,6 +37,7 @@ log = logging.getLogger("shoal.serve")
 # s that open streams get to end after the first Ctrl-C.
 _GRACE_S = 5
 _FILES = 16_384
+_BACKLOG = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,16 +183,20 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as cause:
         listener.close()
-        if cause.errno == errno.EADDRINUSE:
-            raise ServeError(
-                f"port = {port}: in use by another process; choose another with --port, or 0 for "
-                "any free one"
-            ) from None
-        raise ServeError(
-            f"host = {host!r}, port = {port}: cannot listen there ({cause.strerror or cause}); "
-            "choose another address"
-        ) from cause
+        raise _not_listening(host, port, cause) from cause
     return listener
+
+
+def _not_listening(host: str, port: int, cause: OSError) -> ServeError:
+    if cause.errno == errno.EADDRINUSE:
+        return ServeError(
+            f"port = {port}: in use by another process; choose another with --port, or 0 for "
+            "any free one"
+        )
+    return ServeError(
+        f"host = {host!r}, port = {port}: cannot listen there ({cause.strerror or cause}); "
+        "choose another address"
+    )
 
 
 def _allow_files() -> None:
@@ -279,7 +284,7 @@ async def _start(
         proxy_headers=False,
         h11_max_incomplete_event_size=options.limits.header_bytes,
         timeout_graceful_shutdown=_GRACE_S,
-        backlog=2048,
+        backlog=_BACKLOG,
     )
     return uvicorn.Server(config), name
 
@@ -299,6 +304,11 @@ async def _run(
     ready: Callable[[], None],
 ) -> None:
     _allow_files()
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as cause:  # another server began to listen while this one loaded
+        host, port = listener.getsockname()[:2]
+        raise _not_listening(host, port, cause) from None
     # Its own handling of signals would end the program in the middle of our cleaning up.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -200,10 +200,11 @@ class TextModel:
         those of the whole, but for the last word.
         """
         beginning = 8 * limit + 1024
-        if len(text) > 2 * beginning:
+        while len(text) > 2 * beginning:
             ids = self.encode(text[:beginning], special=special)
             if len(ids) > limit + 64:
                 return ids
+            beginning *= 2
         return self.encode(text, special=special)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -33,6 +33,7 @@ BAD_COMPLETIONS = {
     "n-true": {"n": True},
     "batch": {"prompt": ["a"] * 16, "n": 16},
     "logprobs": {"logprobs": 10**9},
+    "logprobs-together": {"logprobs": 20, "n": 16, "max_tokens": 3900},
     "logprobs-true": {"logprobs": True},
     "max_tokens": {"max_tokens": 10**12},
     "max_tokens-zero": {"max_tokens": 0},
@@ -103,7 +104,7 @@ def test_bad_completions(call, change, stream):
 BAD_CHATS = {
     "messages": {"messages": None},
     "messages-empty": {"messages": []},
-    "messages-many": {"messages": [{}] * 100_000},
+    "messages-many": {"messages": [{}] * 10_000},
     "messages-text": {"messages": "hi"},
     "message-text": {"messages": ["hi"]},
     "role": {"messages": [{"role": "king", "content": "hi"}]},
@@ -118,6 +119,12 @@ BAD_CHATS = {
     "response_format": {"response_format": {"type": "json_object"}},
     "modalities": {"modalities": ["audio"]},
     "top_logprobs": {"logprobs": True, "top_logprobs": 10**9},
+    "top_logprobs-together": {
+        "logprobs": True,
+        "top_logprobs": 20,
+        "n": 16,
+        "max_tokens": 3900,
+    },
     "top_logprobs-alone": {"top_logprobs": 2},
     "logprobs": {"logprobs": 3},
     "max_completion_tokens": {"max_completion_tokens": 10**9},
@@ -183,6 +190,8 @@ def test_unknown_model(call):
         b"[" * 100_000,
         b'{"a":' * 70 + b"1" + b"}" * 70,
         b'{"a":' * 150 + b"1" + b"}" * 150,
+        b'{"a": [' + b"[]," * 1_000_000 + b"1]}",
+        b'{"a": "' + b'\\"' * 1_000_000,
         b'{"max_tokens": ' + b"9" * 100_000 + b"}",
     ],
 )
@@ -314,3 +323,10 @@ def test_idle_connections_stop_nobody(call, server):
     finally:
         for connection in held:
             connection.close()
+
+
+def test_brackets_in_strings_are_text(call):
+    prompt = '["\\{[' * 300
+    status, data = call("POST", "/v1/completions", {**COMPLETION, "prompt": prompt, "echo": True})
+    assert status == 200
+    assert json.loads(data)["choices"][0]["text"].startswith(prompt)
