@@ -295,6 +295,10 @@ class EngineClient:
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
         return self.model
 
+    def end_all(self, reason: str) -> None:
+        """End every open stream with an error; their requests are not told to the engine."""
+        self._fail_streams(EngineDownError(reason))
+
     async def stop(self) -> None:
         """End the engine's process and every open stream."""
         if self._supervisor is not None:
@@ -302,7 +306,7 @@ class EngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
             self._supervisor = None
-        self._fail_streams(EngineDownError("the server is stopping"))
+        self.end_all("the server is stopping")
         if self._link is not None:
             await self._disconnect(self._link)
         if self._launched is not None:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import logging
+import math
 import resource
 import signal
 import socket
@@ -34,8 +35,8 @@ __all__ = ["Running", "ServerOptions", "running", "serve"]
 
 log = logging.getLogger("shoal.serve")
 
-# s that open streams get to end after the first Ctrl-C.
-_GRACE_S = 5
+# s that cut streams get to tell their readers, who may not read.
+_FAREWELL_S = 2
 _FILES = 16_384
 _BACKLOG = 2048
 
@@ -52,6 +53,7 @@ class ServerOptions:
         hosts: further names that ``Host`` may have.
         origins: web pages that may call.
         limits: what a request may ask for.
+        grace_s: s that open answers get to end when the server is stopped.
         client: how patient to be with the engine.
         factory: what builds the engine.
     """
@@ -63,6 +65,7 @@ class ServerOptions:
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     limits: HttpLimits = field(default_factory=HttpLimits)
+    grace_s: float = 5.0
     client: ClientOptions = field(default_factory=ClientOptions)
     factory: str = DEFAULT_FACTORY
 
@@ -228,9 +231,8 @@ async def _serve(
         if not starting.done():
             return
         server, name = starting.result()
-        await _run(
-            server, listener, stopping, lambda: ready(_address(options, listener, name, client))
-        )
+        address = _address(options, listener, name, client)
+        await _run(server, listener, stopping, lambda: ready(address), client, options.grace_s)
     finally:
         starting.cancel()
         stopping.cancel()
@@ -283,7 +285,7 @@ async def _start(
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=options.limits.header_bytes,
-        timeout_graceful_shutdown=_GRACE_S,
+        timeout_graceful_shutdown=math.ceil(options.grace_s) + _FAREWELL_S,
         backlog=_BACKLOG,
     )
     return uvicorn.Server(config), name
@@ -302,6 +304,8 @@ async def _run(
     listener: socket.socket,
     stopping: asyncio.Task[Any],
     ready: Callable[[], None],
+    client: EngineClient,
+    grace_s: float,
 ) -> None:
     _allow_files()
     try:
@@ -319,6 +323,8 @@ async def _run(
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
     finally:
         server.should_exit = True
+        await asyncio.wait([serving], timeout=grace_s)
+        client.end_all("the server is stopping")
         await serving
 
 

@@ -45,7 +45,8 @@ def serve_fake(byte_model):
     def make(factory="fake_engine:build", client=None, **options):
         client = ClientOptions(**{"ping_s": 0.1, "backoff_s": 0.1, **(client or {})})
         job = ServeJob(model=str(byte_model))
-        return running(job, ServerOptions(port=0, factory=factory, client=client, **options))
+        options = {"port": 0, "grace_s": 0.5, **options}
+        return running(job, ServerOptions(factory=factory, client=client, **options))
 
     return make
 

@@ -208,6 +208,7 @@ def test_nothing_is_left_behind(serve_fake):
         pid = server.engine.pid
         connection, answer = open_stream(server.url, SLOW)
     assert not psutil.pid_exists(pid)
+    assert "the server is stopping" in answer.read().decode()
     answer.close()
     connection.close()
 
