@@ -74,7 +74,9 @@ def serve(
     from shoal.cost.score import Score
     from shoal.machine.described import load
     from shoal.serve.bench import bench_serve, weights_of
+    from shoal.serve.spinning import spin_briefly
 
+    spin_briefly()
     if trace is not None and workload is not None:
         raise ConfigError(f"--trace {trace} and --workload {workload}: give one of them")
     job = _job(config, model, workload, trace, set_ or [])
