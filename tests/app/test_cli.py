@@ -41,7 +41,19 @@ def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
 def test_help_and_version(home: Path) -> None:
     done = shoal(home, "--help")
     assert done.returncode == 0
-    for verb in ("probe", "plan", "train", "model", "score", "claims", "doctor", "demo"):
+    for verb in (
+        "probe",
+        "plan",
+        "train",
+        "serve",
+        "bench",
+        "model",
+        "score",
+        "claims",
+        "dash",
+        "doctor",
+        "demo",
+    ):
         assert f" {verb} " in done.stdout
     assert shoal(home, "--version").stdout.startswith("shoal 0.")
 

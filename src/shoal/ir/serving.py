@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 __all__ = [
     "Arrival",
@@ -99,8 +99,8 @@ class Request:
         return len(self.tokens) - self.n_prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+# Schedulers make these by the million: a tuple is made in half the time of a frozen class.
+class Chunk(NamedTuple):
     """Tokens ``start .. start + length`` of a request, computed in one step.
 
     A decode is a chunk of length 1. A chunk that reaches the request's last token
@@ -171,8 +171,7 @@ class StepResult:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What a step gave one request.
 
     Args:

@@ -28,6 +28,9 @@ log = logging.getLogger("shoal.serve")
 # The only route that answers without a key: load balancers and containers ask it.
 OPEN = frozenset({"/health"})
 
+# What is counted for a client that left before there was an answer.
+_LEFT = 499
+
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -139,7 +142,7 @@ class Guard:
             )
             await self._answer(error, status, scope, receive, watched)
         finally:
-            self._count(scope["path"], status)
+            self._count(scope["path"], status or _LEFT)
 
     async def _answer(
         self, error: ApiError, status: int, scope: Scope, receive: Receive, send: Send

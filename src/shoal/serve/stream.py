@@ -159,7 +159,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events end or the client leaves."""
-        await until_gone(receive, self._send_all(send))
+        with contextlib.suppress(ClientDisconnect):  # nobody is left to be told anything
+            await until_gone(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         begun = False
