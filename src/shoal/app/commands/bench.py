@@ -36,7 +36,8 @@ def serve(
         str | None, typer.Option(help="chat, code, summary, multiturn, shared_prefix, azure ...")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Your own trace, as JSON lines, instead of a workload.")
+        Path | None,
+        typer.Option(help="The file of azure or mooncake; alone, your own trace as JSON lines."),
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Requests to send.", min=1)] = None,
     rate: Annotated[
@@ -70,15 +71,12 @@ def serve(
         shoal bench serve --trace trace.jsonl --set max_running=16 -o json
     """
     from shoal.app.show import WorkBar, as_json
-    from shoal.core.errors import ConfigError
     from shoal.cost.score import Score
     from shoal.machine.described import load
     from shoal.serve.bench import bench_serve, weights_of
     from shoal.serve.spinning import spin_briefly
 
     spin_briefly()
-    if trace is not None and workload is not None:
-        raise ConfigError(f"--trace {trace} and --workload {workload}: give one of them")
     job = _job(config, model, workload, trace, set_ or [])
     target = load(machine)
     weights, where = weights_of(job)
@@ -113,12 +111,13 @@ def _job(
     sets: list[str],
 ) -> ServeJob:
     from shoal.core.config import resolve
+    from shoal.cost.workloads.choose import choose
     from shoal.ir import ServeJob
 
+    chosen = choose(workload, None if trace is None else str(trace))
     flags: dict[str, object] = {
         "model": model if model is not None or config is not None else _DEFAULT_MODEL,
-        "workload.name": "trace" if trace is not None else workload,
-        "workload.path": None if trace is None else str(trace),
+        "workload": chosen and chosen.model_dump(mode="json"),
     }
     return resolve(ServeJob, file=config, flags=flags, sets=sets).value
 
