@@ -162,6 +162,14 @@ def test_set_needs_path_and_value(word: str) -> None:
         resolve(Job, environment={}, sets=[word])
 
 
+def test_set_gives_an_option_of_the_default_part() -> None:
+    default = Job().optimizer.name
+    found = resolve(Job, environment={}, sets=["optimizer.lr=0.5"]).value
+    assert (found.optimizer.name, found.optimizer.options) == (default, {"lr": 0.5})
+    with pytest.raises(UnknownKeyError, match=rf"optimizer\.{default}\.lrr: no such key"):
+        resolve(Job, environment={}, sets=["optimizer.lrr=0.5"])
+
+
 def test_set_below_a_single_value() -> None:
     with pytest.raises(ConfigError, match="steps is a single value and has no key 'x'"):
         resolve(Job, environment={}, sets=["steps=3", "steps.x=4"])

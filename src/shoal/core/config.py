@@ -133,7 +133,7 @@ class Resolved(Generic[_V]):
         """A copy in which some leaves, by dotted path, were set for ``reason``."""
         raw = self.value.model_dump(mode="json")
         for path, leaf in changes.items():
-            _put(raw, path, leaf, reason)
+            _put(type(self.value), raw, path, leaf, reason)
         value = parse(type(self.value), raw, where=reason)
         return Resolved(value, {**self.origins, **dict.fromkeys(changes, reason)})
 
@@ -167,7 +167,7 @@ def resolve(
         origins = {path: "plan" for path, _ in _leaves(raw)}
 
     def put(path: str, value: Any, reason: str) -> None:
-        _put(raw, path, value, reason)
+        _put(cls, raw, path, value, reason)
         origins[path] = reason
         # Checked layer by layer, so that a wrong value is blamed on who gave it.
         parse(cls, raw, where=reason)
@@ -192,11 +192,15 @@ def resolve(
     return Resolved(parse(cls, raw, where=str(file or "")), origins)
 
 
-def _put(raw: dict[str, Any], path: str, value: Any, reason: str) -> None:
+def _put(cls: type[BaseModel], raw: dict[str, Any], path: str, value: Any, reason: str) -> None:
     *parents, last = path.split(".")
     place = raw
-    for parent in parents:
+    for depth, parent in enumerate(parents):
         inner = place.get(parent)
+        if inner is None and depth == 0 and parent in cls.model_fields and last != "name":
+            # An option of a part that nobody named is one of the part by default.
+            default = cls.model_fields[parent].default
+            inner = default.name if isinstance(default, Choice) else None
         if isinstance(inner, str):  # the short spelling of a choice
             inner = {"name": inner}
         if inner is None:

@@ -134,7 +134,7 @@ def test_leaving_a_whole_answer_aborts_it(server, caplog):
     connection.request(
         "POST", "/v1/completions", json.dumps(SLOW), {"Content-Type": "application/json"}
     )
-    until(lambda: server.engine.num_open == 1, "it did not begin")
+    until(lambda: server.engine.num_open == 1, "it did not begin")  # it takes a minute
     connection.close()
     until(lambda: server.engine.num_open == 0, "the request goes on")
     until(lambda: aborts(server) >= before + 1, "the engine was not told")
@@ -160,7 +160,6 @@ def test_a_client_that_stops_reading(serve_fake, caller):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((host, int(port)))
             connection.sendall(head + raw)
-            until(lambda: server.engine.num_open > 0, "it did not begin")
             until(lambda: aborts(server) > 0, "it was not aborted")
             until(lambda: server.engine.num_open == 0, "something is left")
             assert call("POST", "/v1/completions", SHORT)[0] == 200

@@ -180,13 +180,9 @@ def serve(
         "kv": kv,
         "precision": precision,
     }
-    if file is None:
-        # Named, so that --set can give the options of the default parts.
-        for key in ("workload", "scheduler", "kv"):
-            flags[key] = flags[key] or ServeJob.model_fields[key].default.name
-        if target.device.kind == "gpu":
-            # A GPU needs more tokens in a step than a CPU to be busy.
-            flags.update({"max_step_tokens": 8192, "max_running": 256})
+    if file is None and target.device.kind == "gpu":
+        # A GPU needs more tokens in a step than a CPU to be busy.
+        flags.update({"max_step_tokens": 8192, "max_running": 256})
     resolved = resolve(ServeJob, file=file, flags=flags, sets=set_ or [])
     if rate is not None:
         resolved = resolved.replace({"workload.rate": rate}, "--rate")
