@@ -28,6 +28,7 @@ from shoal.core.errors import ServeError, require
 from shoal.ir.job import ServeJob
 from shoal.ir.serving import Output, SamplingParams
 from shoal.serve.process import DEFAULT_FACTORY
+from shoal.serve.spinning import spin_briefly
 from shoal.serve.wire import Decoder, encode, pack_params, unpack_output
 
 __all__ = [
@@ -159,6 +160,7 @@ def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> Launched:
         listener.setblocking(False)
         # The keys of the server are none of the engine's business.
         environment = {k: v for k, v in os.environ.items() if k != "SHOAL_API_KEY"}
+        spin_briefly(environment)
         process = subprocess.Popen(
             [sys.executable, "-m", "shoal.serve.process", "--socket", str(path)],
             stdin=subprocess.PIPE,
