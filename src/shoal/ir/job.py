@@ -169,7 +169,8 @@ class ServeJob(Value):
         max_running: most requests in one step.
         max_step_tokens: most tokens in one step; long prompts are cut to fit.
         max_position: most tokens of one request, prompt and output; None for the model's.
-        threads: threads that compute; 0 for all cores.
+        threads: threads that compute; 0 for all cores but one, which HTTP needs: with every core
+            taken, each token sent makes the threads of a step wait for each other.
         workload: what arrives, for planning and benchmarks.
         seed: seed of the workload.
     """
@@ -187,3 +188,7 @@ class ServeJob(Value):
     threads: NonNegativeInt = 0
     workload: Annotated[Choice, Kind("workload")] = Choice(name="chat")
     seed: NonNegativeInt = 0
+
+    def threads_of(self, cores: int) -> int:
+        """Threads that compute on a host of so many cores."""
+        return self.threads or max(1, cores - 1)

@@ -198,10 +198,13 @@ def plan_serve(
             **job.model_dump(),
             "precision": precision,
             "kv_tokens": max(1, int(memory["cache"] / cache_bytes_per_token(shape, precision))),
+            "threads": job.threads_of(machine.device.num_cores or 1)
+            if machine.device.kind == "cpu"
+            else 0,
             "max_position": longest,
         }
     )
-    roofline = Roofline(machine, shape, precision, job.threads)
+    roofline = Roofline(machine, shape, precision, concrete.threads)
     model = cost or roofline
     spread = _spread(machine, cost)
     if not fits:

@@ -44,7 +44,7 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
     Raises:
         ServeError: its weights are in a precision that is not served.
     """
-    torch.set_num_threads(job.threads or num_cores())
+    torch.set_num_threads(job.threads_of(num_cores()))
     keep_freed_memory()
     wanted = _DTYPES[job.precision]
     if wanted is not None:
@@ -126,7 +126,7 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
             "kv_tokens": tokens,
             "max_position": longest,
             "precision": "bf16" if dtype == torch.bfloat16 else "fp32",
-            "threads": job.threads or num_cores(),
+            "threads": job.threads_of(num_cores()),
         }
     )
 

@@ -52,7 +52,9 @@ def serve(
         int | None, typer.Option(help="Most tokens of a request, prompt and answer.")
     ] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32 or bf16.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads that compute; 0 for all.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads that compute; 0 for all cores but one.")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="path=value, over everything else.")
     ] = None,
