@@ -195,10 +195,10 @@ class Serve(BaseHTTPRequestHandler):
         elif self.path == "/metrics":
             self._say(
                 200,
-                '# HELP x\nshoal_serve_requests_running{model_name="tiny"} 2.0\n'
-                'shoal_serve_generated_tokens_total{model_name="tiny"} 1234.0\n'
-                'shoal_serve_time_to_first_token_seconds_sum{model_name="tiny"} 3.0\n'
-                'shoal_serve_time_to_first_token_seconds_count{model_name="tiny"} 30.0\n',
+                '# HELP x\nshoal:num_requests_running{model_name="tiny"} 2.0\n'
+                'shoal:generation_tokens_total{model_name="tiny"} 1234.0\n'
+                'shoal:time_to_first_token_seconds_sum{model_name="tiny"} 3.0\n'
+                'shoal:time_to_first_token_seconds_count{model_name="tiny"} 30.0\n',
                 "text/plain",
             )
         else:

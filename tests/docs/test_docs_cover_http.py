@@ -102,7 +102,7 @@ def test_the_list_of_metrics_is_whole() -> None:
     from shoal.serve.client import EngineClient
     from shoal.serve.metrics import Metrics
 
-    text = Metrics(EngineClient(ServeJob(model="."))).text().decode()
+    text = Metrics(EngineClient(ServeJob(model=".")), "tiny").text().decode()
     shown = set(re.findall(r"^# TYPE (\S+) ", text, re.M))
     assert {name for name in shown if not name.endswith("_created")} == set(METRICS)
 

@@ -76,7 +76,7 @@ def create_app(
         limits: what a request may ask for.
     """
     limits = limits or HttpLimits()
-    metrics = Metrics(client)
+    metrics = Metrics(client, name)
     service = _Service(client, text, template, name, limits, metrics)
     app = FastAPI(
         title="Shoal", version=__version__, docs_url=None, redoc_url=None, openapi_url=None

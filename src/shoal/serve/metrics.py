@@ -1,4 +1,7 @@
-"""Numbers of the server for Prometheus, in a registry of its own."""
+"""Numbers of the server for Prometheus, in a registry of its own.
+
+The names are those of vLLM with another prefix, so that its dashboards need one change.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +17,33 @@ from shoal.serve.client import EngineClient
 
 __all__ = ["METRICS", "Metrics", "Timer"]
 
-_PREFIX = "shoal_serve_"
+_PREFIX = "shoal:"
+_LABEL = "model_name"
 
 # Metrics of this process: name -> what it counts.
 _HTTP = "http_requests_total"
-_OUTCOMES = "requests_total"
+_OUTCOMES = "request_success_total"
 _PROMPT = "prompt_tokens_total"
-_GENERATED = "generated_tokens_total"
+_GENERATED = "generation_tokens_total"
 _TTFT = "time_to_first_token_seconds"
-_TPOT = "time_per_output_token_seconds"
-_LATENCY = "request_seconds"
+_TPOT = "inter_token_latency_seconds"
+_LATENCY = "e2e_request_latency_seconds"
 
 # Metrics of the engine: name -> (its key in the stats, kind, what it counts).
 _ENGINE = {
-    "requests_running": ("requests_running", "gauge", "Requests that hold cache blocks."),
-    "requests_waiting": ("requests_waiting", "gauge", "Requests that wait for their first step."),
-    "cache_blocks_used": ("blocks_used", "gauge", "Cache blocks that requests hold."),
-    "cache_blocks": ("blocks_total", "gauge", "Cache blocks there are."),
-    "prefix_hit_tokens_total": (
+    "num_requests_running": ("requests_running", "gauge", "Requests that hold cache blocks."),
+    "num_requests_waiting": (
+        "requests_waiting",
+        "gauge",
+        "Requests that wait for their first step.",
+    ),
+    "kv_cache_blocks": ("blocks_total", "gauge", "Cache blocks there are."),
+    "prefix_cache_hits_total": (
         "prefix_hit_tokens",
         "counter",
         "Prompt tokens found in the cache.",
     ),
-    "prefix_query_tokens_total": (
+    "prefix_cache_queries_total": (
         "prefix_query_tokens",
         "counter",
         "Prompt tokens looked up in the cache.",
@@ -53,7 +60,7 @@ _ENGINE = {
     ),
     "engine_steps_total": ("steps_total", "counter", "Steps of the engine."),
     "engine_step_seconds_total": ("step_seconds_total", "counter", "Time in steps, s."),
-    "preemptions_total": (
+    "num_preemptions_total": (
         "preemptions_total",
         "counter",
         "Requests whose cache was taken, to be recomputed.",
@@ -71,7 +78,8 @@ METRICS: tuple[str, ...] = tuple(
         _TPOT,
         _LATENCY,
         *_ENGINE,
-        "requests_open",
+        "kv_cache_usage_perc",
+        "num_requests_open",
         "engine_up",
         "engine_restarts_total",
     )
@@ -85,25 +93,36 @@ _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 class _EngineCollector(Collector):
     """What the engine told last; its counters begin again when it restarts."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, model: str) -> None:
         self._client = client
+        self._model = model
 
     def collect(self) -> Iterable[Metric]:
-        stats: Mapping[str, float] = self._client.last_stats
+        client = self._client
+        stats: Mapping[str, float] = client.last_stats
         for name, (key, kind, text) in _ENGINE.items():
-            family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-            yield family(_PREFIX + name, text, value=float(stats.get(key, 0.0)))
-        yield GaugeMetricFamily(
-            f"{_PREFIX}requests_open", "Answers under way.", value=float(self._client.num_open)
+            yield self._one(name, kind, text, stats.get(key, 0.0))
+        total = stats.get("blocks_total", 0.0)
+        yield self._one(
+            "kv_cache_usage_perc",
+            "gauge",
+            "Share of the cache blocks that requests hold; 1 is all of them.",
+            stats.get("blocks_used", 0.0) / total if total else 0.0,
         )
-        yield GaugeMetricFamily(
-            f"{_PREFIX}engine_up", "1 while the engine runs.", value=float(self._client.ready)
-        )
-        yield CounterMetricFamily(
-            f"{_PREFIX}engine_restarts_total",
+        yield self._one("num_requests_open", "gauge", "Answers under way.", client.num_open)
+        yield self._one("engine_up", "gauge", "1 while the engine runs.", client.ready)
+        yield self._one(
+            "engine_restarts_total",
+            "counter",
             "How often the engine was started again.",
-            value=float(self._client.restarts),
+            client.restarts,
         )
+
+    def _one(self, name: str, kind: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+        found = family(_PREFIX + name, text, labels=[_LABEL])
+        found.add_metric([self._model], float(value))
+        return found
 
 
 class Metrics:
@@ -111,41 +130,53 @@ class Metrics:
 
     Args:
         client: the engine whose numbers are shown too.
+        model: what the model is called in requests; the label ``model_name``.
     """
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, model: str) -> None:
+        self._model = model
         self._registry = registry = CollectorRegistry()
         self._http = Counter(
-            _PREFIX + _HTTP, "HTTP requests.", ("route", "status"), registry=registry
+            _PREFIX + _HTTP, "HTTP requests.", (_LABEL, "route", "status"), registry=registry
         )
         self._outcomes = Counter(
-            _PREFIX + _OUTCOMES, "Answers by how they ended.", ("finish",), registry=registry
+            _PREFIX + _OUTCOMES,
+            "Answers by how they ended.",
+            (_LABEL, "finished_reason"),
+            registry=registry,
         )
-        self._prompt = Counter(_PREFIX + _PROMPT, "Prompt tokens received.", registry=registry)
-        self._generated = Counter(_PREFIX + _GENERATED, "Tokens answered.", registry=registry)
+        self._prompt = Counter(
+            _PREFIX + _PROMPT, "Prompt tokens received.", (_LABEL,), registry=registry
+        ).labels(model)
+        self._generated = Counter(
+            _PREFIX + _GENERATED, "Tokens answered.", (_LABEL,), registry=registry
+        ).labels(model)
         self._ttft = Histogram(
             _PREFIX + _TTFT,
             "From the request to its first token, s.",
+            (_LABEL,),
             buckets=_SECONDS,
             registry=registry,
-        )
+        ).labels(model)
         self._tpot = Histogram(
             _PREFIX + _TPOT,
-            "Between tokens of an answer, its mean, s.",
+            "From a token of an answer to the next, s.",
+            (_LABEL,),
             buckets=_TOKEN_SECONDS,
             registry=registry,
-        )
+        ).labels(model)
         self._latency = Histogram(
             _PREFIX + _LATENCY,
             "From the request to the end of the answer, s.",
+            (_LABEL,),
             buckets=_SECONDS,
             registry=registry,
-        )
-        registry.register(_EngineCollector(client))
+        ).labels(model)
+        registry.register(_EngineCollector(client, model))
 
     def http(self, route: str, status: int) -> None:
         """Count an HTTP request."""
-        self._http.labels(route, str(status)).inc()
+        self._http.labels(self._model, route, str(status)).inc()
 
     def begin(self, prompt_tokens: int) -> Timer:
         """An answer was asked for; tell the timer what comes of it."""
@@ -157,12 +188,10 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _end(self, finish: str, began: float, first: float | None, last: float, num: int) -> None:
-        self._outcomes.labels(finish).inc()
+        self._outcomes.labels(self._model, finish).inc()
         self._generated.inc(num)
         if first is not None:
             self._ttft.observe(first - began)
-            if num > 1:
-                self._tpot.observe((last - first) / (num - 1))
         self._latency.observe(last - began)
 
 
@@ -180,8 +209,13 @@ class Timer:
     def tokens(self, number: int) -> None:
         """So many tokens have come now."""
         if number:
-            self._last = time.monotonic()
-            self._first = self._first or self._last
+            now = time.monotonic()
+            if self._first is None:
+                self._first = now
+            else:  # tokens that come together share the time since the last one
+                for _ in range(number):
+                    self._metrics._tpot.observe((now - self._last) / number)
+            self._last = now
             self._num += number
 
     def end(self, finish: str) -> None:

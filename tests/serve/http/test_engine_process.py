@@ -82,11 +82,11 @@ def test_death_in_the_middle_of_a_stream(serve_fake, caller, how):
         assert status == 503
         status, text = call("GET", "/metrics")
         assert status == 200
-        assert b"shoal_serve_engine_up 0.0" in text
+        assert b'shoal:engine_up{model_name="bytes"} 0.0' in text
         served_again(call)
         assert server.engine.pid != first
         assert not psutil.pid_exists(first)
-        assert b"shoal_serve_engine_restarts_total 1.0" in call("GET", "/metrics")[1]
+        assert b'shoal:engine_restarts_total{model_name="bytes"} 1.0' in call("GET", "/metrics")[1]
 
 
 def test_openai_client_sees_the_death(serve_fake):

@@ -23,27 +23,30 @@ MAX_TOKENS = 512
 
 # Metric of the server -> what it means.
 WORDS = {
-    "requests_running": "requests being answered",
-    "requests_waiting": "requests waiting",
-    "generated_tokens_total": "tokens written so far",
+    "num_requests_running": "requests being answered",
+    "num_requests_waiting": "requests waiting",
+    "generation_tokens_total": "tokens written so far",
     "prompt_tokens_total": "tokens read so far",
-    "preemptions_total": "times that a request had to make room",
+    "num_preemptions_total": "times that a request had to make room",
     "engine_restarts_total": "times that the engine was started again",
 }
 # (part, whole, what their share means)
 SHARES = (
-    ("cache_blocks_used", "cache_blocks", "share of the cache in use"),
-    ("prefix_hit_tokens_total", "prefix_query_tokens_total", "share of prompts found in the cache"),
+    (
+        "prefix_cache_hits_total",
+        "prefix_cache_queries_total",
+        "share of prompts found in the cache",
+    ),
 )
+# Shares as they are, 1 for all.
+WHOLES = {"kv_cache_usage_perc": "share of the cache in use"}
 # Histograms, told by their mean.
 MEANS = {
     "time_to_first_token_seconds": "time to the first token, mean",
-    "time_per_output_token_seconds": "time between two tokens, mean",
-    "request_seconds": "time of a whole request, mean",
+    "inter_token_latency_seconds": "time between two tokens, mean",
+    "e2e_request_latency_seconds": "time of a whole request, mean",
 }
-_SAMPLE = re.compile(
-    r"^shoal_serve_(?P<name>\w+)(?:\{[^}]*\})? (?P<value>[0-9.eE+-]+)$", re.MULTILINE
-)
+_SAMPLE = re.compile(r"^shoal:(?P<name>\w+)(?:\{[^}]*\})? (?P<value>[0-9.eE+-]+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -251,6 +254,9 @@ def _in_words(text: str) -> tuple[tuple[str, float, str], ...]:
     for match in _SAMPLE.finditer(text):
         sums[match["name"]] = sums.get(match["name"], 0.0) + float(match["value"])
     found = [(words, sums[name], "") for name, words in WORDS.items() if name in sums]
+    for name, words in WHOLES.items():
+        if name in sums:
+            found.append((words, 100 * sums[name], "%"))
     for part, whole, words in SHARES:
         if part in sums and sums.get(whole):
             found.append((words, 100 * sums[part] / sums[whole], "%"))
