@@ -1,6 +1,6 @@
 """Serving: the same tokens as transformers, speed beside it, and how good the prediction was.
 
-Usage: python benchmarks/serving.py [--only tokens|speed|simulator] [--rounds N]
+Usage: python benchmarks/serving.py [--only tokens|speed|refusals|simulator] [--rounds N]
 
 Everything that is said of the server goes through its real HTTP interface.
 """
@@ -252,6 +252,74 @@ def speed(folder: Path, rounds: int) -> list[Row]:
     ]
 
 
+def refusals(folder: Path) -> Row:
+    """The slowest answer to a request that must be refused; a good one follows each."""
+    import http.client
+    import json
+
+    random_model(folder / "refusing", "llama")
+    key = "a-key-of-this-benchmark"
+    good: dict[str, Any] = {"model": "refusing", "prompt": [1, 2, 3], "max_tokens": 1}
+    wrong: dict[str, tuple[Any, dict[str, str]]] = {
+        "malformed JSON": ("{", {}),
+        "deep JSON": ("[" * 1_000_000, {}),
+        "unknown model": ({**good, "model": "x"}, {}),
+        "prompt too long": ({**good, "prompt": [1] * 100_000}, {}),
+        "text too long": ({**good, "prompt": " " * 4_000_000}, {}),
+        "n": ({**good, "n": 5_000_000}, {}),
+        "logprobs": ({**good, "logprobs": 1_000_000_000}, {}),
+        "max_tokens": ({**good, "max_tokens": 1_000_000_000}, {}),
+        "stop": ({**good, "stop": ["x"] * 100_000}, {}),
+        "token id beyond the vocabulary": ({**good, "prompt": [VOCAB]}, {}),
+        "token id below zero": ({**good, "prompt": [-1]}, {}),
+        "wrong key": (good, {"Authorization": "Bearer wrong"}),
+        "foreign origin": (good, {"Origin": "http://evil.example"}),
+        "foreign host": (good, {"Host": "evil.example"}),
+        "large header": (good, {"X-Large": "x" * 100_000}),
+        "large body": (b"x" * 64_000_000, {}),
+    }
+    times: dict[str, list[float]] = {name: [] for name in wrong}
+    os.environ["SHOAL_API_KEY"] = key
+    try:
+        with background(folder / "refusing") as server:
+            place = server.url.removeprefix("http://")
+
+            def post(body: Any, headers: dict[str, str]) -> int:
+                raw = body if isinstance(body, (str, bytes)) else json.dumps(body)
+                connection = http.client.HTTPConnection(place, timeout=10)
+                try:
+                    common = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        # A server may answer before it has read all, and stop reading.
+                        connection.request("POST", "/v1/completions", raw, {**common, **headers})
+                    return connection.getresponse().status
+                finally:
+                    connection.close()
+
+            for _ in range(10):
+                for name, (body, headers) in wrong.items():
+                    begin = time.perf_counter()
+                    status = post(body, headers)
+                    times[name].append(time.perf_counter() - begin)
+                    if not 400 <= status < 500:
+                        raise SystemExit(f"{name}: answered with {status}")
+                    if post(good, {}) != 200:
+                        raise SystemExit(f"{name}: the next request was not served")
+    finally:
+        del os.environ["SHOAL_API_KEY"]
+    slowest = max(times, key=lambda name: max(times[name]))
+    return Row(
+        name="slowest refusal of a bad request",
+        value=max(times[slowest]),
+        unit="s",
+        comparison="<=",
+        threshold=0.1,
+        note=f"{len(wrong)} kinds of bad request, 10 times each, a good one served after each; the "
+        f"slowest was: {slowest}; sending and reading included",
+        samples={name.replace(" ", "_"): taken for name, taken in times.items()},
+    )
+
+
 def simulator(folder: Path) -> list[Row]:
     """The throughput that the simulator says beforehand, on two recorded traces."""
     from shoal.ir import ServeJob
@@ -310,7 +378,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--loud", action="store_true", help="try it out: nothing is recorded")
-    parser.add_argument("--only", choices=["tokens", "speed", "simulator"])
+    parser.add_argument("--only", choices=["tokens", "speed", "refusals", "simulator"])
     options = parser.parse_args()
     if not options.loud:
         require_quiet()
@@ -321,6 +389,8 @@ def main() -> None:
             rows += same_tokens(folder)
         if options.only in (None, "speed"):
             rows += speed(folder, options.rounds)
+        if options.only in (None, "refusals"):
+            rows.append(refusals(folder))
         if options.only in (None, "simulator"):
             rows += simulator(folder)
     if options.loud:

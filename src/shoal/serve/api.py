@@ -213,11 +213,10 @@ class _Service:
         """Continue texts or tokens."""
         body = await read_body(request, self._limits)
         ask = openai.read_completion(body, self._limits, self._client.model, (self._name,))
-        limit = self._client.model.max_position
         prompts = []
         for prompt in ask.prompts:
             if isinstance(prompt, str):
-                tokens = await asyncio.to_thread(self._text.encode_within, prompt, limit)
+                tokens = await asyncio.to_thread(self._encode, prompt, "prompt")
                 prompts.append(Prompt(tokens, prompt))
             else:
                 shown = self._text.decode(prompt) if ask.echo else None
@@ -235,8 +234,20 @@ class _Service:
 
     def _render(self, ask: Ask) -> Prompt:
         text = self._template.render(ask.messages, **ask.template_values)
+        return Prompt(self._encode(text, "messages", special=self._template.special), None)
+
+    def _encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
         limit = self._client.model.max_position
-        return Prompt(self._text.encode_within(text, limit, special=self._template.special), None)
+        most = limit * self._text.longest
+        # Some tokenizers make nothing of blanks, and would read megabytes of them to the end.
+        if len(text) > most:
+            raise ApiError(
+                f"{param} of {len(text)} characters: expected at most {most}, for the model has "
+                f"{limit} positions; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return self._text.encode_within(text, limit, special=special)
 
     def _job(self, prefix: str, ask: Ask, prompts: list[Prompt], stops: Sequence[str] = ()) -> Job:
         stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else self._eos)

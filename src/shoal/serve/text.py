@@ -8,6 +8,7 @@ stream together are the text that a whole answer has.
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -182,6 +183,11 @@ class TextModel:
             ConfigError: it has more; names both numbers.
         """
         check_vocab(self._tokenizer, vocab_size, str(self.directory))
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Characters of the longest token; no less than 16, for names are not their texts."""
+        return max(16, *map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Tokens of a text.
