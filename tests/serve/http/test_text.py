@@ -188,3 +188,10 @@ def test_only_what_may_become_a_stop_is_held(text, stop):
         held = text[sent:place]
         assert len(held) < len(stop)
         assert stop.startswith(held)
+
+
+def test_the_longest_token_is_known(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    names = tokenizer.get_vocab()
+    assert TextModel(tmp_path).longest == max(16, *map(len, names))
