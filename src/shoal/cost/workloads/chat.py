@@ -5,46 +5,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shoal.core.parts import part
-from shoal.cost.workloads.drawing import LengthLaw, check_options, independent
-from shoal.ir import Arrival
+from shoal.cost.workloads.drawing import LengthLaw
+from shoal.cost.workloads.independent import Independent
 
 __all__ = ["Chat"]
 
 
 @part
-class Chat:
-    """Independent questions: prompts of 400 tokens and answers of 120 in the median.
+class Chat(Independent):
+    """Independent questions: prompts of 400 tokens and answers of 120 in the median."""
 
-    Args:
-        requests: how many, unless a command says otherwise.
-        rate: requests per second; None has all of them at time 0.
-        burstiness: standard deviation of the time between arrivals over its mean; 1 is a
-            Poisson process, more comes in bursts.
-        scale: divides all lengths, for small models and machines.
-    """
-
-    requests: int = 200
-    rate: float | None = None
-    burstiness: float = 1.0
-    scale: float = 1.0
-
+    NAME: ClassVar = "chat"
     PROMPTS: ClassVar = LengthLaw(400, 1.1, 8, 2000)
     OUTPUTS: ClassVar = LengthLaw(120, 1.0, 4, 800)
-
-    def __post_init__(self) -> None:
-        check_options("workload.chat", self)
-
-    def arrivals(
-        self, *, count: int | None, vocab_size: int, max_position: int, seed: int
-    ) -> list[Arrival]:
-        """See :class:`~shoal.cost.workloads.protocols.Workload`."""
-        return independent(
-            self,
-            self.PROMPTS,
-            self.OUTPUTS,
-            purpose="chat",
-            count=count,
-            vocab_size=vocab_size,
-            max_position=max_position,
-            seed=seed,
-        )

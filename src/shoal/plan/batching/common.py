@@ -1,4 +1,4 @@
-"""What all schedulers share: the books of requests, refusal, commit and abort.
+"""What schedulers share (the books of requests, refusal, commit, abort), and what caches do.
 
 A scheduler is what :class:`~shoal.ir.serving.Scheduler` promises; it adds ``plan`` to this.
 """
@@ -11,7 +11,32 @@ from shoal.core.errors import ServeError, require
 from shoal.ir import KVManager, Limits, Output, Request, Step, StepResult
 from shoal.ir.serving import FinishReason
 
-__all__ = ["Queues"]
+__all__ = ["Queues", "check_block_size", "whole_blocks"]
+
+
+def check_block_size(where: str, block_size: int) -> None:
+    """Refuse blocks that no cache has.
+
+    Raises:
+        ConfigError: the size is out of range.
+    """
+    require(1 <= block_size <= 4096, where, block_size, expected="1 to 4096 tokens")
+
+
+def whole_blocks(num_tokens: int, block_size: int) -> int:
+    """Blocks of a cache of so many tokens.
+
+    Raises:
+        ConfigError: not even one.
+    """
+    require(
+        num_tokens >= block_size,
+        "kv_tokens",
+        num_tokens,
+        expected=f"at least one block of {block_size} tokens",
+        hint="give the cache more tokens, or use a smaller kv.block_size",
+    )
+    return num_tokens // block_size
 
 
 class Queues:

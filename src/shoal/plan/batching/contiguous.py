@@ -12,9 +12,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping
 
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir import Request
+from shoal.plan.batching.common import check_block_size, whole_blocks
 
 __all__ = ["Contiguous", "ContiguousRuns"]
 
@@ -30,12 +30,7 @@ class Contiguous:
     block_size: int = 16
 
     def __post_init__(self) -> None:
-        require(
-            1 <= self.block_size <= 4096,
-            "kv.contiguous.block_size",
-            self.block_size,
-            expected="1 to 4096 tokens",
-        )
+        check_block_size("kv.contiguous.block_size", self.block_size)
 
     def build(self, num_tokens: int) -> ContiguousRuns:
         """See :class:`~shoal.ir.serving.KVPart`.
@@ -43,14 +38,7 @@ class Contiguous:
         Raises:
             ConfigError: not even one block.
         """
-        require(
-            num_tokens >= self.block_size,
-            "kv_tokens",
-            num_tokens,
-            expected=f"at least one block of {self.block_size} tokens",
-            hint="give the cache more tokens, or use a smaller kv.block_size",
-        )
-        return ContiguousRuns(num_tokens // self.block_size, self.block_size)
+        return ContiguousRuns(whole_blocks(num_tokens, self.block_size), self.block_size)
 
 
 class ContiguousRuns:

@@ -16,9 +16,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir import Request
+from shoal.plan.batching.common import check_block_size, whole_blocks
 
 __all__ = ["Paged", "PagedBlocks"]
 
@@ -38,12 +38,7 @@ class Paged:
     prefix_reuse: bool = True
 
     def __post_init__(self) -> None:
-        require(
-            1 <= self.block_size <= 4096,
-            "kv.paged.block_size",
-            self.block_size,
-            expected="1 to 4096 tokens",
-        )
+        check_block_size("kv.paged.block_size", self.block_size)
 
     def build(self, num_tokens: int) -> PagedBlocks:
         """See :class:`~shoal.ir.serving.KVPart`.
@@ -51,15 +46,10 @@ class Paged:
         Raises:
             ConfigError: not even one block.
         """
-        require(
-            num_tokens >= self.block_size,
-            "kv_tokens",
-            num_tokens,
-            expected=f"at least one block of {self.block_size} tokens",
-            hint="give the cache more tokens, or use a smaller kv.block_size",
-        )
         return PagedBlocks(
-            num_tokens // self.block_size, self.block_size, prefix_reuse=self.prefix_reuse
+            whole_blocks(num_tokens, self.block_size),
+            self.block_size,
+            prefix_reuse=self.prefix_reuse,
         )
 
 

@@ -1,0 +1,52 @@
+"""Requests that know nothing of each other: only their laws of lengths differ."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoal.core.parts import part
+from shoal.cost.workloads.drawing import LengthLaw, check_options, independent
+from shoal.ir import Arrival
+
+__all__ = ["Independent"]
+
+
+@part
+class Independent:
+    """What such workloads share.
+
+    Args:
+        requests: how many, unless a command says otherwise.
+        rate: requests per second; None has all of them at time 0.
+        burstiness: standard deviation of the time between arrivals over its mean; 1 is a
+            Poisson process, more comes in bursts.
+        scale: divides all lengths, for small models and machines.
+    """
+
+    requests: int = 200
+    rate: float | None = None
+    burstiness: float = 1.0
+    scale: float = 1.0
+
+    # Each workload's own.
+    NAME: ClassVar[str]
+    PROMPTS: ClassVar[LengthLaw]
+    OUTPUTS: ClassVar[LengthLaw]
+
+    def __post_init__(self) -> None:
+        check_options(f"workload.{self.NAME}", self)
+
+    def arrivals(
+        self, *, count: int | None, vocab_size: int, max_position: int, seed: int
+    ) -> list[Arrival]:
+        """See :class:`~shoal.cost.workloads.protocols.Workload`."""
+        return independent(
+            self,
+            self.PROMPTS,
+            self.OUTPUTS,
+            purpose=self.NAME,
+            count=count,
+            vocab_size=vocab_size,
+            max_position=max_position,
+            seed=seed,
+        )
