@@ -6,7 +6,6 @@ runs until the page ends, and what follows waits until it answers.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -68,57 +67,61 @@ def wait_for(port: int, child: subprocess.Popen[str]) -> None:
     pytest.fail(f"nothing answers on port {port}")
 
 
-@contextlib.contextmanager
-def place(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A directory as a reader has it; what was started in it is ended."""
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One home for all pages: the corpus is made into tokens once."""
+    return tmp_path_factory.mktemp("home")
+
+
+def environment_of(home: Path, tmp_path: Path) -> dict[str, str]:
+    """A directory as a reader has it."""
     shutil.copytree(ROOT / "results", tmp_path / "results")
-    bin_dir = Path(sys.executable).parent
-    yield {
-        **os.environ,
-        "SHOAL_HOME": str(tmp_path / "home"),
-        "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}",
-    }
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "SHOAL_HOME": str(home), "PATH": path}
 
 
-def follow(pages: list[Path], tmp_path: Path) -> None:
+def follow(pages: list[Path], home: Path, tmp_path: Path) -> None:
+    """Do what the pages say, in one directory; what was started is ended."""
+    environment = environment_of(home, tmp_path)
     running: list[subprocess.Popen[str]] = []
-    with place(tmp_path) as environment:
-        try:
-            for page in pages:
-                for language, text in steps(page):
-                    if language not in ("python", "shell"):
-                        (tmp_path / language).write_text(text)
-                        continue
-                    if language == "python":
-                        words = [sys.executable, "-c", text]
-                    else:
-                        words = ["bash", "-c", shortened(text).removesuffix("&")]
-                    if text.endswith("&"):
-                        found = re.search(r"--port (\d+)", text)
-                        assert found, f"{text}: give the port"
-                        child = subprocess.Popen(
-                            words, cwd=tmp_path, env=environment, text=True, start_new_session=True
-                        )
-                        running.append(child)
-                        wait_for(int(found.group(1)), child)
-                        continue
-                    done = subprocess.run(
-                        words,
-                        cwd=tmp_path,
-                        env=environment,
-                        capture_output=True,
-                        text=True,
-                        timeout=300,
-                    )
-                    # Doctor's status 1 says that something may be mended, not that it failed.
-                    allowed = (0, 1) if "shoal doctor" in text else (0,)
-                    assert done.returncode in allowed, (text, done.stdout, done.stderr)
-                    assert "Traceback" not in done.stderr, (text, done.stderr)
-        finally:
-            for child in running:
-                os.killpg(child.pid, signal.SIGINT)
-            for child in running:
-                child.wait(timeout=60)
+    try:
+        for page in pages:
+            for kind, text in steps(page):
+                began = time.monotonic()
+                if kind not in ("python", "shell"):
+                    (tmp_path / kind).write_text(text)
+                elif text.endswith("&"):
+                    running.append(start(text, tmp_path, environment))
+                else:
+                    run(kind, text, tmp_path, environment)
+                print(f"{time.monotonic() - began:6.1f} s  {text.splitlines()[0]}")
+    finally:
+        for child in running:
+            os.killpg(child.pid, signal.SIGINT)
+        for child in running:
+            child.wait(timeout=60)
+
+
+def start(text: str, folder: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a server; returns when it answers."""
+    found = re.search(r"--port (\d+)", text)
+    assert found, f"{text}: give the port"
+    words = ["bash", "-c", f"exec {shortened(text).removesuffix('&')}"]
+    child = subprocess.Popen(words, cwd=folder, env=environment, text=True, start_new_session=True)
+    wait_for(int(found.group(1)), child)
+    return child
+
+
+def run(kind: str, text: str, folder: Path, environment: dict[str, str]) -> None:
+    """Run a command or a block to its end; it must end well."""
+    words = [sys.executable, "-c", text] if kind == "python" else ["bash", "-c", shortened(text)]
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    # Doctor's status 1 says that something may be mended, not that it failed.
+    allowed = (0, 1) if "shoal doctor" in text else (0,)
+    assert done.returncode in allowed, (text, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr, (text, done.stderr)
 
 
 @pytest.mark.slow
@@ -134,15 +137,15 @@ def test_the_tutorials_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_tutorial_of_planning_runs(tmp_path: Path) -> None:
-    follow([DOCS / "tutorials" / "plan-a-cluster.md"], tmp_path)
+def test_the_tutorial_of_planning_runs(home: Path, tmp_path: Path) -> None:
+    follow([DOCS / "tutorials" / "plan-a-cluster.md"], home, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.timeout(600)
-def test_the_readme_runs(tmp_path: Path) -> None:
-    follow([ROOT / "README.md"], tmp_path)
+def test_the_readme_runs(home: Path, tmp_path: Path) -> None:
+    follow([ROOT / "README.md"], home, tmp_path)
 
 
 def test_every_tutorial_is_followed() -> None:
