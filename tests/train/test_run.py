@@ -148,6 +148,15 @@ def test_a_hanging_rank_is_named_with_its_stack(make_plan: Make, tmp_path: Path)
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_stops(make_plan: Make, tmp_path: Path) -> None:
+    # A shell that puts the tests into the background has them ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        _stops_on_ctrl_c(make_plan, tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _stops_on_ctrl_c(make_plan: Make, tmp_path: Path) -> None:
     plan = make_plan(parallel={"dp": 2}, steps=100_000, checkpoint={"every": 0})
     timer: list[threading.Timer] = []
 
