@@ -63,7 +63,9 @@ def main() -> None:
         )
         assert comm.shared is not None
         mapped = [
-            row for row in Path("/proc/self/maps").read_text().splitlines() if "/shoal-" in row
+            row
+            for row in Path("/proc/self/maps").read_text().splitlines()
+            if "/dev/shm/shoal-" in row
         ]
         assert mapped
         assert all(row.endswith("(deleted)") for row in mapped), "it has no name any more"
@@ -81,9 +83,9 @@ def main() -> None:
 
         comm.shared.timeout_s = 0.3
         if RANK == 0:
-            comm.barrier()
+            comm.guard(comm.shared.barrier)
             try:
-                comm.barrier()  # rank 1 sleeps
+                comm.guard(comm.shared.barrier)  # rank 1 sleeps
             except RankError as late:
                 assert "did not come in 0.3 s" in str(late), late
             comm.shared.timeout_s = 60.0
@@ -95,7 +97,7 @@ def main() -> None:
                 assert "rank 1 has ended" in str(gone), gone
                 assert "waiting for rank" in str(gone), gone
         else:
-            comm.barrier()
+            comm.guard(comm.shared.barrier)
             while RANK == 1 and not (out / "told").exists():
                 time.sleep(0.01)
         (out / f"done-{RANK}").touch()

@@ -173,11 +173,10 @@ class TorchComm:
         """Return when every rank has come here."""
         if self.world == 1:
             return
-        if self.shared is not None:
-            self.guard(self.shared.barrier)
-            return
         import torch.distributed as dist
 
+        # Over the network's own road even where memory is shared: a rank that goes on to
+        # close its connections must know that nobody uses them any more.
         self.guard(dist.barrier)
 
     def count(self, op: str, nbytes: float, tag: str) -> None:
