@@ -2,8 +2,9 @@
 
 Source: Luo et al., Benchmarking and Dissecting the NVIDIA Hopper GPU Architecture, 2024.
 
-What is claimed here, on the CPU: the pointer chase finds the sizes of the caches that the
-operating system reports; latencies of adjacent levels differ clearly; rooflines made of
+What is claimed here, on the CPU: the pointer chase goes where no prefetcher follows (the
+only count, and so the quick run) and finds the sizes of the caches that the operating
+system reports; latencies of adjacent levels differ clearly; rooflines made of
 probes predict how long torch's matrix products take; a repeated run of the compute
 probes agrees. The A/A run replaces each by the trap it avoids: a walk in the order of
 addresses, which the prefetcher hides; the peak of a data sheet; a single cold sample.
@@ -29,11 +30,11 @@ from shoal.machine import host
 from shoal.machine.probes.gpu import Gpu
 from shoal.machine.probes.matmul import Matmul
 from shoal.machine.probes.memory_bandwidth import MemoryBandwidth
-from shoal.machine.probes.memory_latency import MemoryLatency
+from shoal.machine.probes.memory_latency import Chain, MemoryLatency
 from shoal.machine.probes.units import Units
 from shoal.machine.protocols import Context as Probing
 
-__all__ = ["SHAPES", "Dissect", "adjacent_ratios", "predict", "size_errors"]
+__all__ = ["SHAPES", "Dissect", "adjacent_ratios", "predict", "prefetchable_steps", "size_errors"]
 
 # (m, n, k): tokens x outputs x inputs, as in the linear layers of small language models,
 # from a few tokens to a full batch, and squares between the sizes that were probed.
@@ -60,6 +61,8 @@ SHAPES: tuple[tuple[int, int, int], ...] = (
     (1536, 768, 768),
 )
 DTYPES = ("fp32", "bf16")
+# Footprint of the chain whose steps are counted: 16,384 lines.
+CHAIN_BYTES = 2**20
 BYTES = {"fp32": 4, "bf16": 2}
 # Compute probes whose repetition is compared, besides products on one core: several
 # threads wait for each other, which measures the neighbours.
@@ -84,6 +87,15 @@ class Dissect:
     rows: ClassVar[tuple[int, ...]] = (48,)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
+            name="prefetchable_steps",
+            unit="1",
+            statistic="value",
+            comparison="<=",
+            threshold=0.05,
+            baseline="sequential walk",
+            evidence="mechanism",
+        ),
+        Metric(
             name="cache_size_error",
             unit="1",
             statistic="max",
@@ -91,6 +103,7 @@ class Dissect:
             threshold=0.5,
             baseline="sequential walk",
             evidence="same_regime",
+            timing=True,
             paper="sizes of L1, L2 and shared memory of three GPUs recovered",
         ),
         Metric(
@@ -102,7 +115,6 @@ class Dissect:
             baseline="sequential walk",
             evidence="same_regime",
             timing=True,
-            quick=False,
             paper="SM-to-SM access near 180 cycles, a third below L2",
         ),
         Metric(
@@ -182,37 +194,40 @@ class Dissect:
         return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
-        """Probe; quick takes about 1 s, the full run about 10 s.
+        """Count prefetchable steps; the full run also probes, for about 10 s.
 
         Raises:
             NoisyMachineError: the machine is busy with something else after the full run.
         """
+        share = prefetchable_steps(CHAIN_BYTES, seed=context.seed, random=not as_baseline)
+        metrics = {"prefetchable_steps": Paired(method=(share,))}
+        details: dict[str, JsonValue] = {}
+        skipped: dict[str, str] = {}
+        if quick:
+            return Samples(metrics=metrics)
         with Probing(fast=True, home=context.work_dir) as probing:
             context.progress("memory latency", 0.0)
-            largest = min(self.largest_bytes, 2**26) if quick else self.largest_bytes
             chase = MemoryLatency(
-                largest_bytes=int(min(largest, 0.25 * host.memory_available())),
+                largest_bytes=int(min(self.largest_bytes, 0.25 * host.memory_available())),
                 repeats=self.repeats,
                 huge_pages="on",
                 order="sequential" if as_baseline else "random",
             ).run(probing)
-            metrics = {"cache_size_error": Paired(method=size_errors(chase, host.caches()))}
-            details: dict[str, JsonValue] = {
+            details |= {
                 "caches_os": dict(host.caches()),
                 "latency_s": [[m.at, m.median] for m in chase if m.quantity == "latency"],
                 "levels": {m.quantity: m.median for m in chase if m.at is None},
             }
-            skipped: dict[str, str] = {}
-            if not quick:
-                metrics["level_ratio"] = Paired(method=adjacent_ratios(chase))
-                self._compute(context, probing, metrics, skipped, details, as_baseline)
-                self._gpu(probing, metrics, skipped, as_baseline)
-                if not as_baseline:
-                    # The frame looked before; a neighbour that came meanwhile spoils it too.
-                    # Our own child must not be taken for one.
-                    probing.close()
-                    check_quiet()
-            return Samples(metrics=metrics, skipped=skipped, details=details)
+            metrics["cache_size_error"] = Paired(method=size_errors(chase, host.caches()))
+            metrics["level_ratio"] = Paired(method=adjacent_ratios(chase))
+            self._compute(context, probing, metrics, skipped, details, as_baseline)
+            self._gpu(probing, metrics, skipped, as_baseline)
+            if not as_baseline:
+                # The frame looked before; a neighbour that came meanwhile spoils it too.
+                # Our own child must not be taken for one.
+                probing.close()
+                check_quiet()
+        return Samples(metrics=metrics, skipped=skipped, details=details)
 
     def _compute(
         self,
@@ -279,6 +294,13 @@ class Dissect:
         else:
             part_rate = rates["fp32" if as_baseline else "bf16"]
             metrics["gpu_bf16_over_fp32"] = Paired(method=(part_rate / rates["fp32"],))
+
+
+def prefetchable_steps(bytes_: int, *, seed: int, random: bool) -> float:
+    """Share of the chase's steps that go to a neighbouring line, read from the chain itself."""
+    with Chain(bytes_, huge=False, seed=seed, random=random) as chain:
+        follows = chain.follow()
+    return sum(abs(after - line) == 1 for line, after in enumerate(follows)) / len(follows)
 
 
 def size_errors(chase: Sequence[Measurement], caches: Mapping[str, int]) -> tuple[float, ...]:
