@@ -80,7 +80,7 @@ class Dissect:
             wait for each other, so on a shared machine they show the neighbours.
     """
 
-    largest_bytes: int = 2**28
+    largest_bytes: int = 2**30
     repeats: int = 9
     threads: int = 1
 
@@ -151,6 +151,12 @@ class Dissect:
         ),
     )
     attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="level_ratio",
+            tried="a chase up to 256 MiB, which never leaves the 300 MiB of this machine's "
+            "shared cache; now up to 1 GiB",
+            value=1.745,
+        ),
         Attempt(
             metric="roofline_error",
             tried="predicting products of all threads beside busy neighbours; now one thread, "
