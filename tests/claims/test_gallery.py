@@ -215,6 +215,7 @@ def test_a_failure_shows_its_number_limit_and_debts(results: Path) -> None:
         results / "dissect.json",
         samples__metrics__level_ratio__method=[1.2, 3.0, 2.5],
         samples__bounds={"level_ratio": 4.0},
+        attempts=[],  # whatever the claim has tried so far
     )
     paper = next(p for p in index_rows(results) if p.row.id == 48)
     assert paper.status == "falls_short"
