@@ -47,6 +47,8 @@ PROTOCOLS: dict[str, str] = {
     "optimizer": "shoal.train.protocols:Optimizer",
     "lr_schedule": "shoal.train.protocols:LrSchedule",
     "shard": "shoal.parallel.protocols:Shard",
+    "schedule": "shoal.ir.schedule:SchedulePart",
+    "context": "shoal.parallel.protocols:ContextPart",
     "launch": "shoal.train.protocols:Launcher",
     "claim": "shoal.claims.protocols:Experiment",
 }
@@ -60,6 +62,8 @@ REACHED: dict[str, str] = {
     "optimizer": "TrainJob",
     "lr_schedule": "TrainJob",
     "shard": "TrainJob",
+    "schedule": "TrainJob",
+    "context": "TrainJob",
     "workload": "ServeJob",
     "scheduler": "ServeJob",
     "kv": "ServeJob",

@@ -2,9 +2,11 @@
 
 from shoal.ir.estimate import Estimate, Interval
 from shoal.ir.job import CheckpointPolicy, Evaluation, Parallel, ServeJob, TrainJob
+from shoal.ir.layout import Layout
 from shoal.ir.machine import Device, Link, Machine, Measurement, MemoryTier
 from shoal.ir.plan import Plan, Report, ServePlan, ServeReport, Work
 from shoal.ir.protocols import Part
+from shoal.ir.schedule import Event, LinkModel, Op, OpCosts, Schedule, SchedulePart
 from shoal.ir.serving import (
     Arrival,
     Chunk,
@@ -25,6 +27,13 @@ from shoal.ir.serving import (
 from shoal.ir.shape import ModelShape
 
 __all__ = [
+    "SchedulePart",
+    "Schedule",
+    "OpCosts",
+    "Op",
+    "LinkModel",
+    "Layout",
+    "Event",
     "Arrival",
     "CheckpointPolicy",
     "Chunk",

@@ -18,29 +18,89 @@ from pydantic import (
 )
 
 from shoal.core.config import Kind, Value
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, require
 from shoal.core.parts import Choice
+from shoal.ir.layout import Layout
 
 __all__ = ["CheckpointPolicy", "Evaluation", "Parallel", "ServeJob", "TrainJob"]
 
 
 class Parallel(Value):
-    """Degrees of parallelism; their product is the number of ranks.
+    """How the work is split over ranks: the degrees, whose product is the number of ranks.
 
     Args:
         dp: data-parallel replicas (or shards, with ``shard``).
         tp: tensor-parallel ranks of a layer.
-        pp: pipeline stages.
+        pp: pipeline stages; with ``vpp`` chunks of layers on each rank.
+        cp: context-parallel ranks, which share every sequence.
+        ep: expert-parallel ranks, a divisor of dp * cp * tp.
+        etp: tensor-parallel ranks of an expert.
+        vpp: pipeline stages of one rank.
+        sp: shard norms and residuals over the tp ranks, by token (sequence parallelism).
+        vocab: who splits embedding and output layer: the tp ranks, the pp ranks in passes of
+            their own, or nobody; auto is tp where tp > 1, else nobody.
+        schedule: the order of the pipeline's passes.
+        context: how attention reaches the whole sequence where cp > 1.
+        order: axes from slowest to fastest; neighbours differ in the last.
     """
 
     dp: PositiveInt = 1
     tp: PositiveInt = 1
     pp: PositiveInt = 1
+    cp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt = 1
+    vpp: PositiveInt = 1
+    sp: bool = False
+    vocab: Literal["auto", "none", "tp", "pp"] = "auto"
+    schedule: Annotated[Choice, Kind("schedule")] = Choice(name="1f1b")
+    context: Annotated[Choice, Kind("context")] = Choice(name="zigzag")
+    order: str = "pp-dp-cp-tp"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        require(
+            sorted(self.order.split("-")) == ["cp", "dp", "pp", "tp"],
+            "parallel.order",
+            self.order,
+            expected="dp, pp, cp and tp, each once, such as pp-dp-cp-tp",
+        )
+        inner = self.dp * self.cp * self.tp
+        require(
+            inner % (self.ep * self.etp) == 0,
+            "parallel.ep",
+            self.ep,
+            expected=f"with etp = {self.etp} a divisor of dp * cp * tp = {inner}",
+        )
+        require(
+            self.vocab != "tp" or self.tp > 1,
+            "parallel.vocab",
+            self.vocab,
+            expected="none, auto or pp where tp = 1",
+        )
+        return self
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def vocab_split(self) -> Literal["none", "tp", "pp"]:
+        """``vocab`` with auto resolved; one pipeline rank has nothing to share."""
+        if self.vocab == "auto":
+            return "tp" if self.tp > 1 else "none"
+        return "none" if self.vocab == "pp" and self.pp == 1 else self.vocab
+
+    def attention(self) -> Layout:
+        """The grid of attention and of everything dense."""
+        return Layout(tuple((axis, getattr(self, axis)) for axis in self.order.split("-")))
+
+    def experts(self) -> Layout:
+        """The grid of the experts over the same ranks: their data-parallel axis is ``edp``."""
+        inner = self.dp * self.cp * self.tp
+        edp = inner // (self.ep * self.etp)
+        return Layout((("pp", self.pp), ("edp", edp), ("ep", self.ep), ("etp", self.etp)))
 
 
 class Evaluation(Value):
@@ -95,7 +155,9 @@ class TrainJob(Value):
         precision: fp32, or bf16 compute with fp32 weights and optimizer state.
         parallel: degrees of parallelism.
         shard: what is sharded over the data-parallel ranks.
-        recompute: none, or full (only each block's input is kept).
+        recompute: none; full (only each block's input is kept); or stage (only the input of
+            a pipeline stage is kept).
+        dropout: share of the outputs of attention and feed-forward that is dropped.
         compile: compile the model with ``torch.compile``.
         threads: threads of one rank; 0 shares the cores among the ranks of a host.
         seed: seed of everything random.
@@ -124,7 +186,8 @@ class TrainJob(Value):
     precision: Literal["fp32", "bf16"] = "bf16"
     parallel: Parallel = Parallel()
     shard: Annotated[Choice, Kind("shard")] = Choice(name="replicated")
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "full", "stage"] = "none"
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     compile: bool = False
     threads: NonNegativeInt = 0
     seed: NonNegativeInt = 0

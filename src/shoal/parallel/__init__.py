@@ -1,11 +1,13 @@
 """parallel: executing layouts over ranks, with every byte counted.
 
-The door: the table of sharding parts. ``comm`` has the collectives.
+The door: the tables of the sharding and of the context-parallel parts. ``comm`` has the
+collectives, ``engine`` a training step on one rank, ``check`` the proof that it equals one
+process.
 """
 
 from shoal.core.parts import PartTable
 
-__all__ = ["SHARDS"]
+__all__ = ["CONTEXTS", "SHARDS"]
 
 SHARDS = PartTable(
     "shard",
@@ -16,3 +18,5 @@ SHARDS = PartTable(
         "zero3": "shoal.parallel.shard.fsdp:Zero3",
     },
 )
+
+CONTEXTS = PartTable("context", {"zigzag": "shoal.parallel.context.zigzag:Zigzag"})

@@ -1,6 +1,10 @@
-"""What a sharding part promises to the training loop.
+"""What the communicators, the sharding and the context-parallel parts promise.
 
-A part's ``apply`` wraps a model and returns a :class:`Sharded`. The loop then calls,
+Communicators (:class:`Comm`) name some ranks and count every byte between them; a rank's
+communicators by axis are its :class:`Ranks`. All of them are made at start by all ranks in
+the same order.
+
+A sharding part's ``apply`` wraps a model and returns a :class:`Sharded`. The loop then calls,
 each step and on every rank in the same order: ``accumulate`` around each micro-batch's
 backward pass, ``finish`` once, ``grad_norm``, the optimizer on ``owned``, ``publish``.
 
@@ -10,8 +14,11 @@ before it goes backward, so ragged micro-batches need no special case.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from shoal.ir import Estimate, Machine, Work
 
@@ -20,7 +27,168 @@ if TYPE_CHECKING:
 
     from shoal.parallel.comm import TorchComm
 
-__all__ = ["Held", "Shard", "Sharded"]
+    from shoal.core.meter import Meter
+    from shoal.ir.mask import Mask
+
+__all__ = [
+    "Comm",
+    "ContextPart",
+    "Held",
+    "MicroBatch",
+    "Pending",
+    "Ranks",
+    "Shard",
+    "Sharded",
+]
+
+
+class Pending(Protocol):
+    """A collective or a message under way."""
+
+    def wait(self) -> None:
+        """Return when the result is there.
+
+        Raises:
+            RankError: a peer is gone or did not come in time.
+        """
+        ...
+
+
+class Comm(Protocol):
+    """Some ranks that talk; every byte is counted by the ring's formulas and by link class.
+
+    All members make the same collective calls in the same order. Sums are taken in rank
+    order and nothing here ever divides. Results are written into tensors that the caller
+    gives, which are contiguous; a tensor may be touched again after ``wait``.
+
+    Attributes:
+        rank: number of this rank in here, from 0.
+        world: number of ranks in here.
+        ranks: their numbers in the whole job.
+        meter: where bytes are counted: ``wire_bytes`` by op, tag and scope.
+    """
+
+    rank: int
+    world: int
+    ranks: tuple[int, ...]
+    meter: Meter
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
+        """The communicator of this rank's group; called by all ranks with the same partition.
+
+        Args:
+            groups: numbers in here; every rank in exactly one.
+        """
+        ...
+
+    def all_reduce(self, x: Tensor, *, tag: str, op: Literal["sum", "max"] = "sum") -> Pending:
+        """Reduce ``x`` over all ranks, in place."""
+        ...
+
+    def broadcast(self, x: Tensor, root: int, *, tag: str) -> Pending:
+        """Copy ``x`` from rank ``root``, in place."""
+        ...
+
+    def reduce(self, x: Tensor, root: int, *, tag: str) -> Pending:
+        """Sum ``x`` over all ranks into rank ``root``, in place; elsewhere it is spoilt."""
+        ...
+
+    def all_gather(self, out: Tensor, x: Tensor, *, tag: str) -> Pending:
+        """``out`` [world * n, ...] becomes every rank's ``x`` [n, ...], in rank order."""
+        ...
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, *, tag: str) -> Pending:
+        """``out`` [n, ...] becomes this rank's part of the sum of ``x`` [world * n, ...]."""
+        ...
+
+    def all_to_all(self, outs: Sequence[Tensor], xs: Sequence[Tensor], *, tag: str) -> Pending:
+        """``outs[i]`` becomes what rank i has as its ``xs[rank]``; sizes may differ."""
+        ...
+
+    def send(self, x: Tensor, target: int, *, tag: str) -> Pending:
+        """Send ``x`` to rank ``target``; messages of a pair and tag arrive in order."""
+        ...
+
+    def receive(self, out: Tensor, source: int, *, tag: str) -> Pending:
+        """Receive into ``out`` what rank ``source`` sends with this tag."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        ...
+
+
+class Ranks(NamedTuple):
+    """The communicators of one rank.
+
+    Args:
+        world: all ranks.
+        tp: tensor-parallel peers.
+        cp: context-parallel peers.
+        pp: the ranks of this pipeline, first stage first.
+        data: ranks that hold the same parameters: dp x cp.
+        model: ranks that hold one copy of the model: pp x tp.
+    """
+
+    world: Comm
+    tp: Comm
+    cp: Comm
+    pp: Comm
+    data: Comm
+    model: Comm
+
+
+class MicroBatch(NamedTuple):
+    """What the stages of one rank need to know of a micro-batch of b sequences.
+
+    Args:
+        tokens: input ids int64 [b, T / cp], this context-parallel rank's positions.
+        targets: next tokens int64 [b, T / cp]; -100 counts nothing.
+        positions: int64 [T / cp], where they stand in the sequence.
+        documents: int32 [b, T] of the whole sequence, or None.
+        row: number of the first sequence in the global batch.
+        step: global step.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    documents: Tensor | None
+    row: int
+    step: int
+
+
+class ContextPart(Protocol):
+    """A part of kind ``context``: attention over sequences that ``cp`` ranks share."""
+
+    def positions(self, length: int, world: int) -> list[np.ndarray]:
+        """Positions int64 [length / world] of each rank.
+
+        Raises:
+            ConfigError: a length that the ranks cannot share; names those that they could.
+        """
+        ...
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], comm: Comm
+    ) -> Tensor:
+        """Softmax attention of this rank's queries over every rank's keys; has a gradient.
+
+        Args:
+            q: [B, H, T / world, d], at this rank's positions.
+            k: [B, K, T / world, d].
+            v: [B, K, T / world, d].
+            masks: of the whole sequences [T, T]; one for all rows, or one a row.
+            comm: the context-parallel ranks.
+
+        Returns:
+            [B, H, T / world, d]; zero where nothing is seen.
+        """
+        ...
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Bytes a rank sends for the attention of one step, and the seconds not hidden."""
+        ...
 
 
 class Held(NamedTuple):

@@ -1,0 +1,2 @@
+"""context: attention over sequences that several ranks share, one way a file. The table is
+the room's ``CONTEXTS``."""

@@ -1,0 +1,46 @@
+"""1F1B: one forward, one backward, so that a rank holds no more micro-batches than stages follow.
+
+Source: Narayanan et al., PipeDream, 2019; the flushing form of Narayanan et al., 2021.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import part
+from shoal.ir.estimate import Estimate, Interval
+from shoal.ir.machine import Machine
+from shoal.ir.plan import Work
+from shoal.ir.schedule import Op, Schedule
+
+__all__ = ["OneFOneB"]
+
+
+@part
+class OneFOneB:
+    """A rank's warm-up is as long as the stages behind it; then forward and backward alternate."""
+
+    chunks: ClassVar[int | None] = 1
+
+    def build(self, pp: int, microbatches: int, vpp: int = 1) -> Schedule:
+        """Rank r runs ``pp - 1 - r`` forwards ahead."""
+        require(vpp == 1, "parallel.vpp", vpp, expected="1 with schedule 1f1b", error=PlanError)
+        ops = []
+        for rank in range(pp):
+            ahead = min(pp - 1 - rank, microbatches)
+            program = [Op("F", rank, mb) for mb in range(ahead)]
+            for mb in range(microbatches):
+                if mb + ahead < microbatches:
+                    program.append(Op("F", rank, mb + ahead))
+                program.append(Op("B", rank, mb))
+            ops.append(tuple(program))
+        return Schedule("1f1b", tuple(ops), tuple(range(pp)), microbatches)
+
+    def bubble(self, pp: int, microbatches: int, vpp: int = 1) -> float:
+        """``(pp - 1) / microbatches``."""
+        return (pp - 1) / microbatches
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Nothing beyond the bubble and the transfers that every pipeline has."""
+        return Estimate(step_s=Interval(value=0.0, low=0.0, high=0.0))
