@@ -9,5 +9,9 @@ SCHEDULES = PartTable(
     {
         "gpipe": "shoal.plan.schedules.gpipe:GPipe",
         "1f1b": "shoal.plan.schedules.one_f_one_b:OneFOneB",
+        "interleaved": "shoal.plan.schedules.interleaved:Interleaved",
+        "zb_h1": "shoal.plan.schedules.zb_h1:ZeroBubbleH1",
+        "zbv": "shoal.plan.schedules.zbv:ZeroBubbleV",
+        "vhalf": "shoal.plan.schedules.vhalf:VHalf",
     },
 )

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
-from shoal.ir.estimate import Estimate, Interval
+from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 from shoal.ir.schedule import Op, Schedule
+from shoal.plan.schedules.common import boundary_estimate, check_numbers, looped
 
 __all__ = ["GPipe"]
 
@@ -25,7 +25,7 @@ class GPipe:
 
     def build(self, pp: int, microbatches: int, vpp: int = 1) -> Schedule:
         """Backwards go from the last micro-batch to the first."""
-        require(vpp == 1, "parallel.vpp", vpp, expected="1 with schedule gpipe", error=PlanError)
+        check_numbers("gpipe", pp, microbatches, vpp, self.chunks)
         programs = tuple(
             tuple(Op("F", rank, mb) for mb in range(microbatches))
             + tuple(Op("B", rank, mb) for mb in reversed(range(microbatches)))
@@ -38,5 +38,5 @@ class GPipe:
         return (pp - 1) / microbatches
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Nothing beyond the bubble and the transfers that every pipeline has."""
-        return Estimate(step_s=Interval(value=0.0, low=0.0, high=0.0))
+        """Bytes of the boundaries, each forward and back."""
+        return boundary_estimate(work, machine, looped(work.job.parallel.pp, 1))

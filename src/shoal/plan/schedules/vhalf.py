@@ -1,0 +1,87 @@
+"""V-Half: two chunks a rank in the shape of a V, and half the activations of 1F1B.
+
+Every micro-batch repeats one building block, a fixed place in time for each of its passes on each
+rank, six unit passes after the micro-batch before. How long a block holds activations is then how
+much memory a rank needs: at most ``pp + 2`` halves of a rank's layers, where 1F1B needs ``2 pp``.
+
+Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024; the offsets as given by
+Yeung et al., Vocabulary Parallelism, 2024.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoal.core.parts import part
+from shoal.cost.pipeline import simulate
+from shoal.ir.estimate import Estimate
+from shoal.ir.machine import Machine
+from shoal.ir.plan import Work
+from shoal.ir.schedule import Op, OpCosts, Schedule
+from shoal.plan.schedules.common import boundary_estimate, check_numbers, vee
+
+__all__ = ["VHalf"]
+
+# Passes of one micro-batch on one rank: F, I and W of two chunks, each one unit long.
+PERIOD = 6
+
+
+@part
+class VHalf:
+    """Building blocks in the order of their time; idle places close up when it runs."""
+
+    chunks: ClassVar[int | None] = 2
+
+    def build(self, pp: int, microbatches: int, vpp: int = 2) -> Schedule:
+        """Passes of rank r sorted by the block's offset plus six times the micro-batch."""
+        check_numbers("vhalf", pp, microbatches, vpp, self.chunks)
+        programs = []
+        for rank in range(pp):
+            block = _block(pp, rank)
+            timed = sorted(
+                (at + PERIOD * mb, Op(kind, stage, mb))
+                for mb in range(microbatches)
+                for at, kind, stage in block
+            )
+            programs.append(tuple(op for _, op in timed))
+        return Schedule("vhalf", tuple(programs), vee(pp), microbatches)
+
+    def bubble(self, pp: int, microbatches: int, vpp: int = 2) -> float:
+        """Simulated with F, I and W equally long: no closed form is known.
+
+        Idle time does not grow beyond ``2 pp`` micro-batches, which fill the pipeline.
+        """
+        few = min(microbatches, 2 * pp)
+        timeline = simulate(self.build(pp, few), OpCosts.uniform(2 * pp))
+        return (timeline.makespan - PERIOD * few) / (PERIOD * microbatches)
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Bytes of the boundaries of both chunks; the turn of the V stays on its rank."""
+        return boundary_estimate(work, machine, vee(work.job.parallel.pp))
+
+
+def _block(pp: int, rank: int) -> list[tuple[int, str, int]]:
+    """(time, kind, stage) of the first micro-batch's passes on ``rank``."""
+    gap = 3 if pp % 2 == 0 else 0
+    down, up = 2 * rank, 3 * pp - rank - 2
+    back_up, back_down = 3 * pp + gap + 2 * rank - 1, 6 * pp + gap - rank - 2
+    free = sorted(set(range(PERIOD)) - {at % PERIOD for at in (down, up, back_up, back_down)})
+    # Two places of the period are left for the weights; sooner holds less.
+    weights = min(
+        ((_next(back_up, one), _next(back_down, other)) for one, other in (free, free[::-1])),
+        key=sum,
+    )
+    lower, upper = rank, 2 * pp - 1 - rank
+    return [
+        (down, "F", lower),
+        (up, "F", upper),
+        (back_up, "I", upper),
+        (back_down, "I", lower),
+        (weights[0], "W", upper),
+        (weights[1], "W", lower),
+    ]
+
+
+def _next(after: int, residue: int) -> int:
+    """The first time beyond ``after`` that is ``residue`` within the period."""
+    return after + 1 + (residue - after - 1) % PERIOD

@@ -1,0 +1,57 @@
+"""ZB-H1: the backward in two halves, so that weight gradients fill what 1F1B leaves idle.
+
+Only the gradient of a stage's input (``I``) is waited for by the stage before; the gradient of
+its weights (``W``) may come later. Rank r puts it off by r micro-batches: every rank then holds
+``pp`` micro-batches, which is what rank 0 of 1F1B holds, and two thirds of the bubble are gone.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoal.core.parts import part
+from shoal.ir.estimate import Estimate
+from shoal.ir.machine import Machine
+from shoal.ir.plan import Work
+from shoal.ir.schedule import Op, Schedule
+from shoal.plan.schedules.common import boundary_estimate, check_numbers, looped
+
+__all__ = ["ZeroBubbleH1"]
+
+
+@part
+class ZeroBubbleH1:
+    """1F1B whose weight gradients wait for the end of the pipeline's slope."""
+
+    chunks: ClassVar[int | None] = 1
+
+    def build(self, pp: int, microbatches: int, vpp: int = 1) -> Schedule:
+        """Rank r runs ``pp - 1 - r`` forwards ahead and ``r`` weight gradients behind."""
+        check_numbers("zb_h1", pp, microbatches, vpp, self.chunks)
+        programs = []
+        for rank in range(pp):
+            ahead = min(pp - 1 - rank, microbatches)
+            program = [Op("F", rank, mb) for mb in range(ahead)]
+            for mb in range(microbatches):
+                if mb + ahead < microbatches:
+                    program.append(Op("F", rank, mb + ahead))
+                program.append(Op("I", rank, mb))
+                if mb >= rank:
+                    program.append(Op("W", rank, mb - rank))
+            behind = max(0, microbatches - rank)
+            program += [Op("W", rank, mb) for mb in range(behind, microbatches)]
+            programs.append(tuple(program))
+        return Schedule("zb_h1", tuple(programs), looped(pp, 1), microbatches)
+
+    def bubble(self, pp: int, microbatches: int, vpp: int = 1) -> float:
+        """``(pp - 1) / (3 microbatches)`` where F, I and W take equally long.
+
+        With fewer micro-batches than ranks, ``pp - microbatches`` more thirds are idle.
+        """
+        return (pp - 1 + max(0, pp - microbatches)) / (3 * microbatches)
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Bytes of the boundaries, the same as those of 1F1B."""
+        return boundary_estimate(work, machine, looped(work.job.parallel.pp, 1))
