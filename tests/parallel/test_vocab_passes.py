@@ -16,6 +16,8 @@ from shoal.ir.schedule import Op, Schedule
 from shoal.model.config import ModelConfig
 from shoal.parallel.thread_comm import run_ranks
 from shoal.parallel.vocab_passes import VocabShard, padded_vocab, shard_rows
+from shoal.plan.schedules import SCHEDULES
+from shoal.plan.schedules.vocab import with_vocabulary
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +110,7 @@ def run_passes(comm, schedule, cfg, full, output, batches, factor):
             shard.s(op.mb, targets, factor)
         elif op.kind == "T":
             shard.t(op.mb)
-        elif op.kind == "B":
+        elif op.kind in ("B", "I"):
             if op.stage == final:
                 part, value = shard.take_gradient(op.mb)
                 loss += part
@@ -119,7 +121,7 @@ def run_passes(comm, schedule, cfg, full, output, batches, factor):
                 hand(dx, op, op.stage - 1, value, "b")
             else:
                 shard.give_gradient(op.mb, value)
-        else:
+        elif op.kind == "EB":
             shard.eb(op.mb)
         most = max(most, sum(map(len, shard._sent.values())))
     for _, pending in sends:
@@ -192,6 +194,16 @@ def test_any_valid_order_of_passes_ends_and_is_right(barriers):
         place = None if seed % 2 else (*range(world), *reversed(range(world)))
         schedule = any_order(world, 5, barriers, seed, place)
         compare(world, schedule, config(), full, output, batches)
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_the_schedules_that_a_job_can_choose(name, barriers):
+    part = SCHEDULES.build(name)
+    chunks = part.chunks or 2
+    schedule = with_vocabulary(part.build(3, 6, chunks), barriers)
+    full, output, batches = problem(11, 6)
+    compare(3, schedule, config(), full, output, batches)
 
 
 @pytest.mark.parametrize("barriers", [1, 2])
@@ -381,7 +393,7 @@ def test_bad_input():
         call(no_gradient)
 
     plain = Schedule("plain", ((), ()), (0, 1), 0)
-    with pytest.raises(PlanError, match="1 or 2; choose parallel.vocab = pp"):
+    with pytest.raises(PlanError, match=r"1 or 2; choose parallel\.vocab = pp"):
         run_ranks(2, lambda comm: VocabShard(config(), comm, plain))
     with pytest.raises(PlanError, match="expected 3, the ranks of the pipeline"):
         run_ranks(3, lambda comm: VocabShard(config(), comm, schedule))
@@ -394,4 +406,12 @@ def test_bad_input():
         1,
     )
     with pytest.raises(PlanError, match="different orders"):
+        run_ranks(2, lambda comm: VocabShard(config(), comm, crossed))
+    overtaken = ("S0", "S1"), ("F1", "F0", "S0", "S1")
+    ops = tuple(
+        tuple(Op(what[0], r, int(what[1])) for what in program)
+        for r, program in enumerate(overtaken)
+    )
+    with pytest.raises(PlanError, match="different orders"):
+        crossed = Schedule("overtaken", ops, (0, 1), 2, {}, 1)
         run_ranks(2, lambda comm: VocabShard(config(), comm, crossed))

@@ -4,9 +4,9 @@ The passes of one rank, called in the order of a :class:`~shoal.ir.schedule.Sche
 and ``EB`` of the embedding's shard, ``S`` and ``T`` of the output layer's. The first stage takes
 its input and gives its gradient, the last stage gives its output and takes its gradient::
 
-    EF: ef            F of the first stage: take_embedded     B of the first stage: give_gradient
-    S:  s             F of the last stage:  give_hidden       B of the last stage:  take_gradient
-    T:  t             EB: eb                                  end of the step: finish
+    EF  ef      F of the first stage  take_embedded      B or I of the first stage  give_gradient
+    S   s       F of the last stage   give_hidden        B or I of the last stage   take_gradient
+    T   t       EB  eb                                   end of the step            finish
 
 Ranks talk by messages alone. A pass waits only for passes that :meth:`Schedule.before` names, so
 a valid schedule never deadlocks, however the passes of different ranks interleave; collectives,
@@ -94,7 +94,7 @@ _FORWARD = -1
 class _Lookup:
     """A micro-batch between EF and the first stage's forward pass."""
 
-    out_ND: Tensor
+    out: Tensor  # [N, D]
     parts: list[tuple[Tensor, Tensor, Pending]]  # places, rows, receive
 
 
@@ -102,13 +102,13 @@ class _Lookup:
 class _Flight:
     """A micro-batch between S and the end of its head's work."""
 
-    counted_C: Tensor | None  # places of the tokens that count; None where all do
+    counted: Tensor | None  # [C] places of the tokens that count; None where all do
     length: int
-    targets_C: Tensor
-    x_CD: Tensor
+    targets: Tensor  # [C]
+    x: Tensor  # [C, D]
     factor: float | Tensor | None
-    softmax_CR: Tensor | None = None
-    own_2C: Tensor | None = None
+    softmax: Tensor | None = None  # [C, R]
+    own: Tensor | None = None  # [2, C]
     # On the last stage's rank: target logits by place, and what the ranks send of dX.
     hits: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     stats: dict[int, Tensor] = field(default_factory=dict)
@@ -204,8 +204,8 @@ class VocabShard(nn.Module):
         found = self._lookups.pop(mb)
         for places, rows, arriving in found.parts:
             arriving.wait()
-            found.out_ND[places] = rows
-        return found.out_ND
+            found.out[places] = rows
+        return found.out
 
     @torch.no_grad()
     def give_hidden(self, mb: int, x_ND: Tensor, targets: Tensor) -> None:
@@ -216,7 +216,7 @@ class VocabShard(nn.Module):
             x_ND: final hidden states [..., D], N rows.
             targets: as of :meth:`s`.
         """
-        counted, targets_C = self._counted(targets)
+        counted, _ = self._counted(targets)
         flat = x_ND.detach().reshape(-1, self.config.hidden).to(self.dtype)
         require(
             len(flat) == targets.numel(),
@@ -257,11 +257,11 @@ class VocabShard(nn.Module):
         self._flights[mb] = flight
         logits_CR = x_CD @ weight.to(self.dtype).T
         here = self._owned(targets_C, rank)
-        flight.own_2C, hit = self._softmax(logits_CR, here, targets_C[here] - self.rows.start)
+        flight.own, hit = self._softmax(logits_CR, here, targets_C[here] - self.rows.start)
         self._exchange_stats(flight, mb, last, here, hit)
         if factor is None:
             return
-        flight.softmax_CR = logits_CR
+        flight.softmax = logits_CR
         if self.schedule.vocab_barriers == 1:
             self._half_gradient(flight, mb, last, targets_C[here])
 
@@ -269,17 +269,17 @@ class VocabShard(nn.Module):
     def t(self, mb: int) -> None:
         """The gradient of this rank's rows; with two barriers also that of the hidden states."""
         flight = self._flights[mb]
-        softmax_CR = flight.softmax_CR
+        softmax_CR = flight.softmax
         if softmax_CR is None or flight.factor is None:
             raise PlanError(
                 f"vocabulary pass T of micro-batch {mb}: it needs S with a factor before it, once"
             )
         rank, last = self.comm.rank, self._last(mb)
         top, total = self._totals(flight)
-        assert flight.own_2C is not None
-        softmax_CR.mul_(self._share(flight.own_2C, top, total).to(self.dtype).unsqueeze(1))
-        here = self._owned(flight.targets_C, rank)
-        softmax_CR[here, flight.targets_C[here] - self.rows.start] -= 1
+        assert flight.own is not None
+        softmax_CR.mul_(self._share(flight.own, top, total).to(self.dtype).unsqueeze(1))
+        here = self._owned(flight.targets, rank)
+        softmax_CR[here, flight.targets[here] - self.rows.start] -= 1
         weight = self.output_weight
         if self.schedule.vocab_barriers == 2:
             dx_CD = softmax_CR @ weight.to(self.dtype)
@@ -290,13 +290,13 @@ class VocabShard(nn.Module):
                 for other in self._others():
                     flight.dx[other] = torch.empty_like(dx_CD)
                     flight.dx_under_way.append(self._receive(flight.dx[other], other, "vocab_dx"))
-        step = (softmax_CR.T @ flight.x_CD).to(weight.dtype).mul_(flight.factor)
+        step = (softmax_CR.T @ flight.x).to(weight.dtype).mul_(flight.factor)
         _accumulate(weight, step)
         # All S passes are done, so all statistics have been asked for.
         self._release("vocab_stats", mb)
         if self.schedule.vocab_barriers == 1:
             self._release("vocab_dx", mb)
-        flight.softmax_CR = None
+        flight.softmax = None
         if rank != last or not flight.dx:
             del self._flights[mb]
 
@@ -324,8 +324,8 @@ class VocabShard(nn.Module):
         top, total = self._totals(flight)
         for arriving in flight.dx_under_way:
             arriving.wait()
-        dx_CD = torch.zeros_like(flight.x_CD, dtype=self.exact)
-        number = len(flight.targets_C)
+        dx_CD = torch.zeros_like(flight.x, dtype=self.exact)
+        number = len(flight.targets)
         for rank in range(self.comm.world):
             got = flight.dx.pop(rank)
             if self.schedule.vocab_barriers == 2:
@@ -333,16 +333,16 @@ class VocabShard(nn.Module):
                 continue
             share = self._share(flight.stats[rank], top, total)
             dx_CD.addcmul_(got[:number].to(self.exact), share.unsqueeze(1))
-            places = self._owned(flight.targets_C, rank)
+            places = self._owned(flight.targets, rank)
             dx_CD[places] -= got[number:].to(self.exact)
         out = dx_CD.mul_(flight.factor).to(self.dtype)
-        if flight.counted_C is not None:
+        if flight.counted is not None:
             whole = out.new_zeros(flight.length, out.shape[1])
-            whole[flight.counted_C] = out
+            whole[flight.counted] = out
             out = whole
         # Every rank has asked for the hidden states in its S pass.
         self._release("vocab_hidden", mb)
-        if flight.softmax_CR is None:
+        if flight.softmax is None:
             del self._flights[mb]
         return loss, out
 
@@ -455,7 +455,7 @@ class VocabShard(nn.Module):
         self, flight: _Flight, mb: int, last: int, here: Tensor, hit: Tensor
     ) -> None:
         """Start of the barrier: every rank's statistics go to every rank, targets to the last."""
-        rank, own = self.comm.rank, flight.own_2C
+        rank, own = self.comm.rank, flight.own
         assert own is not None
         count = own.shape[1]
         flight.stats[rank] = own
@@ -469,7 +469,7 @@ class VocabShard(nn.Module):
                 self._send(message, other, "vocab_stats", mb)
             if flight.factor is None and rank != last:
                 continue
-            places = self._owned(flight.targets_C, other) if rank == last else here[:0]
+            places = self._owned(flight.targets, other) if rank == last else here[:0]
             got = own.new_empty(2 * count + len(places))
             flight.stats_under_way.append(self._receive(got, other, "vocab_stats"))
             flight.stats[other] = got[: 2 * count].view(2, count)
@@ -479,16 +479,16 @@ class VocabShard(nn.Module):
     def _half_gradient(self, flight: _Flight, mb: int, last: int, hits: Tensor) -> None:
         """One barrier: dX but for one scalar a token, which is known when all ranks are done."""
         weight = self.output_weight.to(self.dtype)
-        assert flight.softmax_CR is not None
-        made = torch.cat([flight.softmax_CR @ weight, weight[hits - self.rows.start]])
+        assert flight.softmax is not None
+        made = torch.cat([flight.softmax @ weight, weight[hits - self.rows.start]])
         rank = self.comm.rank
         if rank != last:
             self._send(made, last, "vocab_dx", mb)
             return
         flight.dx[rank] = made
-        count = len(flight.targets_C)
+        count = len(flight.targets)
         for other in self._others():
-            places = self._owned(flight.targets_C, other)
+            places = self._owned(flight.targets, other)
             got = made.new_empty(count + len(places), made.shape[1])
             flight.dx[other] = got
             flight.dx_under_way.append(self._receive(got, other, "vocab_dx"))
@@ -581,14 +581,31 @@ def _check(schedule: Schedule, world: int) -> None:
         expected="1 or 2; choose parallel.vocab = pp",
         error=PlanError,
     )
-    # Messages carry no number of their micro-batch: equal kinds arrive in the order of sending.
+    # Messages carry no number of their micro-batch: they arrive in the order of sending, so all
+    # ranks have one order of a pass, and what it waits for is sent in that order.
     for kind in ("EF", "S", "T", "EB"):
-        orders = {tuple(op.mb for op in ops if op.kind == kind) for ops in schedule.ops}
-        if len(orders) > 1:
-            raise PlanError(
-                f"schedule {schedule.name}: ranks do {kind} passes in different orders of the "
-                "micro-batches; give all ranks the same order"
-            )
+        order = [op.mb for op in schedule.ops[0] if op.kind == kind]
+        place = {mb: at for at, mb in enumerate(order)}
+        for ops in schedule.ops:
+            same = [op.mb for op in ops if op.kind == kind] == order
+            sent = [
+                place[op.mb]
+                for op in ops
+                if op.mb in place and op == _source(schedule, kind, op.mb)
+            ]
+            if not same or sent != sorted(sent):
+                raise PlanError(
+                    f"schedule {schedule.name}: {kind} passes and what they wait for are in "
+                    "different orders of the micro-batches; give all ranks the same order"
+                )
+
+
+def _source(schedule: Schedule, kind: str, mb: int) -> Op | None:
+    """The pass of a stage whose result the passes of this kind wait for, if there is one."""
+    route = schedule.route(mb)
+    if kind == "S":
+        return Op("F", route[-1], mb)
+    return schedule.backward(route[0], mb) if kind == "EB" else None
 
 
 def _arrived(schedule: Schedule, rank: int) -> dict[int, list[int]]:
@@ -611,9 +628,9 @@ def _arrived(schedule: Schedule, rank: int) -> dict[int, list[int]]:
                     break
                 at[r] += 1
                 seen = [latest[r], *(known[op] for op in before)]
-                reach = list(map(max, zip(*seen, strict=True)))
-                reach[r] = at[r]
-                latest[r] = known[program[at[r] - 1]] = tuple(reach)
+                far = list(map(max, zip(*seen, strict=True)))
+                far[r] = at[r]
+                latest[r] = known[program[at[r] - 1]] = tuple(far)
                 moving = True
     number = [{op: i for i, op in enumerate(ops, 1)} for ops in schedule.ops]
     own = [op for op in schedule.ops[rank] if op.kind == "EB"]
