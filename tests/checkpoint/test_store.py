@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.boxes import Box
+from shoal.core.boxes import Box
 from shoal.checkpoint.index import INDEX_NAME, Index
 from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.store import Piece, Store

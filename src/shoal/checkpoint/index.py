@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
-from shoal.checkpoint.boxes import Box, uncovered
+from shoal.core.boxes import Box, uncovered
 from shoal.core.config import Value
 from shoal.core.errors import CheckpointError, CorruptError
 from shoal.core.safetensors_header import ITEM_BYTES

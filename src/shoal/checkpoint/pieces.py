@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.checkpoint.boxes import Box
+from shoal.core.boxes import Box
 from shoal.checkpoint.index import Part, RankIndex, StoredFile, StoredPiece, file_name
 from shoal.core.errors import CheckpointError, require
 from shoal.core.safetensors_header import ITEM_BYTES, encode_header

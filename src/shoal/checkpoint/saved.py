@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.boxes import Box
+from shoal.core.boxes import Box
 from shoal.checkpoint.index import INDEX_NAME, StoredPiece, Tensor, read_index
 from shoal.checkpoint.pieces import TORCH_NAMES
 from shoal.core.errors import CheckpointError, CorruptError, nearest, require

@@ -246,9 +246,12 @@ class Attention(nn.Module):
 
     def _project(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values."""
-        batch, length, _ = x_BTD.shape
+        return self.rotated(self.qkv_proj(x_BTD), cos, sin)
+
+    def rotated(self, qkv_BTR: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, T, H, d] and keys, and values [B, T, K, d], of projected tokens."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x_BTD).view(batch, length, heads + 2 * kv_heads, self.head_dim)
+        qkv = qkv_BTR.view(*qkv_BTR.shape[:2], heads + 2 * kv_heads, self.head_dim)
         if self.q_norm is None or self.k_norm is None:
             return rotate_split(qkv, cos, sin, heads, kv_heads)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 2)

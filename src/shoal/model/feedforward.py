@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from shoal.model.config import ModelConfig
 
-__all__ = ["Experts", "SwiGLU"]
+__all__ = ["Experts", "SwiGLU", "gate"]
 
 
-def _gate(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+def gate(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of both halves of the last dimension."""
+    first, up = gate_up.chunk(2, -1)
+    return F.silu(first) * up
 
 
 class SwiGLU(nn.Module):
@@ -32,7 +33,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Each token by itself."""
-        out: Tensor = self.down_proj(_gate(self.gate_up_proj(x_BTD)))
+        out: Tensor = self.down_proj(gate(self.gate_up_proj(x_BTD)))
         return out
 
 
@@ -58,7 +59,9 @@ class Experts(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Weighted sum of the chosen experts, token by token."""
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        probability_NE = torch.softmax(self.router(x_ND).float(), -1)
+        logits_NE = self.router(x_ND)
+        exact = torch.promote_types(logits_NE.dtype, torch.float32)
+        probability_NE = torch.softmax(logits_NE.to(exact), -1)
         weight_NK, expert_NK = torch.topk(probability_NE, self.top_k, dim=-1)
         if self.normalise:
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
@@ -66,11 +69,20 @@ class Experts(nn.Module):
         order = torch.argsort(expert, stable=True)
         counts = torch.bincount(expert, minlength=self.num_experts).tolist()
         token = order // self.top_k
-        outputs = [
-            F.linear(_gate(F.linear(rows, self.gate_up_proj[e])), self.down_proj[e])
-            for e, rows in enumerate(torch.split(x_ND[token], counts))
-            if counts[e]
-        ]
-        weighted = torch.cat(outputs) * weight_NK.reshape(-1, 1)[order].to(outputs[0].dtype)
+        gated = gate(self.product(x_ND[token], self.gate_up_proj, counts))
+        rows = self.product(gated, self.down_proj, counts)
+        weighted = rows * weight_NK.reshape(-1, 1)[order].to(rows.dtype)
         out_ND = torch.zeros_like(x_ND).index_add(0, token, weighted.to(x_ND.dtype))
         return out_ND.view_as(x_BTD)
+
+    def product(self, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
+        """Each expert's matrix with its own rows, which lie behind each other; [M, O]."""
+        # Unbound in one piece: the gradient of an index is a whole tensor of zeros but for it.
+        weights = weight_EOI.unbind(0)
+        return torch.cat(
+            [
+                F.linear(rows, weight)
+                for rows, weight in zip(torch.split(rows_MI, counts), weights, strict=True)
+                if len(rows)
+            ]
+        )

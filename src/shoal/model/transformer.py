@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.core.errors import ModelError, require
 from shoal.model.attention import Attention, KVCache, Mixer, document_mask
 from shoal.model.config import ModelConfig
+from shoal.model.dropout import ATTENTION, FEED_FORWARD, Drop, StepDropout
 from shoal.model.feedforward import Experts, SwiGLU
 from shoal.model.loss import token_loss_sum
 from shoal.model.norm import RMSNorm
@@ -32,6 +33,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.layer = layer
         self.attention_norm = RMSNorm(config.hidden, config.rms_norm_eps)
         self.attention = Attention(config, layer)
         self.mlp_norm = RMSNorm(config.hidden, config.rms_norm_eps)
@@ -44,11 +46,16 @@ class Block(nn.Module):
         sin: Tensor,
         mask: Tensor | None = None,
         cache: KVCache | None = None,
+        drop: Drop | None = None,
     ) -> Tensor:
         """One step of the residual stream."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin, mask, cache)
-        out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
-        return out
+        mixed = self.attention(self.attention_norm(x_BTD), cos, sin, mask, cache)
+        x_BTD = self.residual(x_BTD, mixed, drop, ATTENTION)
+        return self.residual(x_BTD, self.mlp(self.mlp_norm(x_BTD)), drop, FEED_FORWARD)
+
+    def residual(self, x: Tensor, branch: Tensor, drop: Drop | None, site: str) -> Tensor:
+        """Add the output of a branch to the stream, some of it dropped if asked."""
+        return x + branch if drop is None else drop.add(x, branch, self.layer, site)
 
     def flat(self, x_ND: Tensor, cos: Tensor, sin: Tensor, mixer: Mixer) -> Tensor:
         """The same for tokens of any sequences side by side."""
@@ -92,6 +99,7 @@ class Transformer(nn.Module):
         documents_BT: Tensor | None = None,
         cache: KVCache | None = None,
         recompute: bool = False,
+        dropout: StepDropout | None = None,
     ) -> Tensor:
         """Final normalised hidden states [B, T, D], in the dtype of the computation.
 
@@ -101,6 +109,7 @@ class Transformer(nn.Module):
                 documents do not see each other.
             cache: keys and values of the tokens before these; is moved on.
             recompute: keep only the input of every block for the backward pass.
+            dropout: of these sequences; none where the model is not in training mode.
 
         Raises:
             ModelError: more positions than the model has, or documents with a cache.
@@ -131,11 +140,15 @@ class Transformer(nn.Module):
             mask = torch.full(
                 (length, start + length), float("-inf"), dtype=x_BTD.dtype, device=x_BTD.device
             ).triu_(start + 1)
+        drop = None
+        if dropout is not None and self.training:
+            positions_T = torch.arange(start, start + length, device=x_BTD.device)
+            drop = dropout.over(positions_T, length, len(tokens_BT))
         for block in self.blocks:
             if recompute and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, cos, sin, mask, use_reentrant=False)
+                x_BTD = checkpoint(block, x_BTD, cos, sin, mask, None, drop, use_reentrant=False)
             else:
-                x_BTD = block(x_BTD, cos, sin, mask, cache)
+                x_BTD = block(x_BTD, cos, sin, mask, cache, drop)
         if cache is not None:
             cache.length += length
         normed: Tensor = self.norm(x_BTD)
@@ -181,11 +194,14 @@ class Transformer(nn.Module):
         *,
         documents_BT: Tensor | None = None,
         recompute: bool = False,
+        dropout: StepDropout | None = None,
     ) -> Tensor:
         """Sum of the cross-entropies of ``targets_BT``, in nats and fp32, logits never kept.
 
         Targets equal to -100 count nothing. With sharded weights, register this method as
         a forward method, and keep the output matrix in the outermost group.
         """
-        hidden = self.hidden(tokens_BT, documents_BT=documents_BT, recompute=recompute)
+        hidden = self.hidden(
+            tokens_BT, documents_BT=documents_BT, recompute=recompute, dropout=dropout
+        )
         return token_loss_sum(hidden, self.output_weight, targets_BT)

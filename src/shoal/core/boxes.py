@@ -1,7 +1,7 @@
 """Boxes: axis-aligned pieces of a tensor, and what is left when some are taken away.
 
-Loading a checkpoint in another split than it was saved in is nothing but
-intersecting boxes.
+Which part of a weight a rank holds is a list of boxes, and loading a checkpoint in another
+split than it was saved in is nothing but intersecting them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.boxes import Box, uncovered
+from shoal.core.boxes import Box, uncovered
 
 SIDE = 5
 

@@ -1,0 +1,118 @@
+"""One block of the model, as one rank computes it.
+
+The rank's block is the model's own with fewer heads and a narrower feed-forward layer; its
+linear layers are exchanged for ones that can put off their weight gradients and, under
+tensor parallelism, communicate. Where tensor or context parallelism needs it, the stream
+is tokens behind each other, [N, D], or [n, D] with sequence parallelism; else the block is used
+as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shoal.model.config import ModelConfig
+from shoal.model.dropout import ATTENTION, FEED_FORWARD, Drop
+from shoal.model.feedforward import Experts, SwiGLU, gate
+from shoal.model.transformer import Block
+from shoal.parallel.linear import ColumnLinear, Linear, RowLinear, grouped
+from shoal.parallel.operators import enter, leave
+
+if TYPE_CHECKING:
+    from shoal.parallel.protocols import Comm
+
+__all__ = ["Mix", "SplitBlock", "WholeBlock", "local_config"]
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention: q [B, H, T, d], k and v [B, K, T, d] to [B, H, T, d]."""
+
+
+def local_config(config: ModelConfig, tp: int) -> ModelConfig:
+    """The configuration of one tp rank's blocks."""
+    return config.model_copy(
+        update={
+            "num_heads": config.num_heads // tp,
+            "num_kv_heads": config.num_kv_heads // tp,
+            "ffn_hidden": config.ffn_hidden // tp,
+        }
+    )
+
+
+class _Experts(Experts):
+    """Experts of which each rank has a part of the width.
+
+    Every rank sends all tokens to the same experts; the router's gradient is a share, since
+    the outputs that its weights scale are.
+    """
+
+    def __init__(self, config: ModelConfig, comm: Comm, *, sp: bool) -> None:
+        super().__init__(config)
+        self.comm, self.sp = comm, sp
+        self.router = Linear.of(self.router, comm)
+
+    def forward(self, x: Tensor, total: int = 0) -> Tensor:
+        """As of whole experts; [n, D] with sequence parallelism."""
+        if self.comm.world == 1:
+            return super().forward(x)
+        whole = enter(x, self.comm, total, sp=self.sp)
+        return leave(super().forward(whole), self.comm, sp=self.sp)
+
+    def product(self, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
+        """Each expert's matrix with its own rows; the weight gradient can be put off."""
+        return grouped(rows_MI, weight_EOI, counts)
+
+
+class WholeBlock(Block):
+    """A block whose linear layers are this rank's; without communication it is the model's."""
+
+    def __init__(self, config: ModelConfig, layer: int, comm: Comm, *, sp: bool) -> None:
+        config = local_config(config, comm.world)
+        super().__init__(config, layer)
+        attention = self.attention
+        attention.qkv_proj = ColumnLinear.of(attention.qkv_proj, comm, sp=sp)
+        attention.o_proj = RowLinear.of(attention.o_proj, comm, sp=sp)
+        if isinstance(self.mlp, SwiGLU):
+            self.mlp.gate_up_proj = ColumnLinear.of(self.mlp.gate_up_proj, comm, sp=sp)
+            self.mlp.down_proj = RowLinear.of(self.mlp.down_proj, comm, sp=sp)
+        else:
+            self.mlp = _Experts(config, comm, sp=sp)
+
+
+class SplitBlock(WholeBlock):
+    """A block over tokens behind each other, with attention from outside."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x_ND: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mix: Mix,
+        batch: int,
+        drop: Drop | None = None,
+    ) -> Tensor:
+        """One step of the residual stream.
+
+        Args:
+            x_ND: tokens [N, D] of ``batch`` sequences, or [n, D] with sequence parallelism.
+            cos: [T, 1, C] of this rank's positions.
+            sin: [T, 1, C].
+            mix: attention.
+            batch: sequences.
+            drop: dropout of these tokens.
+        """
+        attention = self.attention
+        total = batch * len(cos)
+        qkv = attention.qkv_proj(self.attention_norm(x_ND), total)
+        q, k, v = attention.rotated(qkv.view(batch, len(cos), -1), cos, sin)
+        mixed = mix(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        out = attention.o_proj(mixed.transpose(1, 2).reshape(total, -1))
+        x_ND = self.residual(x_ND, out, drop, ATTENTION)
+        normed = self.mlp_norm(x_ND)
+        if isinstance(self.mlp, SwiGLU):
+            out = self.mlp.down_proj(gate(self.mlp.gate_up_proj(normed, total)))
+        else:
+            out = self.mlp(normed, total)
+        return self.residual(x_ND, out, drop, FEED_FORWARD)

@@ -1,0 +1,276 @@
+"""Linear layers that are split over ranks and whose weight gradients can wait.
+
+A backward pass has two halves: the gradient of the input, which the stage before waits for,
+and that of the weights, which nobody waits for until the optimizer. While a
+:class:`WeightGradients` is open, these layers compute the first half and note the second;
+its ``run`` does what was noted. Both ways the same products are taken and added in the same
+order, so the gradients are equal to the bit.
+
+The layers communicate within their own passes, so that a reduction of input gradients
+travels while the weight gradient is computed.
+
+Source: Shoeybi et al., Megatron-LM, 2019; Qi et al., Zero Bubble Pipeline Parallelism, 2024.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shoal.parallel.operators import TAG, gathered, local_tokens, reduced, scattered
+
+if TYPE_CHECKING:
+    from shoal.parallel.protocols import Comm, Pending
+
+__all__ = ["ColumnLinear", "Linear", "RowLinear", "WeightGradients", "compute_dtype", "grouped"]
+
+
+class WeightGradients:
+    """Weight gradients that were put off, of one stage and micro-batch.
+
+    Open it as a context around the backward pass; :meth:`run` it later, once.
+    """
+
+    # Ranks may be threads of one process, and each has its own open one.
+    _open: dict[int, WeightGradients] = {}
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], list[tuple[Tensor, Tensor]]]] = []
+
+    def __enter__(self) -> Self:
+        self._open[threading.get_ident()] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._open[threading.get_ident()]
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @classmethod
+    def current(cls, device: torch.device) -> WeightGradients | None:
+        """The one that is open around the backward pass under way."""
+        if device.type == "cpu":
+            return cls._open.get(threading.get_ident())
+        # Autograd has a thread of its own for other devices, where a process is one rank.
+        return next(iter(cls._open.values()), None)
+
+    def put_off(self, gradients: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
+        """Note a function that returns parameters with their gradients."""
+        self._waiting.append(gradients)
+
+    def run(self) -> None:
+        """Add every gradient that was put off to its parameter's, as autograd does."""
+        for gradients in self._waiting:
+            # Through autograd, so that whoever waits for a parameter's gradient is told.
+            for parameter, gradient in gradients():
+                torch.autograd.backward([parameter], [gradient])
+        self._waiting.clear()
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a matrix is multiplied with ``x``."""
+    kind = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight.T + bias`` with the communication that belongs to the layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, total: int
+    ) -> Tensor:
+        dtype = compute_dtype(x)
+        x_NI = x.reshape(-1, x.shape[-1]).to(dtype)
+        if layer.gathers_input:
+            x_NI = gathered(x_NI, layer.comm, total)
+        cast = weight.to(dtype)
+        joined = bias is None or not layer.reduces_output
+        out = F.linear(x_NI, cast, bias.to(dtype) if bias is not None and joined else None)
+        if layer.reduces_output:
+            out = scattered(out, layer.comm) if layer.sp else reduced(out, layer.comm)
+            if bias is not None:
+                out += bias.to(dtype)
+        ctx.save_for_backward(x_NI, cast)
+        ctx.parameters, ctx.layer, ctx.shape, ctx.dtype = (weight, bias), layer, x.shape, x.dtype
+        lead = (len(out),) if layer.gathers_input or layer.reduces_output else x.shape[:-1]
+        return out.view(*lead, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, cast = ctx.saved_tensors
+        layer: Linear = ctx.layer
+        weight, bias = ctx.parameters
+        grad_NO = grad.reshape(-1, grad.shape[-1])
+        own = grad_NO
+        if layer.reduces_output and layer.sp:
+            grad_NO = gathered(grad_NO, layer.comm, len(x_NI))
+        pending: Pending | None = None
+        out: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            out = grad_NO @ cast
+            if layer.gathers_input:
+                out, pending = _scatter_later(out, layer.comm)
+            elif layer.copies_input:
+                pending = layer.comm.all_reduce(out, tag=TAG)
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        found: list[Tensor | None] = [None, None]
+        if needs_weight or needs_bias:
+
+            def gradients() -> list[tuple[Tensor, Tensor]]:
+                pairs = []
+                if needs_weight:
+                    pairs.append((weight, (grad_NO.T @ x_NI).to(weight.dtype)))
+                if needs_bias:
+                    pairs.append((bias, own.sum(0).to(bias.dtype)))
+                return pairs
+
+            store = WeightGradients.current(grad.device)
+            if store is not None:
+                store.put_off(gradients)
+            else:
+                values = [value for _, value in gradients()]
+                found = [
+                    values[0] if needs_weight else None,
+                    values[-1] if needs_bias else None,
+                ]
+        if pending is not None:
+            pending.wait()
+        if out is not None:
+            out = out.view(ctx.shape).to(ctx.dtype)
+        return out, *found, None, None
+
+
+def _scatter_later(x_ND: Tensor, comm: Comm) -> tuple[Tensor, Pending]:
+    rows = local_tokens(len(x_ND), comm.world)
+    missing = rows * comm.world - len(x_ND)
+    whole = F.pad(x_ND, (0, 0, 0, missing)) if missing else x_ND
+    out = whole.new_empty(rows, *whole.shape[1:])
+    return out, comm.reduce_scatter(out, whole, tag=TAG)
+
+
+class Linear(nn.Linear):
+    """A whole linear layer whose weight gradient can be put off."""
+
+    comm: Comm
+    sp = False
+    gathers_input = copies_input = reduces_output = False
+
+    @classmethod
+    def of(cls, layer: nn.Linear, comm: Comm, *, sp: bool = False) -> Self:
+        """Take over the parameters of ``layer``, which are this rank's part."""
+        bias = layer.bias is not None
+        made = cls(layer.in_features, layer.out_features, bias=bias, device="meta")
+        made.weight, made.bias = layer.weight, layer.bias
+        made.comm = comm
+        split = comm.world > 1
+        made.sp = sp and split
+        made._prepare(split)
+        return made
+
+    def _prepare(self, split: bool) -> None:
+        """Say what is to be sent."""
+
+    def forward(self, x: Tensor, total: int = 0) -> Tensor:
+        """[..., O]; with communication [N, O].
+
+        Args:
+            x: [..., I], or with sequence parallelism [n, I].
+            total: tokens N, where the rows of ``x`` are a share of them.
+        """
+        quiet = not (self.gathers_input or self.copies_input or self.reduces_output)
+        if quiet and (not torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            return F.linear(x, self.weight, self.bias)
+        out: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, self, total
+        )
+        return out
+
+
+class ColumnLinear(Linear):
+    """A rank has some of the output's columns: of the heads, or of the feed-forward width.
+
+    The input is whole on every rank, or with sequence parallelism gathered.
+    """
+
+    def _prepare(self, split: bool) -> None:
+        self.gathers_input, self.copies_input = split and self.sp, split and not self.sp
+
+
+class RowLinear(Linear):
+    """A rank has some of the input's columns; the ranks' products are summed.
+
+    The bias, whole on every rank, is added once, after the sum. With sequence parallelism
+    a rank keeps its share of the tokens of the sum.
+    """
+
+    def _prepare(self, split: bool) -> None:
+        self.reduces_output = split
+
+
+class _Grouped(torch.autograd.Function):
+    """Each expert's matrix with its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
+        dtype = compute_dtype(rows_MI)
+        x = rows_MI.to(dtype)
+        cast = weight_EOI.to(dtype)
+        out = x.new_empty(len(x), weight_EOI.shape[1])
+        for e, part in _groups(counts):
+            torch.mm(x[part], cast[e].T, out=out[part])
+        ctx.save_for_backward(x, cast)
+        ctx.weight, ctx.counts, ctx.dtype = weight_EOI, counts, rows_MI.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, cast = ctx.saved_tensors
+        weight, counts = ctx.weight, ctx.counts
+        out: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            out = torch.empty_like(x)
+            for e, part in _groups(counts):
+                torch.mm(grad_MO[part], cast[e], out=out[part])
+            out = out.to(ctx.dtype)
+        if not ctx.needs_input_grad[1]:
+            return out, None, None
+
+        def gradients() -> list[tuple[Tensor, Tensor]]:
+            total = torch.zeros_like(weight)
+            for e, part in _groups(counts):
+                total[e] = grad_MO[part].T @ x[part]
+            return [(weight, total)]
+
+        store = WeightGradients.current(grad_MO.device)
+        if store is not None:
+            store.put_off(gradients)
+            return out, None, None
+        return out, gradients()[0][1], None
+
+
+def _groups(counts: list[int]) -> list[tuple[int, slice]]:
+    """(expert, its rows) of the experts that have some."""
+    found, start = [], 0
+    for e, count in enumerate(counts):
+        if count:
+            found.append((e, slice(start, start + count)))
+        start += count
+    return found
+
+
+def grouped(rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
+    """Each expert's matrix with its own rows, which lie behind each other; [M, O]."""
+    out: Tensor = _Grouped.apply(rows_MI, weight_EOI, counts)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,235 @@
+"""Which parts of every parameter a tensor-parallel rank holds; integers only, no torch.
+
+The projections of queries, keys and values are split by heads, those of the feed-forward
+layer by its width, the vocabulary by rows; a fused matrix is several boxes of the whole one
+behind each other. All else is held whole by every rank.
+
+Source: Shoeybi et al., Megatron-LM, 2019; Korthikanti et al., Reducing Activation
+Recomputation in Large Transformer Models, 2022 (sequence parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shoal.core.boxes import Box
+from shoal.core.errors import ConfigError, require
+from shoal.ir.job import Parallel
+from shoal.model.config import ModelConfig
+from shoal.parallel.protocols import Held
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Slices", "check_split", "slices", "take", "vocabulary_rows", "whole_shapes"]
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The part of one parameter that a tensor-parallel rank holds.
+
+    Args:
+        shape: of the whole parameter.
+        boxes: boxes of it, which lie behind each other along ``dim`` in the local tensor.
+        dim: that dimension.
+        padding: zero rows behind them, where the vocabulary is not divisible.
+        partial: a rank's gradient is its share of a sum over the tp ranks.
+        replicated: every tp rank holds the same, whole; counted once in a norm.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    dim: int = 0
+    padding: int = 0
+    partial: bool = False
+    replicated: bool = False
+
+    def held(self, part: Held) -> list[Held]:
+        """The boxes of the whole parameter that a rank holds with a box of the local tensor."""
+        here = Box(part.offset, tuple(part.tensor.shape))
+        return [
+            Held(part.tensor[local.slices(here)], whole.offset, self.shape)
+            for local, whole in self.find(here)
+        ]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the local tensor, padding included."""
+        extent = sum(box.shape[self.dim] for box in self.boxes) + self.padding
+        first = self.boxes[0].shape
+        return (*first[: self.dim], extent, *first[self.dim + 1 :])
+
+    def placed(self) -> Iterator[tuple[Box, Box]]:
+        """(box of the local tensor, box of the whole one), without the padding."""
+        start = 0
+        for box in self.boxes:
+            offset = [0] * len(self.shape)
+            offset[self.dim] = start
+            yield Box(tuple(offset), box.shape), box
+            start += box.shape[self.dim]
+
+    def find(self, part: Box) -> list[tuple[Box, Box]]:
+        """What of the whole parameter a box of the local tensor holds.
+
+        Returns:
+            (box of the local tensor inside ``part``, the same elements in the whole one); nothing
+            for padding.
+        """
+        found = []
+        for local, whole in self.placed():
+            common = local.intersect(part)
+            if common is not None:
+                offset = tuple(
+                    w + c - o
+                    for w, c, o in zip(whole.offset, common.offset, local.offset, strict=True)
+                )
+                found.append((common, Box(offset, common.shape)))
+        return found
+
+
+def take(whole: Tensor, part: Slices) -> Tensor:
+    """The local tensor of a rank, a new one, out of the whole parameter of any layout."""
+    whole = whole.reshape(part.shape)
+    local = whole.new_zeros(part.local_shape)
+    origin = Box.whole(part.shape)
+    here = Box.whole(part.local_shape)
+    for target, source in part.placed():
+        local[target.slices(here)] = whole[source.slices(origin)]
+    return local
+
+
+def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter of ``Transformer(config)``, in its order."""
+    dim, ffn, experts = config.hidden, config.ffn_hidden, config.num_experts
+    query = config.num_heads * config.head_dim
+    rows = query + 2 * config.num_kv_heads * config.head_dim
+    block: dict[str, tuple[int, ...]] = {"attention_norm.weight": (dim,)}
+    block["attention.qkv_proj.weight"] = (rows, dim)
+    if config.attention_bias:
+        block["attention.qkv_proj.bias"] = (rows,)
+    block["attention.o_proj.weight"] = (dim, query)
+    if config.output_bias:
+        block["attention.o_proj.bias"] = (dim,)
+    if config.qk_norm:
+        block["attention.q_norm.weight"] = block["attention.k_norm.weight"] = (config.head_dim,)
+    block["mlp_norm.weight"] = (dim,)
+    if experts:
+        block["mlp.gate_up_proj"] = (experts, 2 * ffn, dim)
+        block["mlp.down_proj"] = (experts, dim, ffn)
+        block["mlp.router.weight"] = (experts, dim)
+    else:
+        block["mlp.gate_up_proj.weight"] = (2 * ffn, dim)
+        if config.ffn_bias:
+            block["mlp.gate_up_proj.bias"] = (2 * ffn,)
+        block["mlp.down_proj.weight"] = (dim, ffn)
+        if config.ffn_bias:
+            block["mlp.down_proj.bias"] = (dim,)
+    found: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, dim)}
+    for layer in range(config.num_layers):
+        found |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+    found["norm.weight"] = (dim,)
+    if not config.tied:
+        found["output.weight"] = (config.vocab_size, dim)
+    return found
+
+
+def check_split(config: ModelConfig, parallel: Parallel) -> None:
+    """Refuse a model whose layers the tp ranks cannot share evenly.
+
+    Raises:
+        ConfigError: heads, key/value heads or the feed-forward width are not divisible by tp,
+            or experts are to be spread over ranks.
+    """
+    tp = parallel.tp
+    sizes = {
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "ffn_hidden": config.ffn_hidden,
+    }
+    legal = [n for n in range(1, 65) if all(size % n == 0 for size in sizes.values())]
+    for name, size in sizes.items():
+        require(
+            size % tp == 0,
+            "parallel.tp",
+            tp,
+            expected=f"a divisor of {name} = {size} of model {config.name}",
+            hint=f"this model can be split by {', '.join(map(str, legal))}",
+        )
+    require(
+        parallel.ep == 1,
+        "parallel.ep",
+        parallel.ep,
+        expected="1",
+        hint="experts are split by tp, along their width",
+    )
+
+
+def vocabulary_rows(vocab_size: int, shards: int, shard: int) -> tuple[range, int]:
+    """The rows that one shard of the vocabulary holds, and zero rows behind them.
+
+    Every shard has ceil(V / shards) rows, so that all are of one shape.
+    """
+    size = -(-vocab_size // shards)
+    rows = range(min(vocab_size, shard * size), min(vocab_size, (shard + 1) * size))
+    return rows, size - len(rows)
+
+
+def slices(config: ModelConfig, parallel: Parallel, tp_rank: int) -> dict[str, Slices]:
+    """Parameter name -> what tensor-parallel rank ``tp_rank`` holds of it.
+
+    Args:
+        config: the model.
+        parallel: tp, sp and vocab matter here.
+        tp_rank: which rank.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    check_split(config, parallel)
+    return {
+        name: _slices(config, parallel, tp_rank, name, shape)
+        for name, shape in whole_shapes(config).items()
+    }
+
+
+def _slices(
+    config: ModelConfig, parallel: Parallel, rank: int, name: str, shape: tuple[int, ...]
+) -> Slices:
+    tp = parallel.tp
+    if tp == 1:
+        return Slices(shape, (Box.whole(shape),), replicated=True)
+    leaf = name.split(".", 2)[-1]
+    if name in ("embed.weight", "output.weight") and parallel.vocab_split == "tp":
+        rows, padding = vocabulary_rows(config.vocab_size, tp, rank)
+        return Slices(shape, (Box((rows.start, 0), (len(rows), shape[1])),), padding=padding)
+    if leaf.startswith("attention.qkv_proj"):
+        query = config.num_heads * config.head_dim
+        key = config.num_kv_heads * config.head_dim
+        return _cut(shape, 0, (query, key, key), tp, rank)
+    if leaf.startswith("mlp.gate_up_proj"):
+        dim = 1 if config.num_experts else 0
+        return _cut(shape, dim, (config.ffn_hidden,) * 2, tp, rank)
+    if leaf in ("attention.o_proj.weight", "mlp.down_proj.weight", "mlp.down_proj"):
+        dim = len(shape) - 1
+        return _cut(shape, dim, (shape[dim],), tp, rank)
+    # What is left is whole. A gradient is partial where a rank sees some of the heads or
+    # tokens, or a share of the experts' outputs by which the router's choices are weighed.
+    heads = leaf.endswith(("q_norm.weight", "k_norm.weight"))
+    partial = heads or parallel.sp or leaf == "mlp.router.weight"
+    return Slices(shape, (Box.whole(shape),), partial=partial, replicated=True)
+
+
+def _cut(shape: tuple[int, ...], dim: int, groups: Sequence[int], parts: int, part: int) -> Slices:
+    """Part ``part`` of every group of rows along ``dim``."""
+    boxes, start = [], 0
+    for extent in groups:
+        size = extent // parts
+        offset, box = [0] * len(shape), list(shape)
+        offset[dim], box[dim] = start + part * size, size
+        boxes.append(Box(tuple(offset), tuple(box)))
+        start += extent
+    if start != shape[dim]:
+        raise ConfigError(f"a parameter of shape {list(shape)} is not made of {list(groups)} rows")
+    return Slices(shape, tuple(boxes), dim)
