@@ -40,10 +40,10 @@ class ZeroBubbleV:
     def bubble(self, pp: int, microbatches: int, vpp: int = 2) -> float:
         """``(pp - 1) / (6 microbatches)`` where F, I and W take equally long.
 
-        With fewer than ``2 pp - 1`` micro-batches the pipeline is not full and more is idle.
+        Too few micro-batches leave the pipeline half empty: ``4 (pp - 1)`` units are idle with
+        one, and two fewer with each further one.
         """
-        short = max(0, 2 * pp - 1 - microbatches) + max(0, pp - microbatches)
-        return (pp - 1 + short) / (6 * microbatches)
+        return max(pp - 1, 4 * (pp - 1) - 2 * (microbatches - 1)) / (6 * microbatches)
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes of the boundaries of both chunks; the turn of the V stays on its rank."""
