@@ -39,6 +39,9 @@ class Parallel(Value):
         sp: shard norms and residuals over the tp ranks, by token (sequence parallelism).
         vocab: who splits embedding and output layer: the tp ranks, the pp ranks in passes of
             their own, or nobody; auto is tp where tp > 1, else nobody.
+        vocab_barriers: with vocab: pp, synchronisations of a micro-batch: 1 or 2.
+        scatter_gather: each tp rank sends its share of what crosses between stages, and the
+            receivers gather it among themselves.
         schedule: the order of the pipeline's passes.
         context: how attention reaches the whole sequence where cp > 1.
         order: axes from slowest to fastest; neighbours differ in the last.
@@ -53,6 +56,8 @@ class Parallel(Value):
     vpp: PositiveInt = 1
     sp: bool = False
     vocab: Literal["auto", "none", "tp", "pp"] = "auto"
+    vocab_barriers: Literal[1, 2] = 1
+    scatter_gather: bool = True
     schedule: Annotated[Choice, Kind("schedule")] = Choice(name="1f1b")
     context: Annotated[Choice, Kind("context")] = Choice(name="zigzag")
     order: str = "pp-dp-cp-tp"

@@ -164,8 +164,9 @@ class Schedule:
                 if op in done:
                     raise PlanError(f"schedule {self.name}: {op} is done twice; do it once")
                 if not 0 <= op.stage < (self.stages if op.kind in "FBIW" else self.ranks):
-                    raise PlanError(f"schedule {self.name}: {op} is of no stage; there are "
-                                    f"{self.stages}")
+                    raise PlanError(
+                        f"schedule {self.name}: {op} is of no stage; there are {self.stages}"
+                    )
                 if self.rank_of(op) != rank:
                     raise PlanError(
                         f"schedule {self.name}: {op} is done by rank {rank}, and stage {op.stage} "
@@ -245,7 +246,12 @@ class OpCosts(Value):
 
     @classmethod
     def uniform(
-        cls, stages: int, *, forward: float = 1.0, backward: float = 2.0, boundary_bytes: float = 0.0
+        cls,
+        stages: int,
+        *,
+        forward: float = 1.0,
+        backward: float = 2.0,
+        boundary_bytes: float = 0.0,
     ) -> OpCosts:
         """Equal stages; the gradients of input and weights take half of the backward pass each."""
         each = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
@@ -301,4 +307,3 @@ class SchedulePart(Protocol):
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes that one rank sends to its neighbours in one step, and their seconds."""
         ...
-

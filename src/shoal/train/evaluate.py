@@ -32,18 +32,22 @@ def bits_per_byte(
     Returns:
         ``loss`` (nats a token), ``bits_per_byte`` and ``tokens``, equal on all ranks.
     """
-    model, comm = trainer.model, trainer.comm
-    context = min(model.config.max_position, max(512, trainer.job.seq_len))
+    engine, comm = trainer.engine, trainer.comm
+    context = min(engine.config.max_position, max(512, trainer.job.seq_len))
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.device)
-    model.eval()
+    engine.train(False)
+    # The ranks of a replica share a batch; where forward passes are collective over the
+    # replicas, all of them go through all batches and the first counts.
+    together = engine.gathers
+    counts = engine.replica == 0 or not together
     batches = list(
         heldout.heldout_chunks(
             tokens.heldout,
             context=context,
             batch_tokens=_BATCH_TOKENS,
             max_tokens=max_tokens,
-            rank=comm.rank if not trainer.gathers else 0,
-            world=comm.world if not trainer.gathers else 1,
+            rank=0 if together else engine.replica,
+            world=1 if together else engine.replicas,
         )
     )
     for batch in batches:
@@ -52,12 +56,12 @@ def bits_per_byte(
         data = torch.from_numpy(batch.tokens).to(trainer.device)
         scored = torch.from_numpy(batch.scored).to(trainer.device)
         targets = data[:, 1:].masked_fill(~scored, -100)
-        with trainer.autocast():
-            sums[0] += model.loss_sum(data[:, :-1], targets).double()
-        sums[1] += scored.sum()
-    model.train()
-    if not trainer.gathers:
-        comm.all_reduce(sums, tag="evaluation").wait()
+        loss = engine.loss_sum(data[:, :-1], targets).double()
+        if counts:
+            sums[0] += loss
+            sums[1] += scored.sum() * engine.first_of_replica
+    engine.train()
+    comm.all_reduce(sums, tag="evaluation").wait()
     nll, count = sums.tolist()
     return {
         "loss": nll / count,
@@ -67,20 +71,26 @@ def bits_per_byte(
 
 
 def sample(trainer: Trainer, tokens: TokenSet, length: int) -> str:
-    """A continuation of the first held-out document's opening, the same in every run."""
+    """A continuation of the first held-out document's opening, the same in every run.
+
+    Empty where no rank has the whole model.
+    """
     from shoal.model.generate import generate
 
+    model = trainer.engine.whole
+    if model is None or trainer.engine.gathers:
+        return ""
     tokenizer = tokens.tokenizer()
     opening = tokens.heldout.document(0)[:16].tolist()
-    trainer.model.eval()
+    model.eval()
     with torch.no_grad():
         ids = generate(
-            trainer.model,
+            model,
             [tokens.end_of_text, *opening],
             length,
             temperature=0.7,
             top_k=40,
             seed=trainer.job.seed,
         )
-    trainer.model.train()
+    model.train()
     return str(tokenizer.decode([*opening, *ids]))

@@ -21,6 +21,7 @@ from shoal.corpora.tokens import prepare
 from shoal.cost.score import Score
 from shoal.cost.shapes import resolve as resolve_shape
 from shoal.ir import Machine, Plan, Report, TrainJob
+from shoal.parallel.legal import check_split
 from shoal.train.layout import RunDir
 from shoal.train.report import make_report, write_page
 from shoal.train.supervise import Supervisor
@@ -40,13 +41,15 @@ def plan_job(job: TrainJob, machine: Machine, *, planner: str = "search") -> Pla
     from shoal.plan import strategy
 
     plans: list[Plan] = strategy.PLANNERS.build(planner).plan(job, machine)
+    refusal: PlanError | None = None
     for plan in plans:
-        if plan.job.parallel.tp == plan.job.parallel.pp == 1:
+        try:
+            check_split(plan.job, plan.shape)
+        except PlanError as cause:
+            refusal = refusal or cause
+        else:
             return plan
-    raise PlanError(
-        f"{job.model} on {machine.name}: every plan is tensor or pipeline parallel, and this "
-        "version runs data parallelism; set parallel.tp and parallel.pp to 1"
-    )
+    raise refusal or PlanError(f"{job.model} on {machine.name}: there is no plan")
 
 
 def train(
@@ -157,11 +160,6 @@ def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | N
             f"{directory.root}: a run lies there already; continue it with --resume, "
             "or choose another name with --set name=..."
         )
-    if job.parallel.tp > 1 or job.parallel.pp > 1:
-        raise PlanError(
-            f"parallel.tp = {job.parallel.tp}, parallel.pp = {job.parallel.pp}: this version plans "
-            "tensor and pipeline parallelism and runs data parallelism; set both to 1"
-        )
     shape = resolve_shape(job.model)
     require(
         job.seq_len <= shape.max_position,
@@ -169,6 +167,7 @@ def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | N
         job.seq_len,
         expected=f"at most {shape.max_position}, the longest position of {job.model}",
     )
+    check_split(job, shape)
     vocab = shape.vocab_size
     tokenizer = job.tokenizer
     if tokenizer == "bpe" and Path(job.model, "tokenizer.json").is_file():

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import CheckpointError, PlanError, RankError, ShoalError
 from shoal.core.files import write_json
+from shoal.cost.arithmetic import parameters
 from shoal.train.layout import RunDir
 
 if TYPE_CHECKING:
@@ -91,10 +92,11 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     from shoal.core.meter import SINKS, Meter
     from shoal.corpora.tokens import open_tokens
     from shoal.ir import Plan
+    from shoal.parallel.agree import agree
     from shoal.parallel.comm import TorchComm
     from shoal.plan.length import num_steps
     from shoal.train.allocator import keep_freed_memory
-    from shoal.train.build import build_model
+    from shoal.train.build import JobWeights
     from shoal.train.loop import Trainer
     from shoal.train.mfu import peak_flops
 
@@ -104,7 +106,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     number = int(os.environ.get("RANK", "0"))
     if world != job.parallel.world:
         raise PlanError(
-            f"parallel.dp = {job.parallel.dp}: the plan is for {job.parallel.world} ranks and "
+            f"parallel: the plan is for {job.parallel.world} ranks and "
             f"{world} were started; start {job.parallel.world}, or plan for {world}"
         )
     threads = job.threads or max(1, (os.cpu_count() or 1) // local_world())
@@ -127,14 +129,17 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
             rendezvous=os.environ.get("SHOAL_RENDEZVOUS", "env://"),
         )
         try:
-            model = build_model(job).to(device)
+            weights = JobWeights(job)
             place = Path(json.loads(directory.tokens.read_text())["path"])
-            tokens = open_tokens(place, model.config.vocab_size)
-            if model.config.eos_token_id is None:
+            tokens = open_tokens(place, weights.config.vocab_size)
+            if weights.config.eos_token_id is None:
                 # Without it an exported model would never stop by itself.
-                model.config = model.config.model_copy(update={"eos_token_id": tokens.end_of_text})
+                eos = {"eos_token_id": tokens.end_of_text}
+                weights.config = weights.config.model_copy(update=eos)
+            # Ranks that were given different jobs would wait for each other for ever.
+            agree(comm, "the job", job.model_dump(mode="json"))
             total = num_steps(job, plan.estimate)
-            trainer = Trainer(job, total, model, tokens, comm)
+            trainer = Trainer(job, total, weights, tokens, comm, device=device)
             yield _Rank(
                 directory=directory,
                 plan=plan,
@@ -157,7 +162,7 @@ def local_world() -> int:
 
 def _identity(rank: _Rank) -> dict[str, Any]:
     """What a checkpoint must agree with to be continued by this run."""
-    return dict(rank.trainer.model.config.model_dump(mode="json", exclude={"name"}))
+    return dict(rank.trainer.engine.config.model_dump(mode="json", exclude={"name"}))
 
 
 def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
@@ -180,7 +185,7 @@ def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
             total=rank.total,
             ranks=rank.comm.world,
             resumed=saved is not None,
-            parameters=sum(p.numel() for p in rank.trainer.model.parameters()),
+            parameters=int(parameters(rank.plan.shape)),
         )
     return first
 
@@ -271,8 +276,8 @@ def _evaluate(rank: _Rank, step: int, *, final: bool) -> None:
         rank.trainer, rank.tokens, max_tokens=None if final else evaluation.tokens
     )
     text = ""
-    if evaluation.sample_tokens and not rank.trainer.gathers:
-        text = sample(rank.trainer, rank.tokens, evaluation.sample_tokens) if rank.chief else ""
+    if evaluation.sample_tokens and rank.chief:
+        text = sample(rank.trainer, rank.tokens, evaluation.sample_tokens)
     rank.comm.barrier()
     if rank.chief:
         rank.meter.event(

@@ -1,0 +1,375 @@
+"""One rank's part of a training step, whatever the split: model, gradients, norms, pieces.
+
+Where nothing splits the model (tp = pp = cp = 1) it is the whole transformer and the
+schedule a plain loop over micro-batches; elsewhere it is this rank's stages. Data
+parallelism, sharded or not, goes on top through the same part of kind ``shard``.
+
+Two rules make every split equal one process. Every rank back-propagates a *sum* of token
+losses that is divided by the global count of counted tokens, and every reduction of
+gradients is a sum. Every random number is a function of seed, step and place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.core.boxes import Box
+from shoal.core.parts import table
+from shoal.ir.schedule import Schedule
+from shoal.model.dropout import Dropout
+from shoal.parallel.pipeline import Boundary, Runtime
+from shoal.parallel.protocols import Held, MicroBatch
+from shoal.parallel.ranks import ranks_of
+from shoal.parallel.slices import Slices
+
+if TYPE_CHECKING:
+    from shoal.ir import TrainJob
+    from shoal.model.config import ModelConfig
+    from shoal.model.transformer import Transformer
+    from shoal.parallel.protocols import Comm, Ranks, Sharded
+    from shoal.parallel.stage import LocalModel
+    from shoal.parallel.vocab_passes import VocabShard
+
+__all__ = ["Engine", "Rows", "Weights"]
+
+
+class Weights(Protocol):
+    """Where the values of a model come from."""
+
+    config: ModelConfig
+
+    def model(self) -> Transformer:
+        """The whole model."""
+        ...
+
+    def whole(self, name: str) -> Tensor:
+        """One whole parameter, by its name in :class:`Transformer`."""
+        ...
+
+
+class Rows(NamedTuple):
+    """The sequences of one data-parallel replica in one step.
+
+    Args:
+        inputs: token ids int64 [b, T].
+        targets: next tokens int64 [b, T]; -100 counts nothing.
+        documents: document ids int32 [b, T] of the inputs, or None.
+        first: number of the first sequence in the global batch.
+        step: global step.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    documents: Tensor | None
+    first: int
+    step: int
+
+
+class _Whole:
+    """The whole model as the only stage."""
+
+    def __init__(self, model: Transformer, compiled: bool, dropout: Dropout | None) -> None:
+        self._loss = torch.compile(model.loss_sum) if compiled else model.loss_sum
+        self._dropout = dropout
+
+    def __call__(self, x: Tensor | None, mb: MicroBatch, *, recompute: bool) -> Tensor:
+        extra: dict[str, Any] = {}
+        if self._dropout is not None:
+            extra = {"dropout": self._dropout.at(mb.step, mb.row)}
+        return self._loss(
+            mb.tokens, mb.targets, documents_BT=mb.documents, recompute=recompute, **extra
+        )
+
+
+class Engine:
+    """A model in training on one rank.
+
+    Args:
+        job: the job with every choice made; checked by :func:`~shoal.parallel.legal.check_split`.
+        schedule: of one pipeline of the job.
+        weights: what the model starts from.
+        world: all ranks of the job.
+        device: where this rank computes.
+        dtype: of weights, and of computation where the job's precision is fp32.
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        schedule: Schedule,
+        weights: Weights,
+        world: Comm,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.job = job
+        self.config = weights.config
+        self.schedule = schedule
+        self.device = torch.device(device)
+        self.dtype = dtype
+        parallel = job.parallel
+        self.ranks: Ranks = ranks_of(world, parallel)
+        self.coord = parallel.attention().coord(world.rank)
+        self.split = parallel.tp * parallel.cp * parallel.pp > 1
+        shard = table("shard").build(job.shard)
+        optimizer = table("optimizer").build(job.optimizer)
+        # A forward pass of a sharded model is itself collective: all ranks make the same ones.
+        self.gathers = bool(shard.divides & {"gradients", "weights"})
+        self.context = table("context").build(parallel.context) if parallel.cp > 1 else None
+        dropout = Dropout(job.dropout, job.seed) if job.dropout else None
+        self.vocab: VocabShard | None = None
+        self.whole: Transformer | None = None
+        self.local: nn.Module
+        self._partial: frozenset[str] = frozenset()
+        self._copies: frozenset[str] = frozenset()
+        self._tied: Comm | None = None
+        self._slices: dict[str, Slices] = {}
+        stages: Mapping[int, Any]
+        if self.split:
+            stages = self._build(weights, dropout)
+        else:
+            self.whole = weights.model().to(self.device, dtype).train()
+            self.whole.config = self.config
+            self.local = self.whole
+            stages = {0: _Whole(self.whole, job.compile, dropout)}
+        self.sharded: Sharded = shard.apply(
+            self.local, self.ranks.data, whole_matrices=optimizer.whole_matrices
+        )
+        compute = torch.bfloat16 if job.precision == "bf16" else dtype
+        # Stages of a pipeline end their backward passes at different times.
+        self.sharded.overlap = parallel.pp == 1
+        self.runtime = Runtime(
+            schedule,
+            stages,
+            self.ranks.pp,
+            Boundary(
+                self.config.hidden,
+                compute,
+                self.device,
+                self.ranks.tp,
+                sharded=parallel.sp,
+                scatter=parallel.scatter_gather,
+            ),
+            vocab=self.vocab,
+            autocast=self.autocast,
+            around=lambda last: self.sharded.accumulate(last=last),
+            recompute=job.recompute,
+        )
+
+    def _build(self, weights: Weights, dropout: Dropout | None) -> Mapping[int, Any]:
+        """This rank's stages, their values, and what is shared with other ranks."""
+        from shoal.parallel.slices import take
+        from shoal.parallel.stage import LocalModel
+        from shoal.plan.partition import stages_for
+
+        parallel, place = self.job.parallel, self.schedule.place
+        layers = stages_for(self.config.shape(), len(place), vocab_split=parallel.vocab_split)
+        mine = {s: layers[s] for s in range(len(place)) if place[s] == self.ranks.pp.rank}
+        local = LocalModel(
+            self.config,
+            mine,
+            num_stages=len(place),
+            parallel=parallel,
+            ranks=self.ranks,
+            context=self.context,
+            dropout=dropout,
+        )
+        self._slices = dict(local.slices)
+        if self.schedule.vocab_barriers:
+            self.vocab = self._vocabulary(local)
+        for name, whole in self._slices.items():
+            owner, _, leaf = name.rpartition(".")
+            value = take(weights.whole(name), whole).to(self.device, self.dtype)
+            setattr(local.get_submodule(owner), leaf, nn.Parameter(value))
+        local.train()
+        self.local = local
+        self._partial = frozenset(n for n, s in self._slices.items() if s.partial)
+        ends = sorted({place[0], place[-1]})
+        if self.config.tied and not self.schedule.vocab_barriers and len(ends) == 2:
+            # Both ends of the pipeline hold the embedding; their gradients are one sum.
+            others = [r for r in range(self.ranks.pp.world) if r not in ends]
+            tied = self.ranks.pp.split([ends, *([r] for r in others)])
+            if self.ranks.pp.rank in ends:
+                self._tied = tied
+                if self.ranks.pp.rank == place[-1]:
+                    self._copies = frozenset({"embed.weight"})
+        return local.stages
+
+    def _vocabulary(self, local: LocalModel) -> VocabShard:
+        """This rank's shard of embedding and output layer, as part of the local model."""
+        from shoal.parallel.vocab_passes import VocabShard
+
+        compute = torch.bfloat16 if self.job.precision == "bf16" else self.dtype
+        shard = VocabShard(
+            self.config, self.ranks.pp, self.schedule, dtype=compute, device=self.device
+        )
+        shape = (self.config.vocab_size, self.config.hidden)
+        box = Box((shard.rows.start, 0), (len(shard.rows), self.config.hidden))
+        local.embed, local.output = shard.embed, shard.output
+        for name in ("embed.weight", *(("output.weight",) if shard.output is not None else ())):
+            self._slices[name] = Slices(shape, (box,), replicated=True)
+        return shard
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Compute in bf16 if the job says so; weights and updates keep their dtype."""
+        if self.job.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas, which have rows of their own."""
+        return self.job.parallel.dp
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's replica."""
+        return self.coord["dp"]
+
+    @property
+    def first_of_replica(self) -> bool:
+        """This rank is the first of those that share their rows."""
+        return not any(self.coord[axis] for axis in ("tp", "cp", "pp"))
+
+    @property
+    def counts(self) -> bool:
+        """This rank's loss is part of the global sum: it is the first of those that have it."""
+        return self.ranks.tp.rank == 0
+
+    def positions(self, length: int) -> Tensor:
+        """Places in the sequence that this rank holds, int64 [T / cp]."""
+        if self.context is None:
+            return torch.arange(length, device=self.device)
+        shares = self.context.positions(length, self.ranks.cp.world)
+        found: np.ndarray = shares[self.ranks.cp.rank]
+        return torch.from_numpy(found).to(self.device)
+
+    def microbatches(self, rows: Rows, size: int) -> list[MicroBatch]:
+        """Micro-batches of ``size`` sequences, the last one smaller if they do not fill it."""
+        positions = self.positions(rows.inputs.shape[1])
+        whole = self.context is None
+        inputs = rows.inputs if whole else rows.inputs[:, positions]
+        targets = rows.targets if whole else rows.targets[:, positions]
+        found = []
+        for start in range(0, len(inputs), size):
+            part = slice(start, start + size)
+            documents = None if rows.documents is None else rows.documents[part]
+            found.append(
+                MicroBatch(
+                    inputs[part],
+                    targets[part],
+                    positions,
+                    documents,
+                    rows.first + start,
+                    rows.step,
+                )
+            )
+        return found
+
+    def backward(self, rows: Rows, size: int, count: float, *, record: bool = False) -> Tensor:
+        """Forward and backward passes of one step; gradients are whole sums afterwards.
+
+        Args:
+            rows: of this rank's replica.
+            size: sequences of a micro-batch.
+            count: counted tokens of the global batch.
+            record: keep the times of the passes.
+
+        Returns:
+            What this rank adds to the global sum of token losses.
+        """
+        loss = self.runtime.step(self.microbatches(rows, size), 1.0 / count, record=record)
+        return loss if self.counts else torch.zeros_like(loss)
+
+    def finish(self) -> None:
+        """Sum the gradients over all ranks that hold the same parameter."""
+        self.sharded.finish()
+        if not self.split:
+            return
+        owned = self.sharded.owned()
+        self._sum([owned[n] for n in sorted(self._partial & owned.keys())], self.ranks.tp)
+        if self._tied is not None:
+            self._sum([dict(self.local.named_parameters())["embed.weight"]], self._tied)
+
+    @staticmethod
+    def _sum(parameters: list[Tensor], comm: Comm) -> None:
+        """All-reduce gradients in one message."""
+        gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+        if comm.world == 1 or not gradients:
+            return
+        flat = torch.cat([g.reshape(-1) for g in gradients])
+        comm.all_reduce(flat, tag="gradients").wait()
+        start = 0
+        for gradient in gradients:
+            gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
+            start += gradient.numel()
+
+    def grad_norm(self) -> Tensor:
+        """Global L2 norm of all gradients; every logical parameter counts once."""
+        squares = self.sharded.squared_norm(self._first_holder)
+        if self.split:
+            self.ranks.model.all_reduce(squares, tag="norm").wait()
+        return squares.sqrt()
+
+    def _first_holder(self, name: str) -> bool:
+        """This rank is the first of those in its model group that hold this part of ``name``."""
+        if name in self._copies:
+            return False
+        return not self.split or not self._slices[name].replicated or self.ranks.tp.rank == 0
+
+    def held(self) -> dict[str, list[Held]]:
+        """Parameter name -> boxes of the whole parameter that this rank holds."""
+        return {name: self._boxes(name, part) for name, part in self.sharded.held().items()}
+
+    def boxes(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Held]]:
+        """The same of tensors that are split as the parameters: gradients, optimizer state."""
+        held = self.sharded.held()
+        return {n: self._boxes(n, held[n]._replace(tensor=t)) for n, t in tensors.items()}
+
+    def _boxes(self, name: str, part: Held) -> list[Held]:
+        if not self.split:
+            return [part]
+        whole = self._slices[name]
+        mine = Box(part.offset, tuple(part.tensor.shape))
+        return [
+            Held(part.tensor[here.slices(mine)], box.offset, whole.shape)
+            for here, box in whole.find(mine)
+        ]
+
+    def writes(self, name: str) -> bool:
+        """Whether this rank saves its boxes of ``name``."""
+        return self.sharded.writes(name) and self._first_holder(name)
+
+    @torch.no_grad()
+    def loss_sum(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Loss sum of any sequences [b, T], forward only: what this rank adds to it."""
+        parallel = self.job.parallel
+        if not self.split:
+            with self.autocast():
+                assert self.whole is not None
+                return self.whole.loss_sum(inputs, targets)
+        multiple = 2 * parallel.cp * parallel.tp
+        missing = -inputs.shape[1] % multiple
+        if missing:  # what follows a token never changes it
+            inputs = torch.nn.functional.pad(inputs, (0, missing))
+            targets = torch.nn.functional.pad(targets, (0, missing), value=-100)
+        rows = Rows(inputs, targets, None, 0, 0)
+        loss = self.runtime.forward(self.microbatches(rows, len(inputs)))
+        return loss if self.counts else torch.zeros_like(loss)
+
+    def train(self, mode: bool = True) -> None:
+        """Switch dropout on or off."""
+        self.local.train(mode)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The rank's part of a tensor that may be distributed."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    return found

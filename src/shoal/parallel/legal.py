@@ -1,0 +1,134 @@
+"""Whether a model and a batch can be split as a job says: asked before any process group exists.
+
+Torch-free. Every rule names the option, the number that does not divide, and the values that
+would do, so that a wrong split is one error at start and never a hang.
+"""
+
+from __future__ import annotations
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import table
+from shoal.cost.training import microbatch_of
+from shoal.ir import ModelShape, Schedule, TrainJob
+
+__all__ = ["check_split", "schedule_of"]
+
+_MOST_LISTED = 12
+
+
+def _divisors(number: int, *others: int) -> str:
+    """Divisors that all the numbers share, as text."""
+    found = [n for n in range(1, number + 1) if all(other % n == 0 for other in (number, *others))]
+    shown = ", ".join(map(str, found[:_MOST_LISTED]))
+    return shown + (" ..." if len(found) > _MOST_LISTED else "")
+
+
+def schedule_of(job: TrainJob) -> Schedule:
+    """The schedule of one pipeline of ``job``.
+
+    Raises:
+        PlanError: the schedule cannot be built for these numbers.
+    """
+    parallel = job.parallel
+    part = table("schedule").build(parallel.schedule, where="parallel.schedule")
+    passes = max(1, job.global_batch // parallel.dp // microbatch_of(job))
+    schedule: Schedule = part.build(parallel.pp, passes, parallel.vpp)
+    if parallel.vocab_split == "pp":
+        from shoal.plan.schedules.vocab import with_vocabulary
+
+        schedule = with_vocabulary(schedule, parallel.vocab_barriers)
+    return schedule
+
+
+def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
+    """Refuse a split that cannot run.
+
+    Returns:
+        The schedule of one pipeline.
+
+    Raises:
+        PlanError: names the option, the number that does not divide, and the legal values.
+    """
+    p = job.parallel
+    tp, cp, pp = p.tp, p.cp, p.pp
+    require(
+        p.ep == 1 and p.etp == 1,
+        "parallel.ep, parallel.etp",
+        f"{p.ep}, {p.etp}",
+        expected="1: this version splits experts over tp, not by expert",
+        error=PlanError,
+    )
+    require(
+        shape.num_heads % tp == 0 and shape.num_kv_heads % tp == 0,
+        "parallel.tp",
+        tp,
+        expected=f"a divisor of {shape.num_heads} heads and {shape.num_kv_heads} key/value heads: "
+        + _divisors(shape.num_kv_heads, shape.num_heads),
+        error=PlanError,
+    )
+    width = shape.expert_hidden if shape.num_experts else shape.ffn_hidden
+    require(
+        width % tp == 0,
+        "parallel.tp",
+        tp,
+        expected=f"a divisor of the feed-forward width {width}: {_divisors(width)}",
+        error=PlanError,
+    )
+    schedule = schedule_of(job)
+    require(
+        shape.num_layers % schedule.stages == 0 or p.vpp == 1,
+        "parallel.vpp",
+        p.vpp,
+        expected=f"with pp = {pp} a number of stages that divides {shape.num_layers} layers: "
+        f"pp * vpp of {_divisors(shape.num_layers)}",
+        error=PlanError,
+    )
+    require(
+        schedule.stages <= shape.num_layers,
+        "parallel.pp",
+        pp,
+        expected=f"at most {shape.num_layers} stages, one for each layer",
+        error=PlanError,
+    )
+    if cp > 1:
+        table("context").build(p.context, where="parallel.context").positions(job.seq_len, cp)
+    rows = microbatch_of(job) * job.seq_len // cp
+    require(
+        not p.sp or rows % tp == 0,
+        "parallel.sp",
+        p.sp,
+        expected=f"microbatch * seq_len / cp = {rows} tokens that tp = {tp} divides",
+        error=PlanError,
+    )
+    optimizer = table("optimizer").build(job.optimizer)
+    require(
+        tp == 1 or not optimizer.whole_matrices,
+        "parallel.tp",
+        tp,
+        expected=f"1 with optimizer {job.optimizer.name}, which needs whole matrices",
+        error=PlanError,
+    )
+    shard = table("shard").build(job.shard)
+    require(
+        "gradients" not in shard.divides or not schedule.splits,
+        "shard",
+        job.shard.name,
+        expected=f"replicated or zero1 with schedule {p.schedule.name}, which writes the "
+        "gradients of weights in passes of their own",
+        error=PlanError,
+    )
+    require(
+        "gradients" not in shard.divides or p.dp * cp > 1,
+        "shard",
+        job.shard.name,
+        expected="replicated where dp * cp = 1: there is nobody to share with",
+        error=PlanError,
+    )
+    require(
+        not (job.compile and (tp > 1 or cp > 1 or pp > 1)),
+        "compile",
+        job.compile,
+        expected="false where tp, cp or pp is above 1",
+        error=PlanError,
+    )
+    return schedule
