@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from shoal.core.errors import ConfigError
 from shoal.ir.mask import BlockMap, Mask, Range
 
 T = 24
-KIND: Any = "diagonal"
+KIND = cast(Any, "diagonal")
 IDS = np.array([0] * 5 + [1] * 9 + [2] + [3] * 9)
 PIECES = np.array([7] * 3 + [1] * 6 + [7] * 9 + [-1] * 6)  # one document in two pieces, padding
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from shoal.core.errors import MachineError
 from shoal.ir import Link, Machine, Measurement, MemoryTier, Parallel
 
-__all__ = ["Curve", "Rates", "data_link", "ranks_per_host", "tensor_link"]
+__all__ = ["Curve", "Rates", "context_link", "data_link", "ranks_per_host", "tensor_link"]
 
 # Share of a level's plain bandwidth that a framework's elementwise operator reaches when
 # nobody measured it: it allocates its result, and it cannot prefetch across operators.
@@ -231,6 +231,13 @@ class Rates:
 def tensor_link(machine: Machine, parallel: Parallel) -> Link | None:
     """The link that tensor-parallel ranks, which are neighbours, exchange over."""
     return _link(machine, parallel.tp)
+
+
+def context_link(machine: Machine, parallel: Parallel) -> Link | None:
+    """The slowest link between context-parallel ranks, by the order of the axes."""
+    axes = parallel.order.split("-")
+    span = math.prod(getattr(parallel, axis) for axis in axes[axes.index("cp") :])
+    return _link(machine, span)
 
 
 def data_link(machine: Machine, parallel: Parallel) -> Link | None:

@@ -19,4 +19,10 @@ SHARDS = PartTable(
     },
 )
 
-CONTEXTS = PartTable("context", {"zigzag": "shoal.parallel.context.zigzag:Zigzag"})
+CONTEXTS = PartTable(
+    "context",
+    {
+        "zigzag": "shoal.parallel.context.zigzag:Zigzag",
+        "ring": "shoal.parallel.context.ring:Ring",
+    },
+)

@@ -1,0 +1,57 @@
+"""Ring attention over contiguous pieces: for masks that are not causal, or short windows.
+
+Under a causal mask the last rank has (2N - 1) / N times the mean work; see ``zigzag``.
+
+Source: Liu et al., Ring Attention with Blockwise Transformers, 2023; Li et al., Sequence
+Parallelism, 2021.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.parallel.context.base import ContextAttention
+from shoal.parallel.context.traffic import Sent, Traffic
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from shoal.ir.mask import Mask
+    from shoal.parallel.protocols import Comm
+
+__all__ = ["Ring", "ring_traffic"]
+
+
+def ring_traffic(tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+    """N - 1 times a chunk of keys and values; backward the same, and their gradients."""
+    del heads
+    moved = (world - 1) * 2 * tokens * kv_heads * head_dim
+    return Traffic(Sent(moved), Sent(moved, moved), messages=3 * (world - 1))
+
+
+@part
+class Ring(ContextAttention):
+    """Keys and values go round; every rank holds one contiguous piece."""
+
+    name: ClassVar[str] = "ring"
+    paired: ClassVar[bool] = False
+
+    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+        """Elements that one rank sends for one layer."""
+        return ring_traffic(tokens, heads, kv_heads, head_dim, world)
+
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: tuple[Mask, ...],
+        positions: list[np.ndarray],
+        comm: Comm,
+    ) -> Tensor:
+        from shoal.parallel.context.run.peers import Peers, View
+        from shoal.parallel.context.run.ring import ring_attention
+
+        return ring_attention(q, k, v, View(masks, q.shape[0], positions), Peers(comm))

@@ -1,0 +1,1 @@
+"""run: the attention of the context-parallel parts; needs torch."""

@@ -1,0 +1,225 @@
+"""Attention of one block of queries over one block of keys, and how blocks are put together.
+
+Shapes: B rows, H query heads, K key/value heads, n queries, m keys, d head_dim. Statistics
+are wide: fp64 for fp64 inputs, else fp32.
+
+Blocks of one query are merged by their logarithms of summed weights ``lse``, and gone
+through backward one by one from the *global* ``lse`` and ``delta``, the row sums of
+gradient times output.
+
+Source: Dao et al., FlashAttention, 2022; Liu et al., Ring Attention, 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.parallel.context.pieces import Piece
+
+__all__ = [
+    "Total",
+    "backward_block",
+    "flash_backward",
+    "flash_forward",
+    "plain_backward",
+    "plain_forward",
+    "row_sums",
+    "wide",
+]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type of statistics and of sums beside ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_sums(grad: Tensor, out: Tensor) -> Tensor:
+    """Delta [B, H, n]: row sums of gradient times output, wide."""
+    kind = wide(out.dtype)
+    return (grad.to(kind) * out.to(kind)).sum(-1)
+
+
+class Total:
+    """Output and statistics of some queries over all blocks seen so far.
+
+    Args:
+        q: [B, H, n, d].
+    """
+
+    def __init__(self, q: Tensor) -> None:
+        kind = wide(q.dtype)
+        self.q = q
+        self.out = torch.zeros(q.shape, dtype=kind, device=q.device)
+        self.lse = torch.full(q.shape[:-1], -math.inf, dtype=kind, device=q.device)
+
+    def attend(self, k: Tensor, v: Tensor, pieces: Sequence[Piece]) -> None:
+        """Add a block of keys and values [B, K, m, d]."""
+        for piece in pieces:
+            rows, queries, keys = piece.rows, piece.q, piece.k
+            out, lse = _forward(self.q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], piece)
+            self._merge(self.out[rows, :, queries], self.lse[rows, :, queries], out, lse)
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        """Add what another rank computed for all queries."""
+        self._merge(self.out, self.lse, out, lse)
+
+    @staticmethod
+    def _merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+        weight = torch.sigmoid(lse - total_lse).masked_fill_(lse == -math.inf, 0.0)
+        total.sub_(weight.unsqueeze(-1) * (total - out))
+        torch.logaddexp(total_lse, lse, out=total_lse)
+
+
+def backward_block(
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    pieces: Sequence[Piece],
+    q_grad: Tensor,
+    kv_grad: Tensor,
+) -> None:
+    """Add a block's gradients to ``q_grad`` [B, H, n, d] and ``kv_grad`` [2, B, K, m, d].
+
+    Args:
+        grad: of the output, [B, H, n, d].
+        q: [B, H, n, d].
+        kv: [2, B, K, m, d].
+        lse: global, [B, H, n].
+        delta: global, [B, H, n].
+        pieces: what of the block is seen.
+        q_grad: wide sum.
+        kv_grad: wide sum.
+    """
+    function = flash_backward if q.device.type == "cpu" else plain_backward
+    for piece in pieces:
+        rows, queries, keys = piece.rows, piece.q, piece.k
+        found = function(
+            grad[rows, :, queries],
+            q[rows, :, queries],
+            kv[0, rows, :, keys],
+            kv[1, rows, :, keys],
+            lse[rows, :, queries],
+            delta[rows, :, queries],
+            piece,
+        )
+        q_grad[rows, :, queries] += found[0]
+        kv_grad[0, rows, :, keys] += found[1]
+        kv_grad[1, rows, :, keys] += found[2]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+    function = flash_forward if q.device.type == "cpu" else plain_forward
+    return function(q, k, v, piece)
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+    """Output and lse by PyTorch's tiled kernel for CPUs."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(q, k, v, 0.0, piece.causal, attn_mask=_added(piece, q.dtype, q.device))
+    if piece.cells is not None:
+        # The kernel gives a query that sees nothing the statistic 0.
+        blind = torch.from_numpy(~piece.cells.any(1))
+        if bool(blind.any()):
+            lse = lse.masked_fill(blind, -math.inf)
+    return out, lse
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, piece: Piece
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Wide gradients of q, k and v by PyTorch's tiled kernel for CPUs.
+
+    In fp32 even for narrower inputs: for blocks of up to a thousand queries the kernel is
+    faster so, and its sums are not rounded.
+    """
+    kind = wide(q.dtype)
+    grad, q, k, v = (x.to(kind) for x in (grad, q, k, v))
+    # The kernel wants the output only for its product with the gradient. A stand-in with
+    # the same product, in the gradient's largest channel, spares who computes a block
+    # for other ranks their outputs.
+    largest = grad.abs().argmax(-1, keepdim=True)
+    divisor = grad.gather(-1, largest)
+    share = torch.where(divisor == 0, 0.0, delta.unsqueeze(-1) / divisor)
+    stand_in = torch.zeros_like(grad).scatter_(-1, largest, share)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = kernel(
+        grad,
+        q,
+        k,
+        v,
+        stand_in,
+        _finite(lse),
+        0.0,
+        piece.causal,
+        attn_mask=_added(piece, kind, q.device),
+    )
+    return dq, dk, dv
+
+
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+    """Output and lse by matrix products, for any device."""
+    scores = _scores(q, k, piece)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - _finite(lse).unsqueeze(-1))
+    return _grouped(weights, v.to(weights.dtype)).to(q.dtype), lse
+
+
+def plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, piece: Piece
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Wide gradients of q, k and v by matrix products, for any device."""
+    kind, scale = wide(q.dtype), q.shape[-1] ** -0.5
+    weights = torch.exp(_scores(q, k, piece) - _finite(lse).unsqueeze(-1))
+    grad, q, k, v = (x.to(kind) for x in (grad, q, k, v))
+    dv = _summed(weights, grad, k.shape[1])
+    weights_grad = _grouped(grad, v.transpose(-1, -2))
+    scores_grad = weights * (weights_grad - delta.unsqueeze(-1)) * scale
+    return _grouped(scores_grad, k), _summed(scores_grad, q, k.shape[1]), dv
+
+
+def _scores(q: Tensor, k: Tensor, piece: Piece) -> Tensor:
+    kind = wide(q.dtype)
+    scores = _grouped(q.to(kind) * q.shape[-1] ** -0.5, k.to(kind).transpose(-1, -2))
+    if piece.causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        return scores.masked_fill_(hidden, -math.inf)
+    if piece.cells is not None:
+        hidden = torch.from_numpy(~piece.cells).to(q.device)
+        return scores.masked_fill_(hidden, -math.inf)
+    return scores
+
+
+def _grouped(left: Tensor, right: Tensor) -> Tensor:
+    """[B, H, n, x] times [B, K, x, y], each of the K for a group of heads: [B, H, n, y]."""
+    batch, heads, rows, inner = left.shape
+    kv_heads = right.shape[1]
+    grouped = left.reshape(batch, kv_heads, heads // kv_heads * rows, inner)
+    return (grouped @ right).view(batch, heads, rows, right.shape[-1])
+
+
+def _summed(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
+    """[B, H, n, m]^T times [B, H, n, d], summed over each group of heads: [B, K, m, d]."""
+    batch, heads, rows, columns = left.shape
+    grouped = heads // kv_heads * rows
+    return left.reshape(batch, kv_heads, grouped, columns).transpose(-1, -2) @ right.reshape(
+        batch, kv_heads, grouped, -1
+    )
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """A query that sees nothing has weights exp(-inf - 0) = 0 instead of NaN."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
+
+
+def _added(piece: Piece, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The mask that the tiled kernel adds to the scores."""
+    if piece.cells is None:
+        return None
+    hidden = torch.from_numpy(~piece.cells).to(device)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)

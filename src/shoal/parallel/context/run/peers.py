@@ -1,0 +1,138 @@
+"""Messages along rings of ranks, which travel while the caller computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.ir.mask import Mask
+from shoal.parallel.context.pieces import Piece, block_pieces
+from shoal.parallel.protocols import Comm, Pending
+
+__all__ = ["Homing", "Peers", "View", "circulate"]
+
+
+class Peers:
+    """Some ranks of a communicator, in an order of their own.
+
+    Args:
+        comm: the communicator.
+        members: numbers in it; all of them, in order, if not given.
+    """
+
+    def __init__(self, comm: Comm, members: Sequence[int] | None = None) -> None:
+        self.comm = comm
+        self.members = tuple(members or range(comm.world))
+        self.rank = self.members.index(comm.rank)
+        self.world = len(self.members)
+
+    def send(self, x: Tensor, target: int, tag: str) -> Pending:
+        """Send ``x`` to the member ``target``, counted around the ring."""
+        return self.comm.send(x, self.members[target % self.world], tag=f"context.{tag}")
+
+    def receive(self, out: Tensor, source: int, tag: str) -> Pending:
+        """Receive from the member ``source``, counted around the ring."""
+        return self.comm.receive(out, self.members[source % self.world], tag=f"context.{tag}")
+
+    def shift(self, x: Tensor, tag: str) -> tuple[Tensor, Callable[[], None]]:
+        """Send ``x`` to the next member; what the previous one sent, and how to wait for it."""
+        arriving = torch.empty_like(x)
+        pending = [
+            self.send(x, self.rank + 1, tag),
+            self.receive(arriving, self.rank - 1, tag),
+        ]
+
+        def wait() -> None:
+            for each in pending:
+                each.wait()
+
+        return arriving, wait
+
+    def exchange(self, xs: Sequence[Tensor], tag: str) -> list[Tensor]:
+        """Give each member its tensor of ``xs``, all of one shape; what each gave this one."""
+        outs = [torch.empty_like(x) for x in xs]
+        outs[self.rank] = xs[self.rank]
+        pending = []
+        for step in range(1, self.world):
+            target, source = (self.rank + step) % self.world, (self.rank - step) % self.world
+            pending.append(self.send(xs[target], target, tag))
+            pending.append(self.receive(outs[source], source, tag))
+        for each in pending:
+            each.wait()
+        return outs
+
+
+class View(NamedTuple):
+    """What the queries of one member see of the keys of another.
+
+    Args:
+        masks: of the whole sequences; one for all rows, or one a row.
+        batch: rows.
+        positions: of each member.
+    """
+
+    masks: tuple[Mask, ...]
+    batch: int
+    positions: Sequence[np.ndarray]
+
+    def pieces(self, queries: int, keys: int) -> tuple[Piece, ...]:
+        """Pieces of the block of two members; both ends of a message get the same answer."""
+        return block_pieces(self.masks, self.batch, self.positions[queries], self.positions[keys])
+
+
+def circulate(x: Tensor, peers: Peers, tag: str) -> Iterator[tuple[int, Tensor]]:
+    """Every member's ``x`` and who it is from, own first; the next is on its way meanwhile."""
+    for step in range(peers.world):
+        last = step == peers.world - 1
+        arriving, wait = (x, None) if last else peers.shift(x, tag)
+        yield (peers.rank - step) % peers.world, x
+        if wait is not None:
+            wait()
+        x = arriving
+
+
+class Homing:
+    """Sums that travel with the chunk they belong to, one hop behind, and end at its owner.
+
+    Each of the N - 1 other ranks adds its share; a sum starts at the first of them, so it
+    makes N - 1 hops.
+    """
+
+    def __init__(self, peers: Peers, tag: str) -> None:
+        self.peers = peers
+        self.tag = tag
+        self.home: Tensor | None = None
+        self.partial: Tensor | None = None
+        self.arriving: Tensor | None = None
+        self._wait: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Before the next chunk is computed: pass on the sum of the last one."""
+        if self.partial is not None:
+            self.arriving, self._wait = self.peers.shift(self.partial, self.tag)
+
+    def add(self, share: Tensor) -> None:
+        """The share of the chunk that was just computed; own first."""
+        if self.home is None:
+            self.home = share
+            return
+        if self._wait is not None and self.arriving is not None:
+            self._wait()
+            share = share.add_(self.arriving)
+            self._wait = None
+        self.partial = share
+
+    def finish(self) -> Tensor:
+        """The sum of this rank's own chunk over all ranks."""
+        if self.home is None:
+            raise ValueError("no share was added")
+        if self.partial is not None:
+            self.start()
+            if self._wait is not None and self.arriving is not None:
+                self._wait()
+                self.home.add_(self.arriving)
+        return self.home

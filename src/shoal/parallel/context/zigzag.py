@@ -1,0 +1,22 @@
+"""Ring attention in which rank n holds chunks n and 2N - 1 - n: causal work is balanced.
+
+Source: Zhu et al., ring-flash-attention, 2024 (the assignment); Li et al., LightSeq, 2023
+(the imbalance of causal rings).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoal.core.parts import part
+from shoal.parallel.context.ring import Ring
+
+__all__ = ["Zigzag"]
+
+
+@part
+class Zigzag(Ring):
+    """Keys and values go round; every rank holds an early and a late chunk. The default."""
+
+    name: ClassVar[str] = "zigzag"
+    paired: ClassVar[bool] = True
