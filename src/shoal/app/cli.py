@@ -15,6 +15,7 @@ import typer
 from shoal import __version__
 from shoal.app.commands import (
     bench,
+    check,
     claims,
     dash,
     demo,
@@ -65,6 +66,7 @@ app.command("train")(train.train)
 app.command("serve")(serve.serve)
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
+app.command("check")(check.check)
 app.command("score")(score.score)
 app.add_typer(claims.app, name="claims")
 app.command("dash")(dash.dash)

@@ -1,0 +1,434 @@
+"""What differing gradients have in common, and what that says of the cause.
+
+Every rule is an equation that a wrong gradient satisfies when it has one cause: the ranks'
+copies add up to the right one (a reduction is missing), it is a multiple of the right one
+(something is added or divided too often), or it is a sum of the gradients of the ranks'
+parts with other weights than the whole batch has (a wrong divisor). A rule counts when
+the equation holds to a hundred times the tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+from shoal.claims.check.compare import Array, floor_of, groups_by
+from shoal.claims.check.protocols import DATA_AXES, Axes, Finding
+
+__all__ = ["Evidence", "Output", "diagnose"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """The first module, in order of completion, whose output differs.
+
+    Args:
+        module: its name.
+        one: what it returns in one process, on this rank's part.
+        split: what it returns on the rank.
+        bias: its ``bias`` in one process, or None.
+    """
+
+    module: str
+    one: Array
+    split: Array
+    bias: Array | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of the first step that differs.
+
+    Args:
+        axes: the mesh.
+        coordinates: of each rank.
+        order: all parameters, in the order in which the model uses them.
+        expected: one-process gradients by name.
+        found: each rank's view of the gradients that differ somewhere.
+        differing: names of these, in order.
+        solo: each rank's gradients of the unsplit model on its own part, or empty.
+        output: where the forward pass parts ways, or None.
+        loss: one-process and split loss.
+        loss_differs: whether they are apart.
+        others: whether start, parameters or buffers differ.
+        limit: the tolerance.
+    """
+
+    axes: Axes
+    coordinates: Sequence[Mapping[str, int]]
+    order: Sequence[str]
+    expected: Mapping[str, Array]
+    found: Sequence[Mapping[str, Array]]
+    differing: Sequence[str]
+    solo: Sequence[Mapping[str, Array]] = ()
+    output: Output | None = None
+    loss: tuple[float, float] = (0.0, 0.0)
+    loss_differs: bool = False
+    others: frozenset[str] = field(default_factory=frozenset)
+    limit: float = 1e-9
+
+
+def diagnose(evidence: Evidence) -> list[Finding]:
+    """What the differences are, the surest first; empty when no rule holds."""
+    found = list(_not_finite(evidence))
+    if found:
+        return found
+    explained: set[str] = set()
+    for rule in (_forward, _everywhere, _each, _backward, _updates):
+        for finding in rule(evidence, explained):
+            found.append(finding)
+            explained.update(finding.names)
+    return found
+
+
+def _close(a: Array, b: Array, limit: float) -> bool:
+    """Equal to a hundred times the tolerance, relative to the larger."""
+    scale = max(float(np.abs(b).max(initial=0.0)), float(np.abs(a).max(initial=0.0)))
+    return bool(np.abs(a - b).max(initial=0.0) <= 100 * limit * scale)
+
+
+def _ratio(found: Array, expected: Array, limit: float) -> float | None:
+    """The factor between two tensors, if one number is."""
+    below = float(np.vdot(expected, expected))
+    if not below:
+        return None
+    factor = float(np.vdot(found, expected)) / below
+    return factor if factor and _close(found, factor * expected, limit) else None
+
+
+def _is(value: float, target: float, limit: float) -> bool:
+    return abs(value - target) <= 100 * limit * abs(target)
+
+
+def _axis_sets(axes: Axes) -> Iterator[tuple[str, ...]]:
+    """Axes with more than one rank: alone, then together."""
+    several = [name for name, size in axes.items() if size > 1]
+    for number in range(1, len(several) + 1):
+        yield from combinations(several, number)
+
+
+def _size(axes: Axes, names: Sequence[str]) -> int:
+    size = 1
+    for name in names:
+        size *= axes[name]
+    return size
+
+
+def _over(names: Sequence[str]) -> str:
+    return " and ".join(names)
+
+
+def _list(names: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+def _not_finite(evidence: Evidence) -> Iterator[Finding]:
+    names = tuple(
+        name
+        for name in evidence.differing
+        if name in evidence.expected
+        and np.isfinite(evidence.expected[name]).all()
+        and any(not np.isfinite(view[name]).all() for view in evidence.found if name in view)
+    )
+    if names:
+        yield Finding(
+            kind="not_finite",
+            names=names,
+            text=f"the split has gradients that are not finite: {_list(names)}; one process has "
+            "none",
+        )
+
+
+def _forward(evidence: Evidence, _explained: set[str]) -> Iterator[Finding]:
+    output = evidence.output
+    if output is None or output.one.shape != output.split.shape:
+        return
+    module, one, split = output.module, output.one, output.split
+    factor = _ratio(split, one, evidence.limit)
+    if output.bias is not None and output.bias.shape[-1:] == one.shape[-1:]:
+        apart = split - one
+        times = _ratio(apart, np.broadcast_to(output.bias, apart.shape), evidence.limit)
+        if times is not None:
+            total = 1 + times
+            text = f"added {total:.4g} times instead of once"
+            for axes in _axis_sets(evidence.axes):
+                if _is(total, _size(evidence.axes, axes), evidence.limit):
+                    text = (
+                        f"added {_size(evidence.axes, axes)} times, once by every rank of "
+                        f"{_over(axes)}: add it after the reduction, or on one rank"
+                    )
+                    break
+            if _is(times, -1, evidence.limit):
+                text = "not added"
+            yield Finding(
+                kind="bias_added_times",
+                names=(f"{module}.bias",),
+                text=f"{module}.bias is {text} (forward pass)",
+            )
+            return
+    what = "the forward pass differs first in what this module returns"
+    if factor is not None:
+        what = f"what this module returns is {factor:.4g} times that of one process"
+        for axes in _axis_sets(evidence.axes):
+            size = _size(evidence.axes, axes)
+            if _is(factor, size, evidence.limit):
+                what += f", the number of ranks of {_over(axes)}: it is added up once too often"
+            elif _is(factor, 1 / size, evidence.limit):
+                what += f", one part of {_over(axes)}: a division is one too many"
+    names = tuple(name for name in evidence.order if name.rpartition(".")[0] == module)
+    yield Finding(kind="forward", names=names, text=f"{module}: {what}; what it reads is equal")
+
+
+def _significant(evidence: Evidence) -> list[str]:
+    """Parameters whose gradient is more than rounding."""
+    floor = floor_of(evidence.expected.values())
+    return [
+        name
+        for name in evidence.order
+        if name in evidence.expected and float(np.abs(evidence.expected[name]).max()) > floor
+    ]
+
+
+def _everywhere(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
+    """Causes that every gradient shows: a factor, or the weights of the ranks' parts."""
+    if explained or evidence.output is not None:
+        return
+    names = _significant(evidence)
+    differing = set(evidence.differing)
+    if not names or not differing.issuperset(names):
+        return
+    factors = []
+    for view in evidence.found:
+        for name in names:
+            if name in view:
+                factor = _ratio(view[name], evidence.expected[name], evidence.limit)
+                if factor is None:
+                    break
+                factors.append(factor)
+        else:
+            continue
+        break
+    else:
+        if factors and max(factors) - min(factors) <= 100 * evidence.limit * max(map(abs, factors)):
+            yield _factor(evidence, factors[0])
+            return
+    finding = _weights(evidence, names, everywhere=True)
+    if finding is not None:
+        yield finding
+
+
+def _factor(evidence: Evidence, factor: float) -> Finding:
+    names = tuple(evidence.differing)
+    text = f"every gradient is {factor:.4g} times that of one process"
+    kind = "factor"
+    for axes in _axis_sets(evidence.axes):
+        size = _size(evidence.axes, axes)
+        if _is(factor, size, evidence.limit):
+            kind = "not_averaged"
+            text += (
+                f", the number of ranks of {_over(axes)}: gradients are summed where the loss "
+                "of each rank is a mean of its own part (not averaged), or are reduced twice"
+            )
+            break
+        if _is(factor, 1 / size, evidence.limit):
+            kind = "mean_instead_of_sum"
+            text += (
+                f", one part of {_over(axes)}: a mean instead of a sum; the loss is divided by "
+                "the count of the whole batch, and the gradients are averaged over the ranks on "
+                "top"
+            )
+            break
+    else:
+        text += "; no number of ranks of this mesh explains it: look for micro-batches or a scale"
+    return Finding(kind=kind, names=names, text=text)
+
+
+def _weights(evidence: Evidence, names: Sequence[str], *, everywhere: bool) -> Finding | None:
+    """Gradients as a weighted sum of those of the ranks' parts."""
+    if len(evidence.solo) != len(evidence.coordinates):
+        return None
+    axes = [axis for axis, size in evidence.axes.items() if size > 1 and axis in DATA_AXES]
+    parts = groups_by(evidence.coordinates, axes)
+    names = [n for n in names if all(n in evidence.solo[group[0]] for group in parts)]
+    names = [n for n in names if all(n in view for view in evidence.found)]
+    if len(parts) < 2 or not names:
+        return None
+    matrix = np.stack(
+        [np.concatenate([evidence.solo[g[0]][n].ravel() for n in names]) for g in parts], axis=1
+    )
+    right = _solve(matrix, np.concatenate([evidence.expected[n].ravel() for n in names]), evidence)
+    if right is None:
+        return None
+    weights = []
+    for view in evidence.found:
+        solved = _solve(matrix, np.concatenate([view[n].ravel() for n in names]), evidence)
+        if solved is None:
+            return None
+        weights.append(solved)
+    subject = "every gradient" if everywhere else f"the gradient of {_list(list(names))}"
+    own = np.array([[rank in group for group in parts] for rank in range(len(weights))])
+    alone = all(
+        np.abs(np.where(own[rank], 0.0, weight)).max() <= 1e-6
+        for rank, weight in enumerate(weights)
+    )
+    if alone:
+        return Finding(
+            kind="missing_reduction",
+            names=tuple(names),
+            text=f"{subject} is that of the rank's own part: it is not reduced over {_over(axes)}",
+        )
+    got = weights[0]
+    shown = f"{_shares(got)}; in the whole batch they have {_shares(right)}"
+    if np.ptp(got) <= 1e-6 * np.abs(got).max() and np.ptp(right) > 1e-6 * np.abs(right).max():
+        return Finding(
+            kind="wrong_divisor",
+            names=tuple(names),
+            text=f"wrong divisor: {subject} adds the parts of the ranks of {_over(axes)} with the "
+            f"weights {shown}. The parts count differently many tokens: divide their sum by the "
+            "count of the whole batch, not each part by its own",
+        )
+    return Finding(
+        kind="wrong_weights",
+        names=tuple(names),
+        text=f"{subject} adds the parts of the ranks of {_over(axes)} with the weights {shown}",
+    )
+
+
+def _solve(matrix: Array, target: Array, evidence: Evidence) -> Array | None:
+    """Weights of the columns that make the target, if there are such."""
+    # Columns that are nearly the same have no weights of their own.
+    scale = np.linalg.norm(matrix, axis=0)
+    if not scale.all():
+        return None
+    weights, _, rank, _ = np.linalg.lstsq(matrix / scale, target, rcond=1e-4)
+    if rank < matrix.shape[1] or not _close(matrix @ (weights / scale), target, evidence.limit):
+        return None
+    return np.asarray(weights / scale, np.float64)
+
+
+def _shares(weights: Array) -> str:
+    return ", ".join(f"{weight:.4g}" for weight in weights)
+
+
+def _each(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
+    """Causes that single parameters show, gathered by what they say."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for name in evidence.differing:
+        views = [view[name] for view in evidence.found if name in view]
+        expected = evidence.expected.get(name)
+        if name in explained or expected is None or any(v.shape != expected.shape for v in views):
+            continue
+        say = _reduction(evidence, name) or _times(evidence, views, expected)
+        if say is not None:
+            told.setdefault(say, []).append(name)
+            continue
+        finding = _weights(evidence, [name], everywhere=False)
+        if finding is not None:
+            _, _, rest = finding.text.partition(name)
+            told.setdefault((finding.kind, rest.strip()), []).append(name)
+    if len(told) > 3:  # many different stories are none
+        return
+    for (kind, text), names in told.items():
+        yield Finding(kind=kind, names=tuple(names), text=f"{_list(names)}: {text}")
+
+
+def _reduction(evidence: Evidence, name: str) -> tuple[str, str] | None:
+    """The ranks hold different gradients, which make the right one together."""
+    if any(name not in view for view in evidence.found):
+        return None
+    expected = evidence.expected[name]
+    for axes in _axis_sets(evidence.axes):
+        others = [axis for axis in evidence.axes if axis not in axes]
+        groups = groups_by(evidence.coordinates, others)
+        for kind, verb in (("sum", "sum"), ("mean", "mean")):
+            views = [np.stack([evidence.found[r][name] for r in group]) for group in groups]
+            made = [v.sum(axis=0) if kind == "sum" else v.mean(axis=0) for v in views]
+            differ = any(
+                not _close(v[0], v[i], evidence.limit) for v in views for i in range(len(v))
+            )
+            if differ and all(_close(m, expected, evidence.limit) for m in made):
+                return (
+                    "missing_reduction",
+                    f"missing reduction over {_over(axes)}: the ranks hold different gradients, "
+                    f"and their {verb} over {_over(axes)} is the right one",
+                )
+    return None
+
+
+def _times(evidence: Evidence, views: Sequence[Array], expected: Array) -> tuple[str, str] | None:
+    """The gradient is a multiple of the right one."""
+    factors = [_ratio(view, expected, evidence.limit) for view in views]
+    if not factors or factors[0] is None:
+        return None
+    factor = factors[0]
+    if any(f is None or not _is(f, factor, evidence.limit) for f in factors):
+        return None
+    for axes in _axis_sets(evidence.axes):
+        size = _size(evidence.axes, axes)
+        if _is(factor, size, evidence.limit):
+            return (
+                "added_times",
+                f"its gradient is added {size} times, once by every rank of {_over(axes)}, all of "
+                "which hold the whole of it: do not reduce it there, or use it on one rank",
+            )
+        if _is(factor, 1 / size, evidence.limit):
+            return (
+                "divided",
+                f"its gradient is 1/{size} of that of one process: it is divided by the ranks of "
+                f"{_over(axes)} once too often, or their shares are not added up",
+            )
+    return ("factor", f"its gradient is {factor:.4g} times that of one process")
+
+
+def _backward(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
+    """All gradients up to one parameter are wrong and all after it are right."""
+    if evidence.loss_differs or explained:
+        return
+    order = _significant(evidence)
+    wrong = [name in set(evidence.differing) for name in order]
+    count = sum(wrong)
+    if 1 < count < len(order) and all(wrong[:count]):
+        yield Finding(
+            kind="backward",
+            names=(order[count - 1],),
+            text=f"the loss is equal; gradients are right from {order[count]} on and wrong in "
+            f"everything before it, up to {order[count - 1]}: on its way back the gradient is "
+            "lost or doubled between these two",
+        )
+
+
+def _updates(evidence: Evidence, _explained: set[str]) -> Iterator[Finding]:
+    if "start" in evidence.others:
+        yield Finding(
+            kind="start",
+            text="parameters differ before the first step: parallelize() has to keep the values "
+            "that model() made (do not initialise again, or load them afterwards)",
+        )
+    elif not evidence.differing and "parameter" in evidence.others:
+        yield Finding(
+            kind="optimizer",
+            text="loss and gradients are equal, the updated parameters are not: look at the "
+            "optimizer: made before parallelize(), other parameter groups, a norm over one "
+            "rank's shards, or decay of parameters without a gradient",
+        )
+    elif not evidence.differing and "buffer" in evidence.others:
+        yield Finding(
+            kind="buffer",
+            text="only buffers differ: statistics are taken over a rank's own part (BatchNorm "
+            "wants SyncBatchNorm, or its statistics reduced)",
+        )
+    elif not evidence.differing and evidence.loss_differs:
+        one, split = evidence.loss
+        text = f"gradients are equal, only the reported loss differs ({split:.6g} for {one:.6g})"
+        if one and split / one > 0:
+            for axes in _axis_sets(evidence.axes):
+                size = _size(evidence.axes, axes)
+                if _is(split / one, 1 / size, evidence.limit):
+                    text += f"; it is 1/{size}: --loss sum fits ranks that return their share"
+                elif _is(split / one, size, evidence.limit):
+                    text += f"; it is {size} times: --loss mean fits ranks that return a mean"
+        yield Finding(kind="loss", text=text)

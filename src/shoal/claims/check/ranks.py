@@ -1,0 +1,182 @@
+"""Starting the processes of a check, watching them, and leaving none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shoal.claims.check.protocols import Settings
+from shoal.claims.check.store import Place, read_facts
+from shoal.core.errors import ConfigError, RankError
+
+__all__ = ["Processes"]
+
+_POLL_S = 0.02
+_CONNECTION_LOST = 3
+
+
+class Processes:
+    """One process for each name in ``who``.
+
+    Args:
+        place: the check's directory.
+        settings: for the time limit.
+        who: ``["one"]`` or the ranks' numbers.
+    """
+
+    def __init__(self, place: Place, settings: Settings, who: Sequence[str]) -> None:
+        self.place = place
+        self.settings = settings
+        self.who = list(who)
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def run(self, tick: Callable[[str], None]) -> None:
+        """Start all, return when all ended well.
+
+        Args:
+            tick: called with what the slowest of them is doing.
+
+        Raises:
+            ConfigError: the user's program failed; file and line.
+            RankError: a process died or hangs.
+        """
+        try:
+            for name in self.who:
+                self.processes.append(self._start(name))
+            self._wait(tick)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Kill what still runs, and whatever it started."""
+        for process in self.processes:
+            # Each is the leader of a session of its own; its group may outlive it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        rank = 0 if name == "one" else int(name)
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(self.who)),
+            "LOCAL_WORLD_SIZE": str(len(self.who)),
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
+        log = os.open(self.place.log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-m", "shoal.claims.check.worker", str(self.place.root), name],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+
+    def _wait(self, tick: Callable[[str], None]) -> None:
+        changed = time.monotonic()
+        seen: list[str] = []
+        while True:
+            codes = [process.poll() for process in self.processes]
+            if all(code == 0 for code in codes):
+                return
+            if any(code not in (None, 0) for code in codes):
+                self._explain_death()
+            doing = [_read(self.place.doing(name)) for name in self.who]
+            if doing != seen:
+                changed, seen = time.monotonic(), doing
+                tick(min(doing, key=len) or "starting")
+            elif time.monotonic() - changed > self.settings.timeout_s:
+                self._explain_hang(doing)
+            time.sleep(_POLL_S)
+
+    def _named(self, index: int) -> str:
+        name = self.who[index]
+        if name == "one":
+            return "the one-process side"
+        return f"rank {name} of {len(self.who)} (pid {self.processes[index].pid})"
+
+    def _explain_death(self) -> None:
+        # Let the peers' errors arrive; the earliest is the cause, and a signal before all.
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and any(p.poll() is None for p in self.processes):
+            time.sleep(_POLL_S)
+        codes = [process.poll() or 0 for process in self.processes]
+        killed = [index for index, code in enumerate(codes) if code < 0]
+        if killed:
+            index = killed[0]
+            raise RankError(
+                f"{self._named(index)} was killed by {signal.Signals(-codes[index]).name} on host "
+                f"{socket.gethostname()} while {_read(self.place.doing(self.who[index]))}"
+                f"{self._printed(index)}"
+            )
+        errors = []
+        for index, name in enumerate(self.who):
+            if self.place.error(name).exists():
+                told = read_facts(self.place.error(name))
+                lost = codes[index] == _CONNECTION_LOST
+                errors.append((lost, told["time"], index, told))
+        if not errors:
+            index = next(i for i, code in enumerate(codes) if code)
+            raise RankError(
+                f"{self._named(index)} ended with status {codes[index]} while "
+                f"{_read(self.place.doing(self.who[index]))}{self._printed(index)}"
+            )
+        _, _, index, told = min(errors, key=lambda error: error[:3])
+        if os.environ.get("SHOAL_DEBUG"):
+            print(told["trace"], file=sys.stderr)
+        prefix = "" if told["own"] or self.who == ["one"] else f"rank {self.who[index]}: "
+        raise ConfigError(prefix + told["message"])
+
+    def _explain_hang(self, doing: Sequence[str]) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        stacks = [_read(self.place.stack(name)) for name in self.who]
+        # The others wait in a collective for the one that does not.
+        running = [index for index, p in enumerate(self.processes) if p.poll() is None]
+        outside = [index for index in running if "torch/distributed" not in _main(stacks[index])]
+        index = (outside or running)[0]
+        others = "; ".join(
+            f"rank {name}: {text}" for name, text in zip(self.who, doing, strict=True)
+        )
+        stack = "\n".join(f"  {line}" for line in _main(stacks[index]).splitlines()[:12])
+        raise RankError(
+            f"{self._named(index)} hangs: nothing happened for {self.settings.timeout_s:g} s "
+            f"while {doing[index]}"
+            + (f" ({others})" if len(self.who) > 1 else "")
+            + (f"; its stack:\n{stack}" if stack else "; it does not answer")
+            + "\nall processes were ended; --timeout gives them longer"
+        )
+
+    def _printed(self, index: int) -> str:
+        lines = _read(self.place.log(self.who[index])).strip().splitlines()[-3:]
+        return "; it printed last: " + " | ".join(lines) if lines else ""
+
+
+def _main(stacks: str) -> str:
+    """The main thread's stack, which faulthandler prints last."""
+    return stacks.rpartition("Current thread")[2] or stacks.rpartition("Thread")[2]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return "starting"

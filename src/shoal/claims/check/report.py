@@ -1,0 +1,51 @@
+"""A verdict as text."""
+
+from __future__ import annotations
+
+from shoal.claims.check.protocols import Row, Verdict
+
+__all__ = ["headline", "row_cells", "summary"]
+
+
+def _mesh(verdict: Verdict) -> str:
+    return " x ".join(f"{name} {size}" for name, size in verdict.mesh.items())
+
+
+def headline(verdict: Verdict) -> str:
+    """The outcome in a line."""
+    ranks = 1
+    for size in verdict.mesh.values():
+        ranks *= size
+    steps = "1 step" if verdict.steps == 1 else f"{verdict.steps} steps"
+    where = f"{ranks} ranks ({_mesh(verdict)})"
+    if verdict.equal:
+        return (
+            f"equal: {where} compute what one process does: loss, {verdict.compared} tensors, "
+            f"{steps} in {verdict.dtype}"
+        )
+    if verdict.steps == 0:
+        return f"differs before the first step: {where}; first: {verdict.first}"
+    what = f"first: {verdict.first}" if verdict.first else "only the loss"
+    return f"differs in step {verdict.steps - 1}: {where}; {what}"
+
+
+def summary(verdict: Verdict) -> list[str]:
+    """What stands between headline and table."""
+    lines = []
+    for step, (one, split) in enumerate(verdict.losses):
+        lines.append(f"step {step}: loss {one:.12g} in one process, {split:.12g} split")
+    worst = ", ".join(f"{kind} {error:.1e}" for kind, error in verdict.worst.items())
+    lines.append(f"largest relative errors: {worst} (allowed: {verdict.tolerance:g})")
+    return lines
+
+
+def row_cells(row: Row, limit: float) -> tuple[str, ...]:
+    """The cells of a row of the table."""
+    return (
+        str(row.step) if row.step >= 0 else "",
+        row.kind,
+        row.name,
+        "" if row.note else f"{row.error:.2e}",
+        str(row.rank),
+        row.note or ("" if row.error <= limit else "differs"),
+    )
