@@ -1,71 +1,41 @@
-"""Collectives over ranks; every byte passes through here and is counted.
+"""Collectives between processes; every byte passes through here and is counted.
 
-A :class:`Comm` names its ranks, counts what each collective puts on the wire by the
-stated algorithm (ring), and keeps the rank's heartbeat, so that a rank that hangs can
+A communicator names its ranks, counts what each collective puts on the wire by the formulas
+of :mod:`~shoal.parallel.wire`, and keeps the rank's heartbeat, so that a rank that hangs can
 be named. NCCL on GPUs; on CPUs the memory that the ranks of a host share, or Gloo.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from shoal.core.errors import RankError
+from shoal.parallel.calls import (
+    check_member,
+    check_pairs,
+    check_partition,
+    check_parts,
+    check_peer,
+)
 from shoal.parallel.heartbeat import Heartbeat, blame
 from shoal.parallel.shared_memory import SharedMemory
+from shoal.parallel.wire import Wire, ring_all_reduce_bytes, ring_gather_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from shoal.core.meter import Meter
+    from shoal.parallel.protocols import Pending
 
-__all__ = ["Comm", "Pending", "TorchComm", "ring_all_reduce_bytes", "ring_gather_bytes"]
+__all__ = ["TorchComm"]
 
 _T = TypeVar("_T")
-
-
-def ring_all_reduce_bytes(nbytes: float, world: int) -> float:
-    """Bytes one rank sends to all-reduce ``nbytes`` over ``world`` ranks in a ring."""
-    return 2.0 * nbytes * (world - 1) / world
-
-
-def ring_gather_bytes(nbytes: float, world: int) -> float:
-    """Bytes one rank sends to all-gather, or reduce-scatter, ``nbytes`` of full size."""
-    return nbytes * (world - 1) / world
-
-
-class Pending(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """Return when the result is there."""
-        ...
-
-
-class Comm(Protocol):
-    """Collectives among the data-parallel ranks.
-
-    All calls are made by all ranks in the same order. ``all_reduce`` works in place
-    and sums; nothing here ever divides.
-    """
-
-    rank: int
-    world: int
-
-    def all_reduce(self, x: Tensor, *, tag: str) -> Pending:
-        """Start summing ``x`` over all ranks, in place."""
-        ...
-
-    def broadcast(self, x: Tensor, root: int, *, tag: str) -> Pending:
-        """Start copying ``x`` from rank ``root``, in place."""
-        ...
-
-    def barrier(self) -> None:
-        """Return when every rank has come here."""
-        ...
 
 
 class _Done:
@@ -74,18 +44,34 @@ class _Done:
 
 
 class _Guarded:
-    """A torch work handle whose failure names the rank to blame."""
+    """A torch work handle whose failure names the rank to blame.
 
-    def __init__(self, comm: TorchComm, work: Any) -> None:
+    Args:
+        comm: whose heartbeat is kept.
+        work: what is under way.
+        then: done once it has ended.
+    """
+
+    def __init__(self, comm: TorchComm, work: Any, then: Callable[[], None] | None = None) -> None:
         self._comm = comm
         self._work = work
+        self._then = then
 
     def wait(self) -> None:
         self._comm.guard(self._work.wait)
+        if self._then is not None:
+            self._then()
+            self._then = None
 
 
 class TorchComm:
-    """torch.distributed behind :class:`Comm`; with one rank nothing is sent.
+    """torch.distributed behind :class:`~shoal.parallel.protocols.Comm`.
+
+    With one rank nothing is sent, and data only moves from input to output.
+
+    Messages carry their tag on Gloo. NCCL has no tags: there the messages of a pair of ranks
+    arrive in the order in which they were sent, whatever their tags, so both ends must issue
+    them in the same order.
 
     Args:
         meter: where the bytes are counted (``wire_bytes``, by op, tag and scope).
@@ -96,6 +82,8 @@ class TorchComm:
         device: cpu or cuda.
         rendezvous: where the ranks meet: ``env://`` under torchrun, or ``file://``.
         shared_memory: CPU ranks of one host sum and copy through shared memory, not Gloo.
+        ranks_per_node: ranks of one node, neighbours by number; all on one if not given.
+            Bytes between nodes count with scope ``node``, also where nodes are emulated.
     """
 
     def __init__(
@@ -109,14 +97,28 @@ class TorchComm:
         device: str = "cpu",
         rendezvous: str = "env://",
         shared_memory: bool = True,
+        ranks_per_node: int | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
+        self.ranks = tuple(range(world))
         self.meter = meter
         self.beats = beats
         self.beat = Heartbeat(beats / f"rank-{rank}.beat", rank) if beats else None
-        self.scope = "device" if device == "cuda" else "loopback"
+        self.device = device
+        self.timeout_s = timeout_s
+        self.wire = Wire(
+            meter,
+            rank,
+            self.ranks,
+            scope="device" if device == "cuda" else "loopback",
+            ranks_per_node=ranks_per_node,
+        )
+        self.group: ProcessGroup | None = None
+        """The process group behind this; None for all ranks."""
         self.shared: SharedMemory | None = None
+        self._parent: TorchComm | None = None
+        self._joins = False
         if world > 1:
             import torch.distributed as dist
 
@@ -135,39 +137,168 @@ class TorchComm:
     @classmethod
     def from_environment(cls, meter: Meter, **options: Any) -> TorchComm:
         """Join the ranks that torchrun, or Shoal's own supervisor, has started."""
-        return cls(
-            meter,
-            rank=int(os.environ.get("RANK", "0")),
-            world=int(os.environ.get("WORLD_SIZE", "1")),
-            **options,
-        )
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if 1 <= here < world:
+            options.setdefault("ranks_per_node", here)
+        return cls(meter, rank=int(os.environ.get("RANK", "0")), world=world, **options)
 
-    def all_reduce(self, x: Tensor, *, tag: str) -> Pending:
-        """Start summing ``x`` over all ranks, in place."""
+    def split(self, groups: Sequence[Sequence[int]]) -> TorchComm:
+        """The communicator of this rank's group; called by all ranks with the same partition.
+
+        It shares heartbeat and meter with this one. A group of all ranks in order is this one,
+        and a group of one rank costs nothing.
+
+        Raises:
+            RankError: some rank is in none of the groups, or in two.
+        """
+        named = check_partition(groups, self.world)
+        group = next(group for group in named if self.rank in group)
+        if group == tuple(range(self.world)):
+            return self
+        own = TorchComm.__new__(TorchComm)
+        own.rank = group.index(self.rank)
+        own.world = len(group)
+        own.ranks = tuple(self.ranks[member] for member in group)
+        own.meter, own.beats, own.beat = self.meter, self.beats, self.beat
+        own.device, own.timeout_s = self.device, self.timeout_s
+        own.wire = self.wire.of(own.rank, own.ranks)
+        own.group, own.shared, own._parent = None, None, self
+        # Memory is shared when the first sum asks for it: most groups never do.
+        own._joins = self.shared is not None or self._joins
+        if own.world > 1:
+            own.group = self._start(lambda: _new_group(own.ranks, self.timeout_s + 30))
+        return own
+
+    def all_reduce(self, x: Tensor, *, tag: str, op: Literal["sum", "max"] = "sum") -> Pending:
+        """Start reducing ``x`` over all ranks, in place."""
         if self.world == 1:
             return _Done()
         import torch.distributed as dist
 
-        self.count("all_reduce", ring_all_reduce_bytes(x.nbytes, self.world), tag)
-        shared = self.shared
-        if shared is not None and x.is_contiguous():
+        x = x.detach()
+        self.wire.ring("all_reduce", ring_all_reduce_bytes(x.nbytes, self.world), tag)
+        shared = self._shared() if op == "sum" and x.is_contiguous() else None
+        if shared is not None:
             self.guard(lambda: shared.all_reduce(x))
             return _Done()
-        return _Guarded(self, self._start(lambda: dist.all_reduce(x, async_op=True)))
+        how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        return self._issue(lambda: dist.all_reduce(x, how, group=self.group, async_op=True))
 
     def broadcast(self, x: Tensor, root: int, *, tag: str) -> Pending:
         """Start copying ``x`` from rank ``root``, in place."""
+        check_member(root, self.world)
         if self.world == 1:
             return _Done()
         import torch.distributed as dist
 
-        # A ring passes the tensor on; the last rank sends nothing.
-        self.count("broadcast", x.nbytes * (self.world - 1) / self.world, tag)
-        shared = self.shared
-        if shared is not None and x.is_contiguous():
+        x = x.detach()
+        self.wire.ring("broadcast", ring_gather_bytes(x.nbytes, self.world), tag)
+        shared = self._shared() if x.is_contiguous() else None
+        if shared is not None:
             self.guard(lambda: shared.broadcast(x, root))
             return _Done()
-        return _Guarded(self, self._start(lambda: dist.broadcast(x, root, async_op=True)))
+        source = self.ranks[root]
+        return self._issue(lambda: dist.broadcast(x, source, group=self.group, async_op=True))
+
+    def reduce(self, x: Tensor, root: int, *, tag: str) -> Pending:
+        """Start summing ``x`` over all ranks into rank ``root``; elsewhere it is spoilt."""
+        check_member(root, self.world)
+        if self.world == 1:
+            return _Done()
+        import torch.distributed as dist
+
+        x = x.detach()
+        self.wire.ring("reduce", ring_gather_bytes(x.nbytes, self.world), tag)
+        target = self.ranks[root]
+        return self._issue(lambda: dist.reduce(x, target, group=self.group, async_op=True))
+
+    def all_gather(self, out: Tensor, x: Tensor, *, tag: str) -> Pending:
+        """``out`` [world * n, ...] becomes every rank's ``x`` [n, ...], in rank order."""
+        check_parts("all_gather", out, x, self.world)
+        out, x = out.detach().view(-1), x.detach().view(-1)
+        if self.world == 1:
+            out.copy_(x)
+            return _Done()
+        import torch.distributed as dist
+
+        self.wire.ring("all_gather", ring_gather_bytes(out.nbytes, self.world), tag)
+        shared = self._shared()
+        if shared is not None:
+            self.guard(lambda: shared.all_gather(out, x))
+            return _Done()
+        return self._issue(
+            lambda: dist.all_gather_into_tensor(out, x, group=self.group, async_op=True)
+        )
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, *, tag: str) -> Pending:
+        """``out`` [n, ...] becomes this rank's part of the sum of ``x`` [world * n, ...]."""
+        check_parts("reduce_scatter", x, out, self.world)
+        out, x = out.detach().view(-1), x.detach().view(-1)
+        if self.world == 1:
+            out.copy_(x)
+            return _Done()
+        import torch.distributed as dist
+
+        self.wire.ring("reduce_scatter", ring_gather_bytes(x.nbytes, self.world), tag)
+        shared = self._shared()
+        if shared is not None:
+            self.guard(lambda: shared.reduce_scatter(out, x))
+            return _Done()
+        return self._issue(
+            lambda: dist.reduce_scatter_tensor(out, x, group=self.group, async_op=True)
+        )
+
+    def all_to_all(self, outs: Sequence[Tensor], xs: Sequence[Tensor], *, tag: str) -> Pending:
+        """``outs[i]`` becomes what rank i has as its ``xs[rank]``; sizes may differ."""
+        check_pairs(outs, xs, self.world)
+        import torch
+        import torch.distributed as dist
+
+        outs = [out.detach() for out in outs]
+        if self.world == 1:
+            outs[0].copy_(xs[0].detach().view(outs[0].shape))
+            return _Done()
+        for peer, x in enumerate(xs):
+            self.wire.pair("all_to_all", x.nbytes, tag, peer)
+        # Gloo has no all-to-all of lists in every version; of one tensor in parts it has.
+        packed = torch.cat([x.detach().reshape(-1) for x in xs])
+        received = packed.new_empty(sum(out.numel() for out in outs))
+
+        def unpack() -> None:
+            start = 0
+            for out in outs:
+                out.copy_(received[start : start + out.numel()].view(out.shape))
+                start += out.numel()
+
+        work = self._start(
+            lambda: dist.all_to_all_single(
+                received,
+                packed,
+                [out.numel() for out in outs],
+                [x.numel() for x in xs],
+                group=self.group,
+                async_op=True,
+            )
+        )
+        return _Guarded(self, work, unpack)
+
+    def send(self, x: Tensor, target: int, *, tag: str) -> Pending:
+        """Send ``x`` to rank ``target``."""
+        check_peer(target, self.rank, self.world)
+        import torch.distributed as dist
+
+        self.wire.pair("send", x.nbytes, tag, target)
+        x, peer, number = x.detach(), self.ranks[target], self._number(tag)
+        return self._issue(lambda: dist.isend(x, peer, group=self.group, tag=number))
+
+    def receive(self, out: Tensor, source: int, *, tag: str) -> Pending:
+        """Receive into ``out`` what rank ``source`` sends with this tag."""
+        check_peer(source, self.rank, self.world)
+        import torch.distributed as dist
+
+        out, peer, number = out.detach(), self.ranks[source], self._number(tag)
+        return self._issue(lambda: dist.irecv(out, peer, group=self.group, tag=number))
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
@@ -177,11 +308,7 @@ class TorchComm:
 
         # Over the network's own road even where memory is shared: a rank that goes on to
         # close its connections must know that nobody uses them any more.
-        self.guard(dist.barrier)
-
-    def count(self, op: str, nbytes: float, tag: str) -> None:
-        """Add bytes this rank sends to the meter."""
-        self.meter.add("wire_bytes", nbytes, op=op, tag=tag, scope=self.scope)
+        self.guard(lambda: dist.barrier(group=self.group))
 
     def guard(self, call: Callable[[], _T]) -> _T:
         """Run a blocking collective call, heartbeat around it, and name who failed it.
@@ -190,26 +317,44 @@ class TorchComm:
             RankError: a peer is gone or did not come in time.
         """
         if self.beat is not None:
-            self.beat.enter()
+            # Ranks of different stages make different numbers of calls in their groups;
+            # only those that all ranks make tell who is behind.
+            self.beat.enter(counted=self._parent is None)
         result = self._start(call)
         if self.beat is not None:
             self.beat.leave()
         return result
 
     def close(self) -> None:
-        """Leave the group."""
-        if self.world > 1:
+        """Leave the group of all ranks, and with it every other one."""
+        if self.world > 1 and self._parent is None:
             import torch.distributed as dist
 
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+    def _shared(self) -> SharedMemory | None:
+        """The memory that these ranks share; the first call of all of them makes it."""
+        if self._joins and self.shared is None:
+            self._joins = False
+            wait_s = self.timeout_s + 30
+            self.shared = self._start(
+                lambda: SharedMemory.join(self.rank, self.world, wait_s, self.group)
+            )
+        return self.shared
+
+    def _issue(self, call: Callable[[], Any]) -> Pending:
+        return _Guarded(self, self._start(call))
+
+    def _number(self, tag: str) -> int:
+        return zlib.crc32(tag.encode()) & 0x7FFFFFFF if self.device == "cpu" else 0
 
     def _start(self, call: Callable[[], _T]) -> _T:
         try:
             return call()
         except RuntimeError as cause:
             raise RankError(
-                f"rank {self.rank}: a collective failed{self._suspect()}: "
+                f"rank {self.ranks[self.rank]}: a collective failed{self._suspect()}: "
                 f"{str(cause).splitlines()[0]}; the run can be resumed from its last checkpoint"
             ) from cause
 
@@ -218,11 +363,21 @@ class TorchComm:
             return ""
         found = [
             Heartbeat.read(self.beats / f"rank-{rank}.beat", rank)
-            for rank in range(self.world)
-            if rank != self.rank
+            for rank in self.ranks
+            if rank != self.ranks[self.rank]
         ]
         present = [beat for beat in found if beat is not None]
         if not present:
             return ""
         worst = blame(present)
         return f" waiting for rank {worst.rank} (step {worst.step}, silent {worst.age_s:.0f} s)"
+
+
+def _new_group(ranks: tuple[int, ...], timeout_s: float) -> ProcessGroup:
+    """A process group; its members alone make it, so sub-groups can be split again."""
+    import torch.distributed as dist
+
+    group: ProcessGroup = dist.new_group(
+        list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
+    )
+    return group

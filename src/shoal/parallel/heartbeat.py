@@ -65,9 +65,9 @@ class Heartbeat:
         """The rank makes progress in something long that is no step."""
         self._write(inside=False)
 
-    def enter(self) -> None:
-        """The rank enters its next collective."""
-        self._collective += 1
+    def enter(self, *, counted: bool = True) -> None:
+        """The rank enters its next collective; ``counted`` if all ranks of the job do."""
+        self._collective += counted
         self._write(inside=True)
 
     def leave(self) -> None:

@@ -29,6 +29,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 __all__ = ["SharedMemory"]
 
@@ -65,8 +66,10 @@ class SharedMemory:
         self._lines[rank, 1] = os.getpid()
 
     @classmethod
-    def join(cls, rank: int, world: int, timeout_s: float) -> SharedMemory | None:
-        """Map one file in all ranks of the process group; None if that cannot be.
+    def join(
+        cls, rank: int, world: int, timeout_s: float, group: ProcessGroup | None = None
+    ) -> SharedMemory | None:
+        """Map one file in all ranks of a process group; None if that cannot be.
 
         It cannot be across hosts or containers, without a shared memory file system that
         has 4 MiB per rank left, and on processors that may reorder stores.
@@ -79,18 +82,18 @@ class SharedMemory:
         if rank == 0:
             file, name = _create(world)
         names: list[Any] = [(name, _namespace())]
-        dist.broadcast_object_list(names, 0)
+        dist.broadcast_object_list(names, group=group, group_src=0)
         found, namespace = names[0]
         if rank and found and namespace == _namespace():
             file = _open(found, world)
         able = torch.tensor([int(file >= 0)])
-        dist.all_reduce(able, dist.ReduceOp.MIN)
+        dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
         shared = cls(file, rank, world, timeout_s) if able.item() else None
         if file >= 0:
             os.close(file)
         if rank == 0 and found:
             os.unlink(found)
-        dist.barrier()
+        dist.barrier(group=group)
         return shared
 
     def all_reduce(self, x: Tensor) -> None:
@@ -114,6 +117,43 @@ class SharedMemory:
                 total.add_(at[other, low:high])
             self.barrier()
             part.copy_(at[0, :count])
+
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        """Every rank's ``x`` [n] into ``out`` [world * n], both contiguous.
+
+        Raises:
+            RuntimeError: a rank is gone, or did not come in time.
+        """
+        slots = self._of(x.dtype)
+        width = slots.shape[2]
+        places = out.view(self.world, -1)
+        for start in range(0, x.numel(), width):
+            part = x[start : start + width]
+            count = part.numel()
+            at = self._next(slots)
+            at[self.rank, :count].copy_(part)
+            self.barrier()
+            places[:, start : start + count].copy_(at[:, :count])
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
+        """This rank's part [n] of the sum of ``x`` [world * n] into ``out``, both contiguous.
+
+        Raises:
+            RuntimeError: a rank is gone, or did not come in time.
+        """
+        slots = self._of(x.dtype)
+        # A slot holds a piece of the part of every rank.
+        width = slots.shape[2] // self.world
+        parts = x.view(self.world, -1)
+        for start in range(0, out.numel(), width):
+            total = out[start : start + width]
+            count = total.numel()
+            at = self._next(slots)[:, : self.world * count].view(self.world, self.world, count)
+            at[self.rank].copy_(parts[:, start : start + count])
+            self.barrier()
+            total.copy_(at[0, self.rank])
+            for other in range(1, self.world):
+                total.add_(at[other, self.rank])
 
     def broadcast(self, x: Tensor, root: int) -> None:
         """Copy a contiguous tensor from ``root``, in place.

@@ -21,6 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from shoal.core.errors import RankError, ShoalError, require
 from shoal.core.meter import Meter
+from shoal.parallel.calls import (
+    check_member,
+    check_pairs,
+    check_partition,
+    check_parts,
+    check_peer,
+    like,
+    shown,
+)
 from shoal.parallel.wire import Wire, ring_all_reduce_bytes, ring_gather_bytes
 
 if TYPE_CHECKING:
@@ -144,8 +153,8 @@ class ThreadWorld:
                 thread.start()
             for thread in threads:
                 thread.join()
-        except BaseException as error:  # Ctrl-C while the ranks run: they end as well
-            self.fail(None, error)
+        except BaseException as stopped:  # Ctrl-C while the ranks run: they end as well
+            self.fail(None, stopped)
             raise
         finally:
             torch.set_num_threads(before)
@@ -270,14 +279,7 @@ class ThreadComm:
         self._later(meeting, "split").wait()
         group = next(group for group in named if self.rank in group)
         ranks = tuple(self.ranks[member] for member in group)
-        wire = self.wire
-        own = Wire(
-            wire.meter,
-            group.index(self.rank),
-            ranks,
-            scope=wire.scope,
-            ranks_per_node=wire.ranks_per_node,
-        )
+        own = self.wire.of(group.index(self.rank), ranks)
         return type(self)(self.shared, meeting.result[group], own.rank, ranks, own)
 
     def all_reduce(self, x: Tensor, *, tag: str, op: Literal["sum", "max"] = "sum") -> Pending:
@@ -289,12 +291,12 @@ class ThreadComm:
                 other.copy_(total)
 
         return self._ring(
-            "all_reduce", tag, ring_all_reduce_bytes, x.nbytes, (*_like(x), op), x.detach(), act
+            "all_reduce", tag, ring_all_reduce_bytes, x.nbytes, (*like(x), op), x.detach(), act
         )
 
     def broadcast(self, x: Tensor, root: int, *, tag: str) -> Pending:
         """Copy ``x`` from rank ``root``, in place."""
-        self._member(root)
+        check_member(root, self.world)
 
         def act(xs: list[Tensor]) -> None:
             for rank, other in enumerate(xs):
@@ -302,18 +304,18 @@ class ThreadComm:
                     other.copy_(xs[root])
 
         return self._ring(
-            "broadcast", tag, ring_gather_bytes, x.nbytes, (*_like(x), root), x.detach(), act
+            "broadcast", tag, ring_gather_bytes, x.nbytes, (*like(x), root), x.detach(), act
         )
 
     def reduce(self, x: Tensor, root: int, *, tag: str) -> Pending:
         """Sum ``x`` over all ranks into rank ``root``, in place."""
-        self._member(root)
+        check_member(root, self.world)
 
         def act(xs: list[Tensor]) -> None:
             xs[root].copy_(_reduced(xs, "sum"))
 
         return self._ring(
-            "reduce", tag, ring_gather_bytes, x.nbytes, (*_like(x), root), x.detach(), act
+            "reduce", tag, ring_gather_bytes, x.nbytes, (*like(x), root), x.detach(), act
         )
 
     def all_gather(self, out: Tensor, x: Tensor, *, tag: str) -> Pending:
@@ -328,7 +330,7 @@ class ThreadComm:
                 out.view(-1).copy_(whole)
 
         part = (out.detach(), x.detach())
-        return self._ring("all_gather", tag, ring_gather_bytes, out.nbytes, _like(x), part, act)
+        return self._ring("all_gather", tag, ring_gather_bytes, out.nbytes, like(x), part, act)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, *, tag: str) -> Pending:
         """``out`` [n, ...] becomes this rank's part of the sum of ``x`` [world * n, ...]."""
@@ -340,7 +342,7 @@ class ThreadComm:
                 out.view(-1).copy_(part)
 
         part = (out.detach(), x.detach())
-        return self._ring("reduce_scatter", tag, ring_gather_bytes, x.nbytes, _like(x), part, act)
+        return self._ring("reduce_scatter", tag, ring_gather_bytes, x.nbytes, like(x), part, act)
 
     def all_to_all(self, outs: Sequence[Tensor], xs: Sequence[Tensor], *, tag: str) -> Pending:
         """``outs[i]`` becomes what rank i has as its ``xs[rank]``; sizes may differ."""
@@ -359,7 +361,7 @@ class ThreadComm:
 
     def send(self, x: Tensor, target: int, *, tag: str) -> Pending:
         """Send ``x`` to rank ``target``; done when it has been received."""
-        self._member(target)
+        check_peer(target, self.rank, self.world)
         self.wire.pair("send", x.nbytes, tag, target)
         post = _Post(x.detach())
         key = (self.rank, target, tag)
@@ -371,7 +373,7 @@ class ThreadComm:
 
     def receive(self, out: Tensor, source: int, *, tag: str) -> Pending:
         """Receive into ``out`` what rank ``source`` sends with this tag."""
-        self._member(source)
+        check_peer(source, self.rank, self.world)
         post = _Post(out.detach())
         key = (source, self.rank, tag)
         with self.shared.changed:
@@ -446,75 +448,12 @@ class ThreadComm:
             self._turn += 1
             return meeting
 
-    def _member(self, rank: int) -> None:
-        require(
-            0 <= rank < self.world,
-            "rank",
-            rank,
-            expected=f"0 to {self.world - 1}",
-            error=RankError,
-        )
-
-
-def check_partition(groups: Sequence[Sequence[int]], world: int) -> tuple[tuple[int, ...], ...]:
-    """The groups as tuples.
-
-    Raises:
-        RankError: some rank is in none of them, or in two.
-    """
-    named = tuple(tuple(int(rank) for rank in group) for group in groups)
-    require(
-        sorted(rank for group in named for rank in group) == list(range(world)),
-        "groups",
-        [list(group) for group in named],
-        expected=f"every rank of 0 to {world - 1} in exactly one group",
-        error=RankError,
-    )
-    return named
-
-
-def check_parts(op: str, whole: Tensor, part: Tensor, world: int) -> None:
-    """Refuse a whole that is not ``world`` parts.
-
-    Raises:
-        RankError: the sizes or types do not fit, or the tensors are not contiguous.
-    """
-    require(
-        whole.numel() == world * part.numel() and whole.dtype == part.dtype,
-        f"{op} of {world} ranks",
-        f"{_shown(whole)} and {_shown(part)}",
-        expected=f"one type, and a tensor of {world} times the other's size",
-        error=RankError,
-    )
-    require(
-        whole.is_contiguous() and part.is_contiguous(),
-        op,
-        f"strides {whole.stride()} and {part.stride()}",
-        expected="contiguous tensors",
-        error=RankError,
-    )
-
-
-def check_pairs(outs: Sequence[Tensor], xs: Sequence[Tensor], world: int) -> None:
-    """Refuse an all-to-all without one tensor for each rank.
-
-    Raises:
-        RankError: there are more or fewer.
-    """
-    require(
-        len(outs) == len(xs) == world,
-        "all_to_all",
-        f"{len(outs)} outputs and {len(xs)} inputs",
-        expected=f"{world} of each, one a rank",
-        error=RankError,
-    )
-
 
 def _deliver(op: str, tag: str, source: int, x: Tensor, target: int, out: Tensor) -> None:
     require(
         x.numel() == out.numel() and x.dtype == out.dtype,
         f"{op} {tag!r} from rank {source} to rank {target}",
-        f"{_shown(x)} into {_shown(out)}",
+        f"{shown(x)} into {shown(out)}",
         expected="the same size and type at both ends",
         error=RankError,
     )
@@ -532,15 +471,6 @@ def _reduced(xs: list[Tensor], op: str) -> Tensor:
         else:
             torch.maximum(total, x, out=total)
     return total
-
-
-def _like(x: Tensor) -> tuple[Any, ...]:
-    return (tuple(x.shape), str(x.dtype).removeprefix("torch."))
-
-
-def _shown(x: Tensor) -> str:
-    shape, dtype = _like(x)
-    return f"{dtype}{list(shape)}"
 
 
 def _spelled(call: tuple[Any, ...]) -> str:

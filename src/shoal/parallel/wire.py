@@ -77,6 +77,10 @@ class Wire:
         self.scope = scope
         self.ranks_per_node = ranks_per_node
 
+    def of(self, rank: int, ranks: Sequence[int]) -> Wire:
+        """The same for another communicator of this rank."""
+        return Wire(self.meter, rank, ranks, scope=self.scope, ranks_per_node=self.ranks_per_node)
+
     def to(self, peer: int) -> str:
         """Class of the link to ``peer``, a number in the communicator."""
         size = self.ranks_per_node

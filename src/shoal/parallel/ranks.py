@@ -1,0 +1,53 @@
+"""The communicators of a rank, axis by axis, from the layout of the job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import PlanError, require
+from shoal.parallel.protocols import Ranks
+
+if TYPE_CHECKING:
+    from shoal.ir import Parallel
+    from shoal.parallel.protocols import Comm
+
+__all__ = ["ranks_of"]
+
+# The axes of each communicator; order matters to no rank but to all alike.
+_AXES = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "data": ("dp", "cp"),
+    "model": ("pp", "tp"),
+}
+
+
+def ranks_of(world: Comm, parallel: Parallel) -> Ranks:
+    """Build every axis's communicator; all ranks call it.
+
+    Args:
+        world: all ranks of the job.
+        parallel: the split.
+
+    Raises:
+        PlanError: the split is for another number of ranks.
+    """
+    require(
+        parallel.world == world.world,
+        "parallel: dp * tp * pp * cp",
+        parallel.world,
+        expected=f"the {world.world} ranks that there are",
+        hint=f"start {parallel.world} ranks, or plan for {world.world}",
+        error=PlanError,
+    )
+    layout = parallel.attention()
+    made: dict[tuple[tuple[int, ...], ...], Comm] = {}
+    found: dict[str, Comm] = {}
+    for name, axes in _AXES.items():
+        groups = tuple(layout.groups(*axes))
+        # Axes of one rank make equal groups: tp = 1 gives the model's ranks the pipeline's.
+        if groups not in made:
+            made[groups] = world.split(groups)
+        found[name] = made[groups]
+    return Ranks(world=world, **found)
