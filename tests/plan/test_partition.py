@@ -76,7 +76,7 @@ def test_bad_input():
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(PlanError, match="cost of layer 1"):
             partition([1.0, wrong], 1)
-    with pytest.raises(PlanError, match=r"2 \* 4 = 8: expected a divisor of 12 layers: 1, 2, 3"):
+    with pytest.raises(PlanError, match=r"2 \* 4 = 8': expected a divisor of 12 layers: 1, 2, 3"):
         uniform_stages(12, 2, 4)
     with pytest.raises(PlanError, match="blocks of shoal-4m"):
         stages_for(find("shoal-4m"), 99)
