@@ -293,10 +293,11 @@ class Engine:
         self.sharded.finish()
         if not self.split:
             return
-        owned = self.sharded.owned()
-        self._sum([owned[n] for n in sorted(self._partial & owned.keys())], self.ranks.tp)
-        if self._tied is not None:
-            self._sum([dict(self.local.named_parameters())["embed.weight"]], self._tied)
+        # Every rank sums what it has, so that all of them see the same norm.
+        here = self.sharded.owned() if self.gathers else dict(self.local.named_parameters())
+        self._sum([here[n] for n in sorted(self._partial & here.keys())], self.ranks.tp)
+        if self._tied is not None and "embed.weight" in here:
+            self._sum([here["embed.weight"]], self._tied)
 
     @staticmethod
     def _sum(parameters: list[Tensor], comm: Comm) -> None:
