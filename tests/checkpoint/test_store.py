@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.boxes import Box
 from shoal.checkpoint.index import INDEX_NAME, Index
 from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.store import Piece, Store
+from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, ConfigError, CorruptError
 
 MODEL = {"hidden": 64, "rope": {"base": 10000.0}, "layers": [1, 2]}
@@ -155,6 +155,48 @@ def test_any_split_loads_into_any_other(data: st.DataObject, tmp_path_factory: A
     saved.read_into("w", into, offset)
     assert torch.equal(into, expected.double())
     assert torch.equal(saved.tensor("w"), whole)
+
+
+def test_a_rank_writes_several_pieces_of_a_tensor(tmp_path: Path) -> None:
+    # Two ranks, each with rows out of the middle of both halves: a fused matrix that was split.
+    whole = torch.arange(32.0).view(8, 4)
+    twins = torch.tensor([5.0, -5.0, 5.0, -5.0])
+
+    def piece(first: int) -> Piece:
+        return Piece(whole[first : first + 2], (8, 4), (first, 0))
+
+    ranks: list[dict[str, Any]] = [
+        {
+            "model.w": [piece(0), piece(4)],
+            "model.w#2": torch.zeros(3),
+            "model.t": [Piece(twins[:2], (4,), (0,)), Piece(twins[2:], (4,), (2,))],
+        },
+        {"model.w": [piece(2), piece(6)], "model.t": []},
+    ]
+    store = Store(tmp_path)
+    assert save_on_ranks(store, 1, ranks) == [None, None]
+    saved = store.open(1)
+    assert saved.index.version == 2
+    assert set(saved.names()) == {"model.w", "model.w#2", "model.t"}
+    assert torch.equal(saved.tensor("model.w"), whole)
+    assert torch.equal(saved.tensor("model.w", offset=(3, 1), shape=(4, 2)), whole[3:7, 1:3])
+    assert torch.equal(saved.tensor("model.w#2"), torch.zeros(3))
+    # The twins have one checksum and two places; damage in either is found.
+    path = tmp_path / "step-00000001" / "rank-00000.safetensors"
+    raw = path.read_bytes()
+    places = [i for i in range(len(raw)) if raw.startswith(twins[:2].numpy().tobytes(), i)]
+    assert len(places) == 2
+    for place in places:
+        flip(path, place)
+        with pytest.raises(CorruptError, match=r"'model\.t' in .*rank-00000"):
+            Saved(path.parent).verify()
+        flip(path, place)
+
+
+def test_one_piece_a_rank_is_written_as_version_1(tmp_path: Path) -> None:
+    save_on_ranks(Store(tmp_path), 1, [{"model.w": piece} for piece in split(torch.ones(4), 0, 2)])
+    text = (tmp_path / "step-00000001" / INDEX_NAME).read_text()
+    assert '"version": 1' in text and '"key"' not in text
 
 
 def test_one_to_two_to_four_to_one(tmp_path: Path) -> None:
@@ -296,9 +338,9 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.save(5, tensors(), META)
-    rewrite(tmp_path / "step-00000005" / INDEX_NAME, lambda t: t.update(version=2, extra=1))
+    rewrite(tmp_path / "step-00000005" / INDEX_NAME, lambda t: t.update(version=3, extra=1))
     with pytest.raises(
-        CheckpointError, match=r"version 2 of the format.*install a newer"
+        CheckpointError, match=r"version 3 of the format.*install a newer"
     ) as caught:
         store.latest(on_corrupt=lambda _: None)
     assert not isinstance(caught.value, CorruptError)
@@ -372,6 +414,10 @@ def test_another_model_is_refused_by_its_fields(tmp_path: Path) -> None:
         ({"w": torch.ones(2, device="meta")}, "a dense tensor that has values"),
         ({"w": torch.eye(2).to_sparse()}, "a dense tensor"),
         ({"__metadata__": torch.ones(2)}, "a name of a tensor"),
+        (
+            {"w": [Piece(torch.ones(2), (4,), (0,)), Piece(torch.ones(2), (5,), (2,))]},
+            r"float32 \[5\].*as of its first piece",
+        ),
     ],
 )
 def test_what_cannot_be_stored_is_named(pieces: Any, expected: str, tmp_path: Path) -> None:

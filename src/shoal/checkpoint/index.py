@@ -36,7 +36,8 @@ __all__ = [
     "read_index",
 ]
 
-FORMAT_VERSION = 1
+# Version 2 adds the key of a piece; what has none is written as version 1.
+FORMAT_VERSION = 2
 INDEX_NAME = "index.json"
 MAX_INDEX_BYTES = 2**30
 
@@ -71,7 +72,7 @@ class StoredFile(Value):
 
 
 class StoredPiece(Value):
-    """One box of a tensor in a file, under the tensor's name.
+    """One box of a tensor in a file.
 
     Args:
         file: name of the file.
@@ -79,6 +80,8 @@ class StoredPiece(Value):
         shape: size of the box.
         bytes: its size.
         sha256: checksum of its bytes.
+        key: its name in the file, if that is not the tensor's: a rank may write several pieces
+            of one tensor.
     """
 
     file: str = Field(pattern=_FILE)
@@ -86,6 +89,7 @@ class StoredPiece(Value):
     shape: tuple[NonNegativeInt, ...]
     bytes: NonNegativeInt
     sha256: Digest
+    key: str | None = None
 
     @property
     def box(self) -> Box:
@@ -110,6 +114,7 @@ class Tensor(Value):
 class Part(Value):
     """One piece as its rank describes it, before the indexes are merged."""
 
+    name: str
     dtype: str
     global_shape: tuple[NonNegativeInt, ...]
     piece: StoredPiece
@@ -121,12 +126,12 @@ class RankIndex(Value):
     Args:
         rank: its number.
         file: its file.
-        parts: tensor name -> piece.
+        parts: its pieces.
     """
 
     rank: NonNegativeInt
     file: StoredFile
-    parts: dict[str, Part]
+    parts: tuple[Part, ...]
 
 
 class Index(Value):
@@ -144,7 +149,7 @@ class Index(Value):
     """
 
     format: Literal["shoal-checkpoint"] = "shoal-checkpoint"
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 1
     step: NonNegativeInt
     world: PositiveInt
     meta: dict[str, Any]
@@ -154,7 +159,12 @@ class Index(Value):
 
     def encode(self) -> bytes:
         """The bytes of ``index.json``."""
-        text = json.dumps(self.model_dump(), ensure_ascii=True, allow_nan=False)
+        table = self.model_dump()
+        for tensor in table["tensors"].values():
+            for piece in tensor["pieces"]:
+                if piece["key"] is None:
+                    del piece["key"]
+        text = json.dumps(table, ensure_ascii=True, allow_nan=False)
         body = text.encode()[1:]
         return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
 
@@ -192,28 +202,32 @@ def merge(step: int, meta: dict[str, Any], ranks: list[RankIndex]) -> Index:
         CheckpointError: two ranks disagree about a tensor, or nobody wrote a part of it.
     """
     tensors: dict[str, Tensor] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
     for one in ranks:
-        for name, part in one.parts.items():
-            known = tensors.get(name)
-            if known is None:
-                tensors[name] = Tensor(
-                    dtype=part.dtype, shape=part.global_shape, pieces=(part.piece,)
-                )
-                continue
+        for part in one.parts:
+            name = part.name
+            known = tensors.setdefault(
+                name, Tensor(dtype=part.dtype, shape=part.global_shape, pieces=())
+            )
+            pieces.setdefault(name, []).append(part.piece)
             if (known.dtype, known.shape) != (part.dtype, part.global_shape):
                 raise CheckpointError(
                     f"tensor {name!r}: rank {one.rank} gives {part.dtype} "
                     f"{list(part.global_shape)}, an earlier rank {known.dtype} "
                     f"{list(known.shape)}; all ranks must name the same whole tensor"
                 )
-            tensors[name] = known.model_copy(update={"pieces": (*known.pieces, part.piece)})
+    keyed = any(piece.key is not None for found in pieces.values() for piece in found)
     index = Index(
+        version=2 if keyed else 1,
         step=step,
         world=len(ranks),
         meta=meta,
         meta_sha256=digest(meta),
         files={file_name(one.rank): one.file for one in ranks},
-        tensors=tensors,
+        tensors={
+            name: tensor.model_copy(update={"pieces": tuple(pieces[name])})
+            for name, tensor in tensors.items()
+        },
     )
     flaw = index.flaw()
     if flaw:

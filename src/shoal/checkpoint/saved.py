@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.core.boxes import Box
 from shoal.checkpoint.index import INDEX_NAME, StoredPiece, Tensor, read_index
 from shoal.checkpoint.pieces import TORCH_NAMES
+from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, CorruptError, nearest, require
 from shoal.core.safetensors_header import StoredTensor, read_header
 
@@ -52,7 +52,9 @@ class Saved:
         held: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
         for name, tensor in self.index.tensors.items():
             for piece in tensor.pieces:
-                held.setdefault(piece.file, []).append((name, tensor.dtype, piece.shape))
+                held.setdefault(piece.file, []).append(
+                    (piece.key or name, tensor.dtype, piece.shape)
+                )
         for file in self.index.files:
             self._places[file] = self._check_file(file, held.get(file, []))
 
@@ -234,11 +236,11 @@ class Saved:
         if piece.file not in self._maps:
             # Copy-on-write: torch wants writable memory, and the file stays untouched.
             self._maps[piece.file] = np.memmap(self.path / piece.file, dtype=np.uint8, mode="c")
-        place = self._places[piece.file][name]
+        place = self._places[piece.file][piece.key or name]
         return np.asarray(self._maps[piece.file][place.start : place.stop])
 
     def _intact(self, name: str, piece: StoredPiece) -> bool:
-        key = (name, piece.file, piece.sha256)
+        key = (piece.key or name, piece.file, piece.sha256)
         if key not in self._verified:
             if hashlib.sha256(self._bytes(name, piece).data).hexdigest() != piece.sha256:
                 return False

@@ -21,17 +21,14 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.checkpoint.index import INDEX_NAME, RankIndex, merge
-from shoal.checkpoint.pieces import Piece, as_pieces, payload_bytes, write_pieces
+from shoal.checkpoint.pieces import Chosen, Given, Piece, as_pieces, payload_bytes, write_pieces
 from shoal.checkpoint.saved import Saved, drop_from_cache
 from shoal.core.config import parse
 from shoal.core.errors import CheckpointError, CorruptError, ShoalError, require
 from shoal.core.files import fsync_dir, write_atomic
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["MODEL", "OPTIMIZER", "Piece", "Saved", "Store"]
 
@@ -76,7 +73,7 @@ class Store:
     def save(
         self,
         step: int,
-        pieces: Mapping[str, Piece | torch.Tensor],
+        pieces: Given,
         meta: Mapping[str, Any],
         *,
         rank: int = 0,
@@ -91,7 +88,7 @@ class Store:
 
         Args:
             step: steps done, at least 0.
-            pieces: name -> piece; a plain tensor is whole. Names of weights begin with
+            pieces: name -> piece, or several; a plain tensor is whole. Names of weights begin with
                 :data:`MODEL`, so that they can be exported.
             meta: plain data to keep beside (rank 0's is kept): ``model`` (its configuration),
                 ``job``, ``data`` (position), ``seed``, ``optimizer``, ``versions``; ``step`` is
@@ -251,7 +248,7 @@ class Store:
         step: int,
         temporary: Path,
         rank: int,
-        pieces: Mapping[str, tuple[Piece, str]],
+        pieces: Mapping[str, Chosen],
         needed: int,
     ) -> int:
         if not temporary.is_dir():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.core.boxes import Box
-from shoal.core.errors import ConfigError, require
+from shoal.core.errors import PlanError, require
 from shoal.ir.job import Parallel
 from shoal.model.config import ModelConfig
 from shoal.parallel.protocols import Held
@@ -139,7 +139,7 @@ def check_split(config: ModelConfig, parallel: Parallel) -> None:
     """Refuse a model whose layers the tp ranks cannot share evenly.
 
     Raises:
-        ConfigError: heads, key/value heads or the feed-forward width are not divisible by tp,
+        PlanError: heads, key/value heads or the feed-forward width are not divisible by tp,
             or experts are to be spread over ranks.
     """
     tp = parallel.tp
@@ -156,6 +156,7 @@ def check_split(config: ModelConfig, parallel: Parallel) -> None:
             tp,
             expected=f"a divisor of {name} = {size} of model {config.name}",
             hint=f"this model can be split by {', '.join(map(str, legal))}",
+            error=PlanError,
         )
     require(
         parallel.ep == 1,
@@ -163,6 +164,7 @@ def check_split(config: ModelConfig, parallel: Parallel) -> None:
         parallel.ep,
         expected="1",
         hint="experts are split by tp, along their width",
+        error=PlanError,
     )
 
 
@@ -185,7 +187,7 @@ def slices(config: ModelConfig, parallel: Parallel, tp_rank: int) -> dict[str, S
         tp_rank: which rank.
 
     Raises:
-        ConfigError: the model cannot be split so.
+        PlanError: the model cannot be split so.
     """
     check_split(config, parallel)
     return {
@@ -230,6 +232,4 @@ def _cut(shape: tuple[int, ...], dim: int, groups: Sequence[int], parts: int, pa
         offset[dim], box[dim] = start + part * size, size
         boxes.append(Box(tuple(offset), tuple(box)))
         start += extent
-    if start != shape[dim]:
-        raise ConfigError(f"a parameter of shape {list(shape)} is not made of {list(groups)} rows")
     return Slices(shape, tuple(boxes), dim)

@@ -48,7 +48,8 @@ class Stage(nn.Module):
         dropout: of the outputs of attention and feed-forward, in training mode.
 
     Raises:
-        ConfigError: the model cannot be split so, or cp > 1 without ``context``.
+        PlanError: the model cannot be split so.
+        ConfigError: cp > 1 without ``context``.
     """
 
     def __init__(

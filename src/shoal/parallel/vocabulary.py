@@ -76,8 +76,8 @@ def check_targets(targets: Tensor, vocab_size: int) -> None:
 def _extremes(ids: Tensor) -> tuple[int, int]:
     if not ids.numel():
         return 0, 0
-    low, high = torch.aminmax(ids)
-    return int(low), int(high)
+    low, high = torch.stack(torch.aminmax(ids)).tolist()  # one synchronisation on a GPU
+    return low, high
 
 
 class VocabularyTable(nn.Module):
@@ -134,7 +134,11 @@ def split_loss_sum(hidden_ND: Tensor, table: VocabularyTable, targets_N: Tensor)
     """
     check_targets(targets_N, table.vocab_size)
     out: Tensor = _SplitLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_ND.to(compute_dtype(hidden_ND)), table.weight, targets_N, table.rows, table.comm
+        hidden_ND.to(compute_dtype(hidden_ND)),
+        table.weight,
+        targets_N,
+        table,
+        torch.is_grad_enabled(),
     )
     return out
 
@@ -142,24 +146,32 @@ def split_loss_sum(hidden_ND: Tensor, table: VocabularyTable, targets_N: Tensor)
 class _SplitLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_CD: Tensor, targets_N: Tensor, rows: range, comm: Comm
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_CD: Tensor,
+        targets_N: Tensor,
+        table: VocabularyTable,
+        differentiates: bool,
     ) -> Tensor:
         exact = torch.promote_types(hidden_ND.dtype, torch.float32)
-        weight = weight_CD[: len(rows)].to(hidden_ND.dtype)
+        rows = len(table.rows)
+        weight = weight_CD[:rows].to(hidden_ND.dtype)
         total = torch.zeros((), dtype=exact, device=hidden_ND.device)
-        differentiates = any(ctx.needs_input_grad)
-        grad_hidden = torch.zeros_like(hidden_ND) if differentiates else None
-        grad_weight = torch.zeros_like(weight_CD) if differentiates else None
-        # Every rank takes the same chunks, the largest shard's, for they meet in each.
+        grad_hidden = torch.empty_like(hidden_ND) if differentiates else None
+        grad_weight: Tensor | None = None
+        # Every rank takes the same chunks, by the padded size, for they meet in each.
         size = max(1, _CHUNK_ELEMENTS // len(weight_CD))
         for first in range(0, len(hidden_ND), size):
             part = slice(first, first + size)
             x = hidden_ND[part]
             logits = x @ weight.T
-            total += _loss_and_gradient(logits, targets_N[part], rows, comm, exact)
-            if grad_hidden is not None and grad_weight is not None and len(rows):
+            total += _loss_and_gradient(logits, targets_N[part], table, exact)
+            if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[part])
-                grad_weight[: len(rows)] += (logits.T @ x).to(grad_weight.dtype)
+                step = (logits.T @ x).to(weight_CD.dtype)
+                grad_weight = step if grad_weight is None else grad_weight.add_(step)
+        if grad_weight is not None and rows < len(weight_CD):
+            grad_weight = F.pad(grad_weight, (0, 0, 0, len(weight_CD) - rows))
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 
@@ -172,9 +184,11 @@ class _SplitLoss(torch.autograd.Function):
 
 
 def _loss_and_gradient(
-    logits: Tensor, targets: Tensor, rows: range, comm: Comm, exact: torch.dtype
+    logits: Tensor, targets: Tensor, table: VocabularyTable, exact: torch.dtype
 ) -> Tensor:
     """The loss of some tokens; turns this rank's ``logits`` into their gradient, in place."""
+    rows, comm = table.rows, table.comm
+    assert comm is not None
     count = len(logits)
     counted = targets != IGNORE
     local = targets - rows.start
