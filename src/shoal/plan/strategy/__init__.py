@@ -12,5 +12,6 @@ PLANNERS = PartTable(
     {
         "search": "shoal.plan.strategy.search:Search",
         "rules": "shoal.plan.strategy.rules:Rules",
+        "megatron": "shoal.plan.strategy.megatron:Megatron",
     },
 )
