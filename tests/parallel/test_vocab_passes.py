@@ -9,6 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shoal.core.errors import DataError, PlanError
 from shoal.core.meter import Meter
@@ -306,6 +308,34 @@ def test_nothing_is_held_longer_than_it_takes():
         return [part[2] for part in got]
 
     assert most(12) == most(4)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+def test_no_rank_ever_has_all_logits(barriers):
+    vocab, tokens = 240, 22
+    full, output, batches = problem(vocab, 2)
+    schedule = any_order(3, 2, barriers, 1)
+
+    def rank(comm):
+        with Largest() as largest:
+            run_passes(comm, schedule, config(vocab), full, output, batches, 1.0)
+        return largest.elements
+
+    # The rank's own columns of the logits, or the whole test matrix that rows are taken from.
+    assert max(run_ranks(3, rank)) <= max(tokens * vocab // 3, vocab * 6)
 
 
 def test_loss_without_gradients():

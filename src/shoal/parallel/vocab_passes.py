@@ -44,10 +44,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import DataError, PlanError, require
-from shoal.ir.schedule import Op, Schedule
+from shoal.ir.schedule import Schedule
 from shoal.model.config import ModelConfig
 from shoal.model.loss import IGNORE
 from shoal.parallel.protocols import Comm, Pending
+from shoal.parallel.vocab_order import arrived, check_order
 
 __all__ = ["VocabShard", "padded_vocab", "shard_rows"]
 
@@ -147,7 +148,7 @@ class VocabShard(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        _check(schedule, comm.world)
+        check_order(schedule, comm.world)
         self.config = config
         self.comm = comm
         self.schedule = schedule
@@ -163,7 +164,7 @@ class VocabShard(nn.Module):
         self._dembed: dict[int, Tensor] = {}
         # Messages sent, which are kept until they have surely arrived.
         self._sent: dict[tuple[str, int], list[tuple[Tensor, Pending]]] = {}
-        self._arrived = _arrived(schedule, comm.rank)
+        self._arrived = arrived(schedule, comm.rank)
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -564,85 +565,3 @@ def _accumulate(weight: nn.Parameter, step: Tensor) -> None:
         weight.grad = step
     else:
         weight.grad.add_(step)
-
-
-def _check(schedule: Schedule, world: int) -> None:
-    require(
-        schedule.ranks == world,
-        "vocabulary passes: ranks of the schedule",
-        schedule.ranks,
-        expected=f"{world}, the ranks of the pipeline",
-        error=PlanError,
-    )
-    require(
-        schedule.vocab_barriers in (1, 2),
-        "vocabulary passes: barriers of the schedule",
-        schedule.vocab_barriers,
-        expected="1 or 2; choose parallel.vocab = pp",
-        error=PlanError,
-    )
-    # Messages carry no number of their micro-batch: they arrive in the order of sending, so all
-    # ranks have one order of a pass, and what it waits for is sent in that order.
-    for kind in ("EF", "S", "T", "EB"):
-        order = [op.mb for op in schedule.ops[0] if op.kind == kind]
-        place = {mb: at for at, mb in enumerate(order)}
-        for ops in schedule.ops:
-            same = [op.mb for op in ops if op.kind == kind] == order
-            sent = [
-                place[op.mb]
-                for op in ops
-                if op.mb in place and op == _source(schedule, kind, op.mb)
-            ]
-            if not same or sent != sorted(sent):
-                raise PlanError(
-                    f"schedule {schedule.name}: {kind} passes and what they wait for are in "
-                    "different orders of the micro-batches; give all ranks the same order"
-                )
-
-
-def _source(schedule: Schedule, kind: str, mb: int) -> Op | None:
-    """The pass of a stage whose result the passes of this kind wait for, if there is one."""
-    route = schedule.route(mb)
-    if kind == "S":
-        return Op("F", route[-1], mb)
-    return schedule.backward(route[0], mb) if kind == "EB" else None
-
-
-def _arrived(schedule: Schedule, rank: int) -> dict[int, list[int]]:
-    """EB pass of ``rank`` -> micro-batches whose EB every rank has surely done by then.
-
-    A rank knows that another has done a pass if its own pass follows from it; each pass
-    therefore knows, by rank, how far that rank's program has come.
-    """
-    known: dict[Op, tuple[int, ...]] = {}
-    nothing = (0,) * schedule.ranks
-    at = [0] * schedule.ranks
-    latest = [nothing] * schedule.ranks
-    moving = True
-    while moving:
-        moving = False
-        for r, program in enumerate(schedule.ops):
-            while at[r] < len(program):
-                before = list(schedule.before(program[at[r]]))
-                if any(op not in known for op in before):
-                    break
-                at[r] += 1
-                seen = [latest[r], *(known[op] for op in before)]
-                far = list(map(max, zip(*seen, strict=True)))
-                far[r] = at[r]
-                latest[r] = known[program[at[r] - 1]] = tuple(far)
-                moving = True
-    number = [{op: i for i, op in enumerate(ops, 1)} for ops in schedule.ops]
-    own = [op for op in schedule.ops[rank] if op.kind == "EB"]
-    found: dict[int, list[int]] = {}
-    waiting = [op.mb for op in own]
-    for op in own:
-        reach = known.get(op, nothing)
-        done = [
-            mb
-            for mb in waiting
-            if all(number[r][Op("EB", r, mb)] <= reach[r] for r in range(schedule.ranks))
-        ]
-        waiting = [mb for mb in waiting if mb not in done]
-        found[op.mb] = done
-    return found
