@@ -10,13 +10,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.core.errors import ConfigError
 from shoal.core.meter import Meter
 from shoal.core.parts import table
 from shoal.ir.mask import Mask
 from shoal.parallel.thread_comm import ThreadComm, run_ranks
 
-PARTS = ["zigzag", "ring"]
+PARTS: dict[str, Any] = {
+    "zigzag": "zigzag",
+    "ring": "ring",
+    "rsa": "rsa",
+    "tokenring": "tokenring",
+    "all_gather": "all_gather",
+    "ulysses": {"name": "ulysses", "replicate_kv": True},
+    "usp": {"name": "usp", "replicate_kv": True},
+    "usp4": {"name": "usp", "ulysses": 4, "replicate_kv": True},
+    "double_ring": "double_ring",
+    "double_ring4": {"name": "double_ring", "inner": 4},
+}
+# World sizes that four heads and groups of two or four can share, besides 1.
+WORLDS = {
+    "ulysses": [1, 2, 4],
+    "usp": [1, 2, 4, 8],
+    "usp4": [1, 4, 8],
+    "double_ring": [1, 2, 4, 8],
+    "double_ring4": [1, 4, 8],
+}
+LENGTH = 80
+CASES = [(part, world) for part in PARTS for world in WORLDS.get(part, [1, 2, 5, 8])]
 
 
 @pytest.fixture(autouse=True)
@@ -93,12 +113,13 @@ def _masks(length: int) -> dict[str, list[Mask]]:
     }
 
 
-@pytest.mark.parametrize("mask", list(_masks(48)))
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_is_full_attention(part: Any, world: int, mask: str) -> None:
-    length = 48
-    masks = _masks(length)[mask]
-    inputs = _inputs(2, 4, 1 if world % 2 else 4, length, 8, torch.float64)
-    for got, expected in zip(_run(part, world, inputs, masks), _full(inputs, masks), strict=True):
+@pytest.mark.parametrize("mask", list(_masks(LENGTH)))
+@pytest.mark.parametrize(("part", "world"), CASES)
+def test_a_part_is_full_attention(part: str, world: int, mask: str) -> None:
+    masks = _masks(LENGTH)[mask]
+    # Multi-head and grouped queries 4:1 take turns.
+    kv_heads = 4 if (len(mask) + world) % 2 else 1
+    inputs = _inputs(2, 4, kv_heads, LENGTH, 8, torch.float64)
+    found = _run(PARTS[part], world, inputs, masks)
+    for got, expected in zip(found, _full(inputs, masks), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)

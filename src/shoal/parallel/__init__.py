@@ -24,5 +24,11 @@ CONTEXTS = PartTable(
     {
         "zigzag": "shoal.parallel.context.zigzag:Zigzag",
         "ring": "shoal.parallel.context.ring:Ring",
+        "rsa": "shoal.parallel.context.rsa:RSA",
+        "tokenring": "shoal.parallel.context.tokenring:TokenRing",
+        "ulysses": "shoal.parallel.context.ulysses:Ulysses",
+        "all_gather": "shoal.parallel.context.all_gather:AllGather",
+        "usp": "shoal.parallel.context.usp:USP",
+        "double_ring": "shoal.parallel.context.double_ring:DoubleRing",
     },
 )

@@ -23,11 +23,14 @@ from shoal.parallel.context.pieces import Piece
 __all__ = [
     "Total",
     "backward_block",
+    "block_scores",
     "flash_backward",
     "flash_forward",
+    "grouped",
     "plain_backward",
     "plain_forward",
     "row_sums",
+    "summed",
     "wide",
 ]
 
@@ -164,10 +167,10 @@ def flash_backward(
 
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
     """Output and lse by matrix products, for any device."""
-    scores = _scores(q, k, piece)
+    scores = block_scores(q, k, piece)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - _finite(lse).unsqueeze(-1))
-    return _grouped(weights, v.to(weights.dtype)).to(q.dtype), lse
+    return grouped(weights, v.to(weights.dtype)).to(q.dtype), lse
 
 
 def plain_backward(
@@ -175,17 +178,18 @@ def plain_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Wide gradients of q, k and v by matrix products, for any device."""
     kind, scale = wide(q.dtype), q.shape[-1] ** -0.5
-    weights = torch.exp(_scores(q, k, piece) - _finite(lse).unsqueeze(-1))
+    weights = torch.exp(block_scores(q, k, piece) - _finite(lse).unsqueeze(-1))
     grad, q, k, v = (x.to(kind) for x in (grad, q, k, v))
-    dv = _summed(weights, grad, k.shape[1])
-    weights_grad = _grouped(grad, v.transpose(-1, -2))
+    dv = summed(weights, grad, k.shape[1])
+    weights_grad = grouped(grad, v.transpose(-1, -2))
     scores_grad = weights * (weights_grad - delta.unsqueeze(-1)) * scale
-    return _grouped(scores_grad, k), _summed(scores_grad, q, k.shape[1]), dv
+    return grouped(scores_grad, k), summed(scores_grad, q, k.shape[1]), dv
 
 
-def _scores(q: Tensor, k: Tensor, piece: Piece) -> Tensor:
+def block_scores(q: Tensor, k: Tensor, piece: Piece) -> Tensor:
+    """Scaled scores of a piece, wide, [B, H, n, m]; -inf where nothing is seen."""
     kind = wide(q.dtype)
-    scores = _grouped(q.to(kind) * q.shape[-1] ** -0.5, k.to(kind).transpose(-1, -2))
+    scores = grouped(q.to(kind) * q.shape[-1] ** -0.5, k.to(kind).transpose(-1, -2))
     if piece.causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
         return scores.masked_fill_(hidden, -math.inf)
@@ -195,21 +199,20 @@ def _scores(q: Tensor, k: Tensor, piece: Piece) -> Tensor:
     return scores
 
 
-def _grouped(left: Tensor, right: Tensor) -> Tensor:
+def grouped(left: Tensor, right: Tensor) -> Tensor:
     """[B, H, n, x] times [B, K, x, y], each of the K for a group of heads: [B, H, n, y]."""
     batch, heads, rows, inner = left.shape
     kv_heads = right.shape[1]
-    grouped = left.reshape(batch, kv_heads, heads // kv_heads * rows, inner)
-    return (grouped @ right).view(batch, heads, rows, right.shape[-1])
+    left = left.reshape(batch, kv_heads, heads // kv_heads * rows, inner)
+    return (left @ right).view(batch, heads, rows, right.shape[-1])
 
 
-def _summed(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
+def summed(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
     """[B, H, n, m]^T times [B, H, n, d], summed over each group of heads: [B, K, m, d]."""
     batch, heads, rows, columns = left.shape
-    grouped = heads // kv_heads * rows
-    return left.reshape(batch, kv_heads, grouped, columns).transpose(-1, -2) @ right.reshape(
-        batch, kv_heads, grouped, -1
-    )
+    both = heads // kv_heads * rows
+    left = left.reshape(batch, kv_heads, both, columns)
+    return left.transpose(-1, -2) @ right.reshape(batch, kv_heads, both, -1)
 
 
 def _finite(lse: Tensor) -> Tensor:

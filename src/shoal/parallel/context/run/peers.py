@@ -52,6 +52,26 @@ class Peers:
 
         return arriving, wait
 
+    def send_back(
+        self,
+        distance: int,
+        sent: Sequence[Tensor],
+        arriving: Sequence[Tensor],
+        tag: str,
+    ) -> Callable[[], None]:
+        """Send to the member ``distance`` behind, receive from that ahead; how to wait.
+
+        Either may be empty: then nothing is sent, or nothing is expected.
+        """
+        pending = [self.send(x, self.rank - distance, tag) for x in sent]
+        pending += [self.receive(x, self.rank + distance, tag) for x in arriving]
+
+        def wait() -> None:
+            for each in pending:
+                each.wait()
+
+        return wait
+
     def exchange(self, xs: Sequence[Tensor], tag: str) -> list[Tensor]:
         """Give each member its tensor of ``xs``, all of one shape; what each gave this one."""
         outs = [torch.empty_like(x) for x in xs]

@@ -1,0 +1,51 @@
+"""Context parallelism by gathering all keys and values, one collective a layer.
+
+Every rank holds the keys and values of whole sequences for as long as a layer computes, so
+memory does not fall with N; in turn there are few messages and any mask is simple.
+
+Source: Grattafiori et al., The Llama 3 Herd of Models, 2024, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.parallel.context.base import ContextAttention
+from shoal.parallel.context.ring import ring_traffic
+from shoal.parallel.context.traffic import Traffic
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from shoal.ir.mask import Mask
+    from shoal.parallel.protocols import Comm
+
+__all__ = ["AllGather"]
+
+
+@part
+class AllGather(ContextAttention):
+    """Keys and values are gathered; every rank holds an early and a late chunk."""
+
+    name: ClassVar[str] = "all_gather"
+    paired: ClassVar[bool] = True
+
+    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+        """Elements that one rank sends for one layer."""
+        return ring_traffic(tokens, heads, kv_heads, head_dim, world)
+
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: tuple[Mask, ...],
+        positions: list[np.ndarray],
+        comm: Comm,
+    ) -> Tensor:
+        from shoal.parallel.context.run.all_gather import gathered_attention
+        from shoal.parallel.context.run.peers import View
+
+        return gathered_attention(q, k, v, View(masks, q.shape[0], positions), comm)

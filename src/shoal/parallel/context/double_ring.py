@@ -1,0 +1,89 @@
+"""Double-ring attention: rings of neighbours inside a ring of groups.
+
+As many bytes as one ring, but only 1 / ``inner`` of the hops leave a group, and each of those
+has a whole inner round to arrive.
+
+Source: Gu et al., LoongTrain, 2024.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.parallel.context.base import ContextAttention
+from shoal.parallel.context.ring import ring_traffic
+from shoal.parallel.context.traffic import Traffic
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from shoal.ir.mask import Mask
+    from shoal.parallel.protocols import Comm
+
+__all__ = ["DoubleRing"]
+
+
+@part
+class DoubleRing(ContextAttention):
+    """Keys and values go round groups, and groups pass them on; zigzag positions.
+
+    Args:
+        inner: ranks of a group, a divisor of cp.
+    """
+
+    inner: int = 2
+    name: ClassVar[str] = "double_ring"
+    paired: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require(self.inner >= 1, "context.double_ring.inner", self.inner, expected="at least 1")
+
+    def positions(self, length: int, world: int) -> list[np.ndarray]:
+        """Positions int64 [length / world] of each rank.
+
+        Raises:
+            ConfigError: a length or a number of ranks that cannot be shared.
+        """
+        self._group(world)
+        return super().positions(length, world)
+
+    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+        """Elements that one rank sends for one layer."""
+        self._group(world)
+        return ring_traffic(tokens, heads, kv_heads, head_dim, world)
+
+    def _group(self, world: int) -> int:
+        group = min(self.inner, world)
+        require(
+            world % group == 0,
+            "context.double_ring.inner",
+            self.inner,
+            expected=f"a divisor of cp = {world}",
+        )
+        return group
+
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: tuple[Mask, ...],
+        positions: list[np.ndarray],
+        comm: Comm,
+    ) -> Tensor:
+        from shoal.parallel.context.run.double_ring import double_ring_attention
+        from shoal.parallel.context.run.peers import Peers, View
+
+        group = self._group(comm.world)
+        mine = comm.rank // group * group
+        return double_ring_attention(
+            q,
+            k,
+            v,
+            View(masks, q.shape[0], positions),
+            Peers(comm, range(mine, mine + group)),
+            Peers(comm, range(comm.rank % group, comm.world, group)),
+        )

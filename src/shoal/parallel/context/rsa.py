@@ -1,0 +1,53 @@
+"""Ring self-attention in two rings, keys and then values, which keeps whole rows of scores.
+
+Each rank holds rows of [n, T] scores, B Z L^2 / N elements a layer in the paper's letters: no
+online softmax, but memory that grows with the square of the length. ``ring`` computes the same
+without them.
+
+Source: Li et al., Sequence Parallelism: Long Sequence Training from System Perspective, 2021.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.parallel.context.base import ContextAttention
+from shoal.parallel.context.ring import ring_traffic
+from shoal.parallel.context.traffic import Traffic
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from shoal.ir.mask import Mask
+    from shoal.parallel.protocols import Comm
+
+__all__ = ["RSA"]
+
+
+@part
+class RSA(ContextAttention):
+    """Keys go round, then values; every rank holds one contiguous piece."""
+
+    name: ClassVar[str] = "rsa"
+    paired: ClassVar[bool] = False
+
+    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+        """Elements that one rank sends for one layer."""
+        found = ring_traffic(tokens, heads, kv_heads, head_dim, world)
+        return found._replace(messages=2 * found.messages)
+
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: tuple[Mask, ...],
+        positions: list[np.ndarray],
+        comm: Comm,
+    ) -> Tensor:
+        from shoal.parallel.context.run.peers import Peers, View
+        from shoal.parallel.context.run.rsa import rsa_attention
+
+        return rsa_attention(q, k, v, View(masks, q.shape[0], positions), Peers(comm))

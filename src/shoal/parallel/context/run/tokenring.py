@@ -1,0 +1,127 @@
+"""Queries go forward, partial outputs come straight back; keys and values stay.
+
+At step i a rank has the queries of the rank i behind. While it computes them it passes them
+on, and sends the result of step i - 1 to its owner, i - 1 behind. What a rank sees nothing of
+is not sent back; both ends know that from the masks.
+
+Backward, by the same stillness: queries, gradients of outputs and both statistics go
+forward, gradients of queries come back, those of keys and values add up where they stay.
+
+Source: Wang et al., TokenRing, 2024; the backward pass is our own design.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.parallel.context.run.block import Total, backward_block, row_sums, wide
+from shoal.parallel.context.run.peers import Peers, View, circulate
+
+__all__ = ["tokenring_attention"]
+
+
+class _Returns:
+    """Results on their way to their owners, one step behind the queries.
+
+    Args:
+        peers: the ring.
+        view: says which results are empty and do not travel.
+        like: tensors as large as one result.
+        merge: takes in a result of this rank's own queries.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        view: View,
+        like: list[Tensor],
+        merge: Callable[..., object],
+        tag: str,
+    ) -> None:
+        self.peers, self.view, self.like, self.merge, self.tag = peers, view, like, merge, tag
+        self._ready: list[Tensor] = []
+        self._distance = 0
+        self._wait: Callable[[], None] | None = None
+        self._arriving: list[Tensor] = []
+
+    def start(self) -> None:
+        """Send the last result back, and expect one from as far ahead."""
+        if self._distance == 0:
+            return
+        peers = self.peers
+        source = (peers.rank + self._distance) % peers.world
+        seen = self.view.pieces(peers.rank, source)
+        self._arriving = [torch.empty_like(x) for x in self.like] if seen else []
+        self._wait = peers.send_back(self._distance, self._ready, self._arriving, self.tag)
+
+    def put(self, distance: int, result: list[Tensor]) -> None:
+        """Finish the last return; ``result``, empty if nothing is seen, is the next one."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+            if self._arriving:
+                self.merge(*self._arriving)
+        self._distance, self._ready = distance, result
+
+    def finish(self) -> None:
+        """The one return after the last step."""
+        self.start()
+        self.put(0, [])
+
+
+class _TokenRing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: View, peers: Peers) -> Tensor:
+        total = Total(q)
+        returns = _Returns(
+            peers, view, [torch.empty_like(q).contiguous(), total.lse], total.add, "out"
+        )
+        for step, (owner, queries) in enumerate(circulate(q.contiguous(), peers, "q")):
+            returns.start()
+            pieces = view.pieces(owner, peers.rank)
+            if step == 0:
+                total.attend(k, v, pieces)
+            else:
+                result = []
+                if pieces:
+                    other = Total(queries)
+                    other.attend(k, v, pieces)
+                    result = [other.out.to(q.dtype), other.lse]
+                returns.put(step, result)
+        returns.finish()
+        out = total.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, total.lse)
+        ctx.view, ctx.peers = view, peers
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        view, peers = ctx.view, ctx.peers
+        kind = wide(q.dtype)
+        own_grad = torch.zeros(q.shape, dtype=kind, device=q.device)
+        kv = torch.stack([k, v])
+        kv_grad = torch.zeros(kv.shape, dtype=kind, device=q.device)
+        returns = _Returns(peers, view, [torch.empty_like(q).contiguous()], own_grad.add_, "q_grad")
+        moving = circulate(torch.stack([q, grad]), peers, "q")
+        statistics = circulate(torch.stack([lse, row_sums(grad, out)]), peers, "statistics")
+        for step, ((owner, pair), (_, sums)) in enumerate(zip(moving, statistics, strict=True)):
+            returns.start()
+            pieces = view.pieces(owner, peers.rank)
+            q_grad = own_grad if step == 0 else torch.zeros_like(own_grad)
+            backward_block(pair[1], pair[0], kv, sums[0], sums[1], pieces, q_grad, kv_grad)
+            if step:
+                returns.put(step, [q_grad.to(q.dtype)] if pieces else [])
+        returns.finish()
+        return own_grad.to(q.dtype), kv_grad[0].to(k.dtype), kv_grad[1].to(v.dtype), None, None
+
+
+def tokenring_attention(q: Tensor, k: Tensor, v: Tensor, view: View, peers: Peers) -> Tensor:
+    """Attention of this member's queries [B, H, n, d] over the keys of all members."""
+    out: Tensor = _TokenRing.apply(q, k, v, view, peers)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,59 @@
+"""TokenRing: queries travel forward, partial outputs straight back, keys and values stay.
+
+Both directions of a link are used at once: of multi-head attention the busier one carries half
+of what a ring of keys and values does. With grouped queries keys and values are the smaller
+load, and ``zigzag`` is cheaper. A return over distance j takes j hops on a physical ring and
+one where every pair of ranks has a link; on half-duplex links there is no gain.
+
+Source: Wang et al., TokenRing, 2024; the backward pass is our own design.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.parallel.context.base import ContextAttention
+from shoal.parallel.context.traffic import Sent, Traffic
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from shoal.ir.mask import Mask
+    from shoal.parallel.protocols import Comm
+
+__all__ = ["TokenRing"]
+
+
+@part
+class TokenRing(ContextAttention):
+    """Queries go round, outputs return; every rank holds an early and a late chunk."""
+
+    name: ClassVar[str] = "tokenring"
+    paired: ClassVar[bool] = True
+
+    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+        """Elements that one rank sends for one layer."""
+        del kv_heads
+        moved = (world - 1) * tokens * heads * head_dim
+        statistics = (world - 1) * tokens * heads
+        return Traffic(
+            Sent(moved, 0, moved, statistics),
+            Sent(2 * moved, 2 * statistics, moved),
+            messages=4 * (world - 1),
+        )
+
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: tuple[Mask, ...],
+        positions: list[np.ndarray],
+        comm: Comm,
+    ) -> Tensor:
+        from shoal.parallel.context.run.peers import Peers, View
+        from shoal.parallel.context.run.tokenring import tokenring_attention
+
+        return tokenring_attention(q, k, v, View(masks, q.shape[0], positions), Peers(comm))

@@ -1,0 +1,104 @@
+"""DeepSpeed-Ulysses: an all-to-all gives every rank whole sequences of some heads.
+
+A rank sends less as N grows, where a ring sends the same; but heads cannot be split, so N is
+at most the number of key/value heads, or of query heads if key/value heads are copied.
+
+Source: Jacobs et al., DeepSpeed-Ulysses, 2023.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.parallel.context.base import ContextAttention
+from shoal.parallel.context.traffic import Sent, Traffic
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.ir.mask import Mask
+    from shoal.parallel.protocols import Comm
+
+__all__ = ["Ulysses", "check_heads", "swap_elements"]
+
+
+@part
+class Ulysses(ContextAttention):
+    """Heads are swapped for sequence; every rank holds one contiguous piece.
+
+    Args:
+        replicate_kv: with more ranks than key/value heads, give a head to several ranks;
+            else that is refused.
+    """
+
+    replicate_kv: bool = False
+    name: ClassVar[str] = "ulysses"
+    paired: ClassVar[bool] = False
+
+    def check(self, heads: int, kv_heads: int, world: int) -> None:
+        """Whether ``world`` ranks can share these heads.
+
+        Raises:
+            ConfigError: a head would have to be split.
+        """
+        check_heads(
+            heads,
+            kv_heads,
+            world,
+            where="context.ulysses: ranks",
+            replicate=self.replicate_kv,
+        )
+
+    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+        """Elements that one rank sends for one layer."""
+        moved = swap_elements(tokens, heads, kv_heads, head_dim, world)
+        return Traffic(Sent(moved), Sent(moved), messages=4 * (world - 1), hidden=False)
+
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: tuple[Mask, ...],
+        positions: list[np.ndarray],
+        comm: Comm,
+    ) -> Tensor:
+        from shoal.parallel.context.run.peers import Peers, View
+        from shoal.parallel.context.run.ulysses import ulysses_attention
+
+        view = View(masks, q.shape[0], [np.concatenate(positions)])
+        return ulysses_attention(q, k, v, view, Peers(comm), Peers(comm, [comm.rank]))
+
+
+def swap_elements(tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> int:
+    """Elements sent to swap heads for sequence and the output back, or their gradients."""
+    kv_each = max(1, kv_heads // world)
+    return (world - 1) * tokens * head_dim * (2 * (heads // world) + 2 * kv_each)
+
+
+def check_heads(heads: int, kv_heads: int, world: int, *, where: str, replicate: bool) -> None:
+    """Refuse what would split a head.
+
+    Raises:
+        ConfigError: says which numbers of ranks are possible.
+    """
+    shared = [
+        n
+        for n in range(1, heads + 1)
+        if heads % n == 0 and (kv_heads % n == 0 or (replicate and n % kv_heads == 0))
+    ]
+    copied = not replicate and kv_heads < world and world % kv_heads == 0 == heads % world
+    require(
+        world in shared,
+        where,
+        world,
+        expected=f"one of {', '.join(map(str, shared))}, for {heads} query heads and "
+        f"{kv_heads} key/value heads",
+        hint="set replicate_kv to give key/value heads to several ranks, or use zigzag"
+        if copied
+        else "use zigzag, which does not split heads",
+    )

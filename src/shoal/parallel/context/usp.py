@@ -1,0 +1,132 @@
+"""USP: heads are swapped for sequence in groups of neighbours, and groups form a ring.
+
+Ulysses inside, where links are fast, reaches as far as there are heads; the ring outside goes
+beyond.
+
+Source: Fang and Zhao, USP: A Unified Sequence Parallelism Approach, 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.parallel.context.base import ContextAttention
+from shoal.parallel.context.positions import zigzag
+from shoal.parallel.context.ring import ring_traffic
+from shoal.parallel.context.traffic import Sent, Traffic
+from shoal.parallel.context.ulysses import check_heads, swap_elements
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.ir.mask import Mask
+    from shoal.parallel.protocols import Comm
+
+__all__ = ["USP"]
+
+
+@part
+class USP(ContextAttention):
+    """Ulysses among neighbours, a zigzag ring over their groups.
+
+    Args:
+        ulysses: ranks of a group, a divisor of cp.
+        replicate_kv: with more ranks in a group than key/value heads, give a head to several.
+    """
+
+    ulysses: int = 2
+    replicate_kv: bool = False
+    name: ClassVar[str] = "usp"
+    paired: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require(self.ulysses >= 1, "context.usp.ulysses", self.ulysses, expected="at least 1")
+
+    def positions(self, length: int, world: int) -> list[np.ndarray]:
+        """Positions int64 [length / world] of each rank; a group has a zigzag pair of chunks.
+
+        Raises:
+            ConfigError: a length or a number of ranks that cannot be shared.
+        """
+        group = self._group(world)
+        unit = world if world == group else world // group * math.lcm(2, group)
+        below = length // unit * unit
+        require(
+            length >= 1 and length % unit == 0,
+            "context.usp: seq_len",
+            length,
+            expected=f"a multiple of {unit} for {world} ranks, such as "
+            + (f"{below} or {below + unit}" if below else f"{unit}"),
+            hint="choose such a length and pad, or another cp",
+        )
+        whole = zigzag(length, world // group, where="context.usp")
+        return [piece for chunk in whole for piece in np.split(chunk, group)]
+
+    def check(self, heads: int, kv_heads: int, world: int) -> None:
+        """Whether groups can share these heads.
+
+        Raises:
+            ConfigError: a head would have to be split.
+        """
+        check_heads(
+            heads,
+            kv_heads,
+            self._group(world),
+            where="context.usp.ulysses",
+            replicate=self.replicate_kv,
+        )
+
+    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+        """Elements that one rank sends for one layer."""
+        group = self._group(world)
+        swap = swap_elements(tokens, heads, kv_heads, head_dim, group)
+        kv_each = max(1, kv_heads // group)
+        ring = ring_traffic(tokens * group, heads // group, kv_each, head_dim, world // group)
+        return Traffic(
+            Sent(swap + ring.forward.data),
+            Sent(swap + ring.backward.data, ring.backward.wide),
+            messages=4 * (group - 1) + ring.messages,
+            hidden=world > group,
+        )
+
+    def _group(self, world: int) -> int:
+        group = min(self.ulysses, world)
+        require(
+            world % group == 0,
+            "context.usp.ulysses",
+            self.ulysses,
+            expected=f"a divisor of cp = {world}",
+        )
+        return group
+
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: tuple[Mask, ...],
+        positions: list[np.ndarray],
+        comm: Comm,
+    ) -> Tensor:
+        from shoal.parallel.context.run.peers import Peers, View
+        from shoal.parallel.context.run.ulysses import ulysses_attention
+
+        group = self._group(comm.world)
+        mine = comm.rank // group * group
+        shared = [
+            np.concatenate(positions[start : start + group])
+            for start in range(0, comm.world, group)
+        ]
+        return ulysses_attention(
+            q,
+            k,
+            v,
+            View(masks, q.shape[0], shared),
+            Peers(comm, range(mine, mine + group)),
+            Peers(comm, range(comm.rank % group, comm.world, group)),
+        )
