@@ -118,11 +118,12 @@ class Timeline:
         work = math.fsum(self.busy)
         return self.ranks * self.makespan / work - 1.0 if work else 0.0
 
-    def events(self) -> Iterator[Event]:
-        """The passes, by rank and in program order."""
+    def events(self, ranks: Iterable[int] | None = None) -> Iterator[Event]:
+        """The passes, by rank and in program order; those of ``ranks`` alone if given."""
         columns = (self.rank, self.kind, self.stage, self.mb, self.start, self.end)
+        mine = slice(None) if ranks is None else np.isin(self.rank, list(ranks))
         for rank, kind, stage, mb, start, end in zip(
-            *(column.tolist() for column in columns), strict=True
+            *(column[mine].tolist() for column in columns), strict=True
         ):
             yield Event(rank, Op(KINDS[kind], stage, mb), start, end)
 
