@@ -16,6 +16,7 @@ SHARDS = PartTable(
         "zero1": "shoal.parallel.shard.zero1:Zero1",
         "zero2": "shoal.parallel.shard.fsdp:Zero2",
         "zero3": "shoal.parallel.shard.fsdp:Zero3",
+        "hybrid": "shoal.parallel.shard.hybrid:Hybrid",
     },
 )
 

@@ -55,8 +55,7 @@ def _gathered(comm: Comm, data: bytes) -> list[bytes]:
     """What every rank gave, all of one length."""
     import torch
 
-    device = getattr(comm, "device", "cpu")
-    x = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    x = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device)
     out: Tensor = x.new_empty(comm.world * len(data))
     comm.all_gather(out, x, tag="agree").wait()
     whole = bytes(out.cpu().numpy())

@@ -106,6 +106,7 @@ class TorchComm:
         self.beats = beats
         self.beat = Heartbeat(beats / f"rank-{rank}.beat", rank) if beats else None
         self.device = device
+        self.ranks_per_node = ranks_per_node
         self.timeout_s = timeout_s
         self.wire = Wire(
             meter,
@@ -162,6 +163,7 @@ class TorchComm:
         own.ranks = tuple(self.ranks[member] for member in group)
         own.meter, own.beats, own.beat = self.meter, self.beats, self.beat
         own.device, own.timeout_s = self.device, self.timeout_s
+        own.ranks_per_node = self.ranks_per_node
         own.wire = self.wire.of(own.rank, own.ranks)
         own.group, own.shared, own._parent = None, None, self
         # Memory is shared when the first sum asks for it: most groups never do.

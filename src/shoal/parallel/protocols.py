@@ -6,7 +6,7 @@ the same order.
 
 A sharding part's ``apply`` wraps a model and returns a :class:`Sharded`. The loop then calls,
 each step and on every rank in the same order: ``accumulate`` around each micro-batch's
-backward pass, ``finish`` once, ``grad_norm``, the optimizer on ``owned``, ``publish``.
+backward pass, ``finish`` once, ``squared_norm``, the optimizer on ``owned``, ``publish``.
 
 Gradients are sums, never means: the loop divides the loss by the global token count
 before it goes backward, so ragged micro-batches need no special case.
@@ -14,7 +14,7 @@ before it goes backward, so ragged micro-batches need no special case.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
@@ -24,8 +24,6 @@ from shoal.ir import Estimate, Machine, Work
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from shoal.parallel.comm import TorchComm
 
     from shoal.core.meter import Meter
     from shoal.ir.mask import Mask
@@ -65,12 +63,16 @@ class Comm(Protocol):
         rank: number of this rank in here, from 0.
         world: number of ranks in here.
         ranks: their numbers in the whole job.
+        ranks_per_node: ranks of one node, neighbours by number; None if there is one node.
+        device: where tensors lie: cpu or cuda.
         meter: where bytes are counted: ``wire_bytes`` by op, tag and scope.
     """
 
     rank: int
     world: int
     ranks: tuple[int, ...]
+    ranks_per_node: int | None
+    device: str
     meter: Meter
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
@@ -169,9 +171,7 @@ class ContextPart(Protocol):
         """
         ...
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], comm: Comm
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], comm: Comm) -> Tensor:
         """Softmax attention of this rank's queries over every rank's keys; has a gradient.
 
         Args:
@@ -200,9 +200,17 @@ class Held(NamedTuple):
 
 
 class Sharded(Protocol):
-    """A model in training whose gradients are summed over the ranks."""
+    """A model in training whose gradients are summed over the ranks.
+
+    Attributes:
+        model: the model, its parameters under their names.
+        overlap: gradients may travel during the ``last`` backward passes; off, they travel in
+            ``finish``, as they must where passes write gradients outside of autograd, or where
+            several last passes add to one parameter.
+    """
 
     model: nn.Module
+    overlap: bool
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
         """Around one micro-batch; gradients travel with the ``last``."""
@@ -220,8 +228,12 @@ class Sharded(Protocol):
         """Parameter name -> the part of it that this rank holds, owned or not."""
         ...
 
-    def grad_norm(self) -> Tensor:
-        """Global L2 norm of all gradients, a scalar, equal on all ranks."""
+    def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
+        """Sum of the squares of the gradients of every parameter for which ``counts(name)``.
+
+        A scalar, summed over the data-parallel ranks where these divide the gradients, and
+        equal on all of them.
+        """
         ...
 
     def scale_gradients(self, factor: Tensor) -> None:
@@ -247,7 +259,7 @@ class Shard(Protocol):
         """Bytes a rank sends in one step, and the seconds they take."""
         ...
 
-    def apply(self, model: nn.Module, comm: TorchComm, *, whole_matrices: bool) -> Sharded:
+    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> Sharded:
         """Wrap ``model``; ``whole_matrices`` says that the optimizer needs them unsplit.
 
         Raises:

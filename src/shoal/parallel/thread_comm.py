@@ -245,8 +245,6 @@ class ThreadComm:
     Every operation also compares what the ranks ask for: kind, tag, shape and type.
     """
 
-    device = "cpu"
-
     def __init__(
         self, shared: ThreadWorld, group: _Group, rank: int, ranks: tuple[int, ...], wire: Wire
     ) -> None:
@@ -256,6 +254,8 @@ class ThreadComm:
         self.ranks = ranks
         self.world = len(ranks)
         self.wire = wire
+        self.ranks_per_node = wire.ranks_per_node
+        self.device = "cpu"
         self.meter = wire.meter
         self._turn = 0
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from shoal.cost.arithmetic import parameters
 from shoal.cost.rates import data_link
-from shoal.ir import Estimate, Interval, Machine, Work
+from shoal.ir import Estimate, Interval, Link, Machine, Parallel, Work
 
-__all__ = ["sharding_estimate"]
+__all__ = ["group_link", "sharding_estimate"]
 
 
 def sharding_estimate(
@@ -15,13 +15,13 @@ def sharding_estimate(
     """Bytes and seconds of one step's parameter and gradient traffic of one rank.
 
     Args:
-        work: the job; its ``parallel.dp`` is the number of ranks N.
+        work: the job; the number of ranks N is dp * cp of its ``parallel``.
         machine: whose slowest link on the way is used.
         sent_per_parameter_byte: how often a rank sends each parameter byte (4 bytes a
             parameter, fp32), before the ring's factor (N - 1) / N.
         messages: collectives of one step, each of which costs 2 (N - 1) latencies.
     """
-    ranks = work.job.parallel.dp
+    ranks = work.job.parallel.dp * work.job.parallel.cp
     shape = work.shape
     share = 4.0 * parameters(shape) / (work.job.parallel.tp * work.job.parallel.pp)
     sent = share * sent_per_parameter_byte * (ranks - 1) / ranks
@@ -34,3 +34,8 @@ def sharding_estimate(
         terms_s={"collective": seconds},
         wire_bytes={link.scope: sent} if ranks > 1 and link is not None else {},
     )
+
+
+def group_link(machine: Machine, span: int) -> Link | None:
+    """The slowest link among ``span`` ranks that are neighbours by number."""
+    return data_link(machine, Parallel(dp=span))

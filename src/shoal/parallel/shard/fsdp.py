@@ -9,25 +9,24 @@ Source: Rajbhandari et al., ZeRO, 2020, sections 5.2 and 5.3; Zhao et al., PyTor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.errors import ConfigError
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
-from shoal.parallel.comm import ring_gather_bytes
 from shoal.parallel.protocols import Held
 from shoal.parallel.shard.cost import sharding_estimate
+from shoal.parallel.shard.units import check_divided, units
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from shoal.parallel.comm import TorchComm
-    from shoal.parallel.protocols import Sharded
+    from shoal.parallel.protocols import Comm, Sharded
 
-__all__ = ["FsdpModel", "Zero2", "Zero3"]
+__all__ = ["FsdpModel", "Zero2", "Zero3", "divided"]
 
 
 @part
@@ -45,9 +44,9 @@ class Zero2:
             messages=2 * (work.shape.num_layers + 1),
         )
 
-    def apply(self, model: nn.Module, comm: TorchComm, *, whole_matrices: bool) -> Sharded:
+    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> Sharded:
         """Shard the model, block by block."""
-        return FsdpModel(model, comm, reshard=False, whole_matrices=whole_matrices)
+        return divided(model, comm, reshard=False, whole_matrices=whole_matrices)
 
 
 @part
@@ -67,15 +66,43 @@ class Zero3:
             messages=(1 + 2 * passes) * (work.shape.num_layers + 1),
         )
 
-    def apply(self, model: nn.Module, comm: TorchComm, *, whole_matrices: bool) -> Sharded:
+    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> Sharded:
         """Shard the model, block by block."""
-        return FsdpModel(model, comm, reshard=True, whole_matrices=whole_matrices)
+        return divided(model, comm, reshard=True, whole_matrices=whole_matrices)
+
+
+def divided(
+    model: nn.Module,
+    comm: Comm,
+    *,
+    reshard: bool,
+    whole_matrices: bool,
+    across: Comm | None = None,
+) -> Sharded:
+    """Divide by FSDP2 between processes, by our own means between threads.
+
+    Args:
+        model: the model.
+        comm: the ranks that share the parameters.
+        reshard: forget gathered parameters after forward (stage 3).
+        whole_matrices: the optimizer needs whole matrices.
+        across: ranks that hold the same parts as this one.
+
+    Raises:
+        ConfigError: there is one rank, or the optimizer needs whole matrices.
+    """
+    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.shard.gathered import GatheredModel
+
+    kind: type[FsdpModel | GatheredModel]
+    kind = FsdpModel if isinstance(comm, TorchComm) else GatheredModel
+    return kind(model, comm, reshard=reshard, whole_matrices=whole_matrices, across=across)
 
 
 class _CountedGather:
-    """FSDP2's all-gather, through the meter and the heartbeat."""
+    """FSDP2's all-gather, through the communicator."""
 
-    def __init__(self, comm: TorchComm) -> None:
+    def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -86,19 +113,12 @@ class _CountedGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        import torch.distributed as dist
-
-        comm = self._comm
-        comm.count("all_gather", ring_gather_bytes(output_tensor.nbytes, comm.world), "parameters")
-        return comm.guard(
-            lambda: dist.all_gather_into_tensor(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
-        )
+        # On a GPU this makes the current stream wait, not the host: as torch's own does.
+        self._comm.all_gather(output_tensor, input_tensor, tag="parameters").wait()
 
 
 class _CountedScatter(_CountedGather):
-    """FSDP2's reduce-scatter, through the meter and the heartbeat."""
+    """FSDP2's reduce-scatter, through the communicator."""
 
     def __call__(  # type: ignore[override]
         self,
@@ -108,62 +128,70 @@ class _CountedScatter(_CountedGather):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        import torch.distributed as dist
-
-        comm = self._comm
-        comm.count(
-            "reduce_scatter", ring_gather_bytes(input_tensor.nbytes, comm.world), "gradients"
-        )
-        return comm.guard(
-            lambda: dist.reduce_scatter_tensor(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
-        )
+        self._comm.reduce_scatter(output_tensor, input_tensor, tag="gradients").wait()
 
 
 class FsdpModel:
-    """See :class:`~shoal.parallel.protocols.Sharded`."""
+    """See :class:`~shoal.parallel.protocols.Sharded` and :func:`divided`."""
+
+    overlap = True
 
     def __init__(
-        self, model: nn.Module, comm: TorchComm, *, reshard: bool, whole_matrices: bool
+        self,
+        model: nn.Module,
+        comm: Comm,
+        *,
+        reshard: bool,
+        whole_matrices: bool,
+        across: Comm | None = None,
     ) -> None:
-        if whole_matrices:
-            raise ConfigError(
-                "shard: this optimizer needs whole matrices and zero2 and zero3 split them; "
-                "use shard: zero1 or replicated, or optimizer: adamw"
-            )
-        if comm.world == 1:
-            raise ConfigError(
-                "shard: zero2 and zero3 divide over ranks and there is one; "
-                "use shard: replicated, or parallel.dp of 2 or more"
-            )
-        from torch.distributed.device_mesh import init_device_mesh
+        check_divided(comm, whole_matrices=whole_matrices)
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
         self.model = model
         self.comm = comm
-        kind = next(model.parameters()).device.type
-        mesh = init_device_mesh(kind, (comm.world,))
-        blocks = list(getattr(model, "blocks", []))
-        for block in blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-        for module in (*blocks, model):
+        self.across = across if across is not None and across.world > 1 else None
+        blocks, around = units(model)
+        self._around = around
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        outside = [id(p) for module in around for p in module.parameters() if id(p) not in inside]
+        if len(outside) != len(set(outside)):
+            raise ConfigError(
+                "shard: zero2, zero3 and hybrid cannot divide an embedding that two stages of one "
+                "rank share; use shard: zero1 or replicated, or a schedule whose first and last "
+                "stage are on different ranks"
+            )
+        group: Any = getattr(comm, "group", None) or dist.group.WORLD
+        # Of these ranks, not of all: other groups hold other stages and slices.
+        mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
+        for module in (*blocks, *around):
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
             assert isinstance(module, FSDPModule)
             module.set_custom_all_gather(_CountedGather(comm))  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(_CountedScatter(comm))  # type: ignore[arg-type]
             # Sums, never means: the loss was divided by the global count already.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        # FSDP2 gathers around forward(); training calls loss_sum().
-        register_fsdp_forward_method(model, "loss_sum")
+            if self.across is not None:
+                module.set_all_reduce_hook(self._sum_across)
+        if hasattr(model, "loss_sum"):
+            # FSDP2 gathers around forward(); training calls loss_sum().
+            register_fsdp_forward_method(model, "loss_sum")
         self._names: dict[str, Any] = dict(model.named_parameters())
+
+    def _sum_across(self, gradient: Tensor) -> None:
+        """Sum what this rank keeps over the ranks that keep the same."""
+        assert self.across is not None
+        self.across.all_reduce(gradient, tag="gradients").wait()
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
         """Around one micro-batch."""
-        self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
-        self.model.set_is_last_backward(last)  # type: ignore[operator]
+        for module in self._around:
+            module.set_requires_gradient_sync(last)  # type: ignore[operator]
+            module.set_is_last_backward(last)  # type: ignore[operator]
         yield
 
     def finish(self) -> None:
@@ -184,18 +212,17 @@ class FsdpModel:
             found[name] = Held(dtensor.to_local().detach(), offset, tuple(dtensor.shape))
         return found
 
-    def grad_norm(self) -> Tensor:
-        """Global L2 norm of all gradients: squares are summed over the ranks."""
+    def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
+        """Sum of the squares of the gradients of chosen parameters, over the ranks."""
         import torch
 
-        squares = [
-            torch.linalg.vector_norm(p.grad.to_local()) ** 2
-            for p in self._names.values()
-            if p.grad is not None
-        ]
-        total = torch.stack(squares).sum()
+        like: Tensor = next(iter(self._names.values())).to_local()
+        total = like.new_zeros(())
+        for name, parameter in self._names.items():
+            if parameter.grad is not None and counts(name):
+                total += torch.linalg.vector_norm(parameter.grad.to_local()).square()
         self.comm.all_reduce(total, tag="norm").wait()
-        return total.sqrt()
+        return total
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by a scalar."""
@@ -209,5 +236,5 @@ class FsdpModel:
             parameter.grad = None
 
     def writes(self, name: str) -> bool:
-        """Every rank writes its slices."""
-        return True
+        """Every rank writes its slices, once."""
+        return self.across is None or self.across.rank == 0

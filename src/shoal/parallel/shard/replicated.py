@@ -10,11 +10,11 @@ Source: Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (bucketing, overl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from shoal.core.errors import require
+from shoal.core.errors import RankError, require
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
 from shoal.parallel.protocols import Held
@@ -23,8 +23,7 @@ from shoal.parallel.shard.cost import sharding_estimate
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from shoal.parallel.comm import Pending, TorchComm
-    from shoal.parallel.protocols import Sharded
+    from shoal.parallel.protocols import Comm, Pending, Sharded
 
 __all__ = ["Replicated", "ReplicatedModel", "bucket_bytes", "check_bucket"]
 
@@ -52,7 +51,7 @@ class Replicated:
         buckets = int(4 * parameters(work.shape) / size) + 1
         return sharding_estimate(work, machine, sent_per_parameter_byte=2.0, messages=buckets)
 
-    def apply(self, model: nn.Module, comm: TorchComm, *, whole_matrices: bool) -> Sharded:
+    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> Sharded:
         """Hook the model's gradients."""
         device = next(model.parameters()).device.type
         return ReplicatedModel(model, comm, bucket_bytes=bucket_bytes(self.bucket_mb, device))
@@ -105,9 +104,17 @@ class _Bucket:
 
 
 class ReplicatedModel:
-    """See :class:`~shoal.parallel.protocols.Sharded`."""
+    """See :class:`~shoal.parallel.protocols.Sharded`.
 
-    def __init__(self, model: nn.Module, comm: TorchComm, *, bucket_bytes: int) -> None:
+    Attributes:
+        overlap: a bucket travels as soon as the last backward pass has filled it. Off, all
+            travel in :meth:`finish`: for passes that write gradients outside of autograd,
+            and for parameters that several last passes add to.
+    """
+
+    overlap = True
+
+    def __init__(self, model: nn.Module, comm: Comm, *, bucket_bytes: int) -> None:
         self.model = model
         self.comm = comm
         self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -135,9 +142,14 @@ class ReplicatedModel:
                 parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
     def _ready(self, parameter: Tensor) -> None:
-        if not self._sync:
+        if not self._sync or not self.overlap:
             return
         bucket = self._home[parameter]  # type: ignore[index]
+        if bucket.pending is not None:
+            raise RankError(
+                "a gradient came after its bucket was sent: a parameter gets gradients from "
+                "several last passes; set overlap = False"
+            )
         bucket.missing -= 1
         if bucket.missing == 0:
             bucket.pending = self.comm.all_reduce(bucket.flat, tag="gradients")
@@ -153,7 +165,7 @@ class ReplicatedModel:
         yield
 
     def finish(self) -> None:
-        """Wait for all buckets; send those in which some parameter got no gradient."""
+        """Wait for all buckets; send those that were not sent, in the order of all ranks."""
         self._sync = False
         self._fresh = True
         for bucket in self._buckets:
@@ -174,13 +186,21 @@ class ReplicatedModel:
             for name, p in self._names.items()
         }
 
-    def grad_norm(self) -> Tensor:
-        """Global L2 norm of all gradients."""
+    def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
+        """Sum of the squares of the gradients of chosen parameters: they are whole here."""
         import torch
 
-        norms = torch.stack([torch.linalg.vector_norm(bucket.flat) for bucket in self._buckets])
-        norm: Tensor = torch.linalg.vector_norm(norms)
-        return norm
+        names = {parameter: name for name, parameter in self._names.items()}
+        norms = [self._buckets[0].flat.new_zeros(())]
+        for bucket in self._buckets:
+            chosen = [counts(names[parameter]) for parameter in bucket.parameters]
+            if all(chosen):
+                norms.append(torch.linalg.vector_norm(bucket.flat))
+            else:
+                views = zip(bucket.views, chosen, strict=True)
+                norms += [torch.linalg.vector_norm(view) for view, counted in views if counted]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm.square()
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by a scalar."""
