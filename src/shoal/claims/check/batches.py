@@ -56,10 +56,10 @@ def row_bounds(rows: int, parts: int, *, ragged: bool) -> list[int]:
             f"--ragged: {rows} rows cannot be dealt out unevenly to {parts} ranks; return at "
             f"least {parts + 1} rows"
         )
-    # One row each, the others as 0 : 1 : 2 ... with what remains for the last.
-    extra, weights = rows - parts, parts * (parts - 1) // 2
-    sizes = [1 + extra * part // weights for part in range(parts)] if parts > 1 else [1]
-    sizes[-1] += rows - sum(sizes)
+    # About 1 : 2 : 3 ..., one row at least, and what remains for the last.
+    weights = parts * (parts + 1) // 2
+    sizes = [max(1, rows * (part + 1) // weights) for part in range(parts - 1)]
+    sizes.append(rows - sum(sizes))
     return [sum(sizes[:part]) for part in range(parts + 1)]
 
 

@@ -29,13 +29,13 @@ class Output:
         module: its name.
         one: what it returns in one process, on this rank's part.
         split: what it returns on the rank.
-        bias: its ``bias`` in one process, or None.
+        biases: vectors among its parameters and those of the modules in it, by name.
     """
 
     module: str
     one: Array
     split: Array
-    bias: Array | None = None
+    biases: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Evidence:
         output: where the forward pass parts ways, or None.
         loss: one-process and split loss.
         loss_differs: whether they are apart.
+        forward_equal: every module returns on the rank's own part what it does in one process.
         others: whether start, parameters or buffers differ.
         limit: the tolerance.
     """
@@ -67,6 +68,7 @@ class Evidence:
     output: Output | None = None
     loss: tuple[float, float] = (0.0, 0.0)
     loss_differs: bool = False
+    forward_equal: bool = False
     others: frozenset[str] = field(default_factory=frozenset)
     limit: float = 1e-9
 
@@ -77,10 +79,10 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     if found:
         return found
     explained: set[str] = set()
-    for rule in (_forward, _everywhere, _each, _backward, _updates):
+    for rule in (_forward, _everywhere, _each, _backward, _updates, _parts):
         for finding in rule(evidence, explained):
             found.append(finding)
-            explained.update(finding.names)
+            explained.update(finding.names or evidence.differing)
     return found
 
 
@@ -117,6 +119,21 @@ def _size(axes: Axes, names: Sequence[str]) -> int:
     return size
 
 
+def _matching(axes: Axes, value: float, limit: float, *, model_only: bool = False) -> str:
+    """The axes whose number of ranks is this value: ``dp or tp``; empty when none has it.
+
+    Args:
+        axes: the mesh.
+        value: a number of times.
+        limit: the tolerance.
+        model_only: leave out axes that share the rows, when others match.
+    """
+    sets = [names for names in _axis_sets(axes) if _is(value, _size(axes, names), limit)]
+    inner = [names for names in sets if not DATA_AXES.intersection(names)]
+    shortest = (inner if model_only else None) or sets
+    return " or ".join(_over(names) for names in shortest if len(names) == len(shortest[0]))
+
+
 def _over(names: Sequence[str]) -> str:
     return " and ".join(names)
 
@@ -148,37 +165,38 @@ def _forward(evidence: Evidence, _explained: set[str]) -> Iterator[Finding]:
     if output is None or output.one.shape != output.split.shape:
         return
     module, one, split = output.module, output.one, output.split
-    factor = _ratio(split, one, evidence.limit)
-    if output.bias is not None and output.bias.shape[-1:] == one.shape[-1:]:
-        apart = split - one
-        times = _ratio(apart, np.broadcast_to(output.bias, apart.shape), evidence.limit)
-        if times is not None:
-            total = 1 + times
-            text = f"added {total:.4g} times instead of once"
-            for axes in _axis_sets(evidence.axes):
-                if _is(total, _size(evidence.axes, axes), evidence.limit):
-                    text = (
-                        f"added {_size(evidence.axes, axes)} times, once by every rank of "
-                        f"{_over(axes)}: add it after the reduction, or on one rank"
-                    )
-                    break
-            if _is(times, -1, evidence.limit):
-                text = "not added"
-            yield Finding(
-                kind="bias_added_times",
-                names=(f"{module}.bias",),
-                text=f"{module}.bias is {text} (forward pass)",
+    apart = split - one
+    for name, bias in output.biases.items():
+        if bias.shape[-1:] != one.shape[-1:]:
+            continue
+        times = _ratio(apart, np.broadcast_to(bias, apart.shape), evidence.limit)
+        if times is None:
+            continue
+        total = 1 + times
+        text = f"added {total:.4g} times instead of once"
+        axes = _matching(evidence.axes, total, evidence.limit, model_only=True)
+        if axes:
+            text = (
+                f"added {total:.4g} times, once by every rank of {axes}: add it after the "
+                "reduction, or on one rank"
             )
-            return
+        if _is(times, -1, evidence.limit):
+            text = "not added"
+        where = "" if name == f"{module}.bias" else f", seen in what {module} returns"
+        yield Finding(
+            kind="bias_added_times",
+            names=(name,),
+            text=f"{name} is {text} (forward pass{where})",
+        )
+        return
+    factor = _ratio(split, one, evidence.limit)
     what = "the forward pass differs first in what this module returns"
     if factor is not None:
         what = f"what this module returns is {factor:.4g} times that of one process"
-        for axes in _axis_sets(evidence.axes):
-            size = _size(evidence.axes, axes)
-            if _is(factor, size, evidence.limit):
-                what += f", the number of ranks of {_over(axes)}: it is added up once too often"
-            elif _is(factor, 1 / size, evidence.limit):
-                what += f", one part of {_over(axes)}: a division is one too many"
+        if axes := _matching(evidence.axes, factor, evidence.limit, model_only=True):
+            what += f", the number of ranks of {axes}: it is added up once too often"
+        elif axes := _matching(evidence.axes, 1 / factor, evidence.limit, model_only=True):
+            what += f", one part of {axes}: parts are not added up, or divided once too often"
     names = tuple(name for name in evidence.order if name.rpartition(".")[0] == module)
     yield Finding(kind="forward", names=names, text=f"{module}: {what}; what it reads is equal")
 
@@ -225,23 +243,18 @@ def _factor(evidence: Evidence, factor: float) -> Finding:
     names = tuple(evidence.differing)
     text = f"every gradient is {factor:.4g} times that of one process"
     kind = "factor"
-    for axes in _axis_sets(evidence.axes):
-        size = _size(evidence.axes, axes)
-        if _is(factor, size, evidence.limit):
-            kind = "not_averaged"
-            text += (
-                f", the number of ranks of {_over(axes)}: gradients are summed where the loss "
-                "of each rank is a mean of its own part (not averaged), or are reduced twice"
-            )
-            break
-        if _is(factor, 1 / size, evidence.limit):
-            kind = "mean_instead_of_sum"
-            text += (
-                f", one part of {_over(axes)}: a mean instead of a sum; the loss is divided by "
-                "the count of the whole batch, and the gradients are averaged over the ranks on "
-                "top"
-            )
-            break
+    if axes := _matching(evidence.axes, factor, evidence.limit):
+        kind = "not_averaged"
+        text += (
+            f", the number of ranks of {axes}: gradients are summed where the loss of each rank "
+            "is a mean of its own part (not averaged), or are reduced twice"
+        )
+    elif axes := _matching(evidence.axes, 1 / factor, evidence.limit):
+        kind = "mean_instead_of_sum"
+        text += (
+            f", one part of {axes}: a mean instead of a sum; the loss is divided by the count of "
+            "the whole batch, and the gradients are averaged over the ranks on top"
+        )
     else:
         text += "; no number of ranks of this mesh explains it: look for micro-batches or a scale"
     return Finding(kind=kind, names=names, text=text)
@@ -367,20 +380,18 @@ def _times(evidence: Evidence, views: Sequence[Array], expected: Array) -> tuple
     factor = factors[0]
     if any(f is None or not _is(f, factor, evidence.limit) for f in factors):
         return None
-    for axes in _axis_sets(evidence.axes):
-        size = _size(evidence.axes, axes)
-        if _is(factor, size, evidence.limit):
-            return (
-                "added_times",
-                f"its gradient is added {size} times, once by every rank of {_over(axes)}, all of "
-                "which hold the whole of it: do not reduce it there, or use it on one rank",
-            )
-        if _is(factor, 1 / size, evidence.limit):
-            return (
-                "divided",
-                f"its gradient is 1/{size} of that of one process: it is divided by the ranks of "
-                f"{_over(axes)} once too often, or their shares are not added up",
-            )
+    if axes := _matching(evidence.axes, factor, evidence.limit):
+        return (
+            "added_times",
+            f"its gradient is added {factor:.4g} times, once by every rank of {axes}, each of "
+            "which holds the whole of it: do not reduce it there, or use it on one rank",
+        )
+    if axes := _matching(evidence.axes, 1 / factor, evidence.limit):
+        return (
+            "divided",
+            f"its gradient is 1/{1 / factor:.4g} of that of one process: it is divided by the "
+            f"ranks of {axes} once too often, or their shares are not added up",
+        )
     return ("factor", f"its gradient is {factor:.4g} times that of one process")
 
 
@@ -424,11 +435,19 @@ def _updates(evidence: Evidence, _explained: set[str]) -> Iterator[Finding]:
     elif not evidence.differing and evidence.loss_differs:
         one, split = evidence.loss
         text = f"gradients are equal, only the reported loss differs ({split:.6g} for {one:.6g})"
-        if one and split / one > 0:
-            for axes in _axis_sets(evidence.axes):
-                size = _size(evidence.axes, axes)
-                if _is(split / one, 1 / size, evidence.limit):
-                    text += f"; it is 1/{size}: --loss sum fits ranks that return their share"
-                elif _is(split / one, size, evidence.limit):
-                    text += f"; it is {size} times: --loss mean fits ranks that return a mean"
+        factor = split / one if one else 0.0
+        if factor and _matching(evidence.axes, 1 / factor, evidence.limit):
+            text += f"; it is 1/{1 / factor:.4g}: --loss sum fits ranks that return their share"
+        elif factor and _matching(evidence.axes, factor, evidence.limit):
+            text += f"; it is {factor:.4g} times: --loss mean fits ranks that return a mean"
         yield Finding(kind="loss", text=text)
+
+
+def _parts(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
+    if evidence.forward_equal and evidence.loss_differs and not explained and evidence.differing:
+        yield Finding(
+            kind="parts",
+            text="every module does on a rank's part what it does in one process, so the parts do "
+            "not make the whole: statistics over a part of the batch (BatchNorm, a balance loss), "
+            "negatives from a part, or a loss that is no sum over the rows",
+        )

@@ -20,6 +20,7 @@ __all__ = ["Processes"]
 
 _POLL_S = 0.02
 _CONNECTION_LOST = 3
+_WAITING = ("torch/distributed", "_engine_run_backward")
 
 
 class Processes:
@@ -90,17 +91,17 @@ class Processes:
 
     def _wait(self, tick: Callable[[str], None]) -> None:
         changed = time.monotonic()
-        seen: list[str] = []
+        seen: list[tuple[int, str]] = []
         while True:
             codes = [process.poll() for process in self.processes]
             if all(code == 0 for code in codes):
                 return
             if any(code not in (None, 0) for code in codes):
                 self._explain_death()
-            doing = [_read(self.place.doing(name)) for name in self.who]
+            doing = [self._doing(index) for index in range(len(self.who))]
             if doing != seen:
                 changed, seen = time.monotonic(), doing
-                tick(min(doing, key=len) or "starting")
+                tick(min(doing)[1])
             elif time.monotonic() - changed > self.settings.timeout_s:
                 self._explain_hang(doing)
             time.sleep(_POLL_S)
@@ -110,6 +111,11 @@ class Processes:
         if name == "one":
             return "the one-process side"
         return f"rank {name} of {len(self.who)} (pid {self.processes[index].pid})"
+
+    def _doing(self, index: int) -> tuple[int, str]:
+        """How many things a process has begun, and the last of them."""
+        number, _, text = _read(self.place.doing(self.who[index])).partition(" ")
+        return (int(number), text) if number.isdecimal() else (0, "starting")
 
     def _explain_death(self) -> None:
         # Let the peers' errors arrive; the earliest is the cause, and a signal before all.
@@ -122,7 +128,7 @@ class Processes:
             index = killed[0]
             raise RankError(
                 f"{self._named(index)} was killed by {signal.Signals(-codes[index]).name} on host "
-                f"{socket.gethostname()} while {_read(self.place.doing(self.who[index]))}"
+                f"{socket.gethostname()} while {self._doing(index)[1]}"
                 f"{self._printed(index)}"
             )
         errors = []
@@ -135,7 +141,7 @@ class Processes:
             index = next(i for i, code in enumerate(codes) if code)
             raise RankError(
                 f"{self._named(index)} ended with status {codes[index]} while "
-                f"{_read(self.place.doing(self.who[index]))}{self._printed(index)}"
+                f"{self._doing(index)[1]}{self._printed(index)}"
             )
         _, _, index, told = min(errors, key=lambda error: error[:3])
         if os.environ.get("SHOAL_DEBUG"):
@@ -143,27 +149,37 @@ class Processes:
         prefix = "" if told["own"] or self.who == ["one"] else f"rank {self.who[index]}: "
         raise ConfigError(prefix + told["message"])
 
-    def _explain_hang(self, doing: Sequence[str]) -> None:
+    def _explain_hang(self, doing: Sequence[tuple[int, str]]) -> None:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
         stacks = [_read(self.place.stack(name)) for name in self.who]
-        # The others wait in a collective for the one that does not.
+        # The others wait for the one that has come least far; among several, it is the one
+        # that is in no collective and no backward pass, which may hold one.
         running = [index for index, p in enumerate(self.processes) if p.poll() is None]
-        outside = [index for index in running if "torch/distributed" not in _main(stacks[index])]
-        index = (outside or running)[0]
-        others = "; ".join(
-            f"rank {name}: {text}" for name, text in zip(self.who, doing, strict=True)
+        index = min(
+            running,
+            key=lambda i: (doing[i][0], any(w in _main(stacks[i]) for w in _WAITING), i),
         )
-        stack = "\n".join(f"  {line}" for line in _main(stacks[index]).splitlines()[:12])
+        others = "; ".join(
+            f"rank {name}: {text}" for name, (_, text) in zip(self.who, doing, strict=True)
+        )
+        stack = "\n".join(f"  {line}" for line in self._shown(stacks[index]))
         raise RankError(
             f"{self._named(index)} hangs: nothing happened for {self.settings.timeout_s:g} s "
-            f"while {doing[index]}"
+            f"while {doing[index][1]}"
             + (f" ({others})" if len(self.who) > 1 else "")
             + (f"; its stack:\n{stack}" if stack else "; it does not answer")
             + "\nall processes were ended; --timeout gives them longer"
         )
+
+    def _shown(self, stacks: str) -> list[str]:
+        """The innermost frames, and those of the user's file."""
+        path = self.settings.path
+        own = "" if path is None else str(path.resolve())
+        frames = [line for line in _main(stacks).splitlines() if line.startswith("  File")]
+        return [line for at, line in enumerate(frames) if at < 3 or (own and own in line)]
 
     def _printed(self, index: int) -> str:
         lines = _read(self.place.log(self.who[index])).strip().splitlines()[-3:]
@@ -179,4 +195,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except FileNotFoundError:
-        return "starting"
+        return ""

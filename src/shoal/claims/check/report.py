@@ -26,6 +26,8 @@ def headline(verdict: Verdict) -> str:
     if verdict.steps == 0:
         return f"differs before the first step: {where}; first: {verdict.first}"
     what = f"first: {verdict.first}" if verdict.first else "only the loss"
+    if verdict.first and verdict.culprits and verdict.first not in verdict.culprits:
+        what += f"; the cause seems to be {', '.join(verdict.culprits[:2])}"
     return f"differs in step {verdict.steps - 1}: {where}; {what}"
 
 

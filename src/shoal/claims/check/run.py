@@ -192,6 +192,10 @@ def _evidence(
         output=_output(settings, results, tensors, before),
         loss=(lost[0], lost[0] if lost[1] is None else lost[1]),
         loss_differs=loss_bad,
+        forward_equal=all(
+            result["forward"] and all(row["error"] <= settings.limit for row in result["forward"])
+            for result in results
+        ),
         others=frozenset(row.kind for row in bad if row.kind != "gradient"),
         limit=settings.limit,
     )
@@ -217,5 +221,10 @@ def _output(
     one = tensors[rank].get(f"output/one/{module}")
     if split is None or one is None:
         return None
-    bias = before.get(f"parameter/{module}.bias", before.get(f"start/{module}.bias"))
-    return Output(module=module, one=one, split=split, bias=bias)
+    own = f"{module}."
+    biases = {}
+    for key, tensor in before.items():
+        _, _, name = key.partition("/")
+        if not key.startswith("buffer/") and name.startswith(own) and tensor.ndim == 1:
+            biases[name] = tensor
+    return Output(module=module, one=one, split=split, biases=biases)

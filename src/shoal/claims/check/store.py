@@ -47,7 +47,7 @@ class Place:
         return self.root / f"rank-{rank}.safetensors"
 
     def doing(self, who: str) -> Path:
-        """What a process is doing, in a line."""
+        """What a process is doing: a number that grows, and a line."""
         return self.root / f"doing-{who}"
 
     def error(self, who: str) -> Path:

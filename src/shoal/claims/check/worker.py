@@ -56,15 +56,17 @@ _CONNECTION_LOST = 3
 
 
 class _Told:
-    """Leaves a line about what this process is doing."""
+    """Leaves a line about what this process is doing, and the how manieth thing it is."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.now = "starting"
+        self.number = 0
 
     def __call__(self, text: str) -> None:
         self.now = text
-        write_atomic(self.path, text)
+        self.number += 1
+        write_atomic(self.path, f"{self.number} {text}")
 
 
 def run_one(settings: Settings, place: Place, told: _Told) -> None:
@@ -357,6 +359,8 @@ class _Rank:
 
         from shoal.claims.check.side import Side
 
+        if not self._parts_are_rows():
+            return []
         side = Side(
             self.program,
             self.settings,
@@ -389,6 +393,19 @@ class _Rank:
             return []
         self.evidence |= {f"solo/{name}": g for name, g in solo.gradients.items() if g is not None}
         return self._forward(solo.outputs, outputs)
+
+    def _parts_are_rows(self) -> bool:
+        """Ranks that share their rows hold the same part, which a model can compute alone.
+
+        Where a sequence is split too, attention reaches into other ranks' parts.
+        """
+        from shoal.claims.check.batches import leaves
+
+        mine = [[list(x.shape), float(x.abs().double().sum())] for x in leaves(self.batch)]
+        everyone: list[Any] = [None] * self.world
+        _gather(everyone, mine)
+        groups = groups_by(self.coordinates, [a for a in self.axes if a in DATA_AXES])
+        return all(everyone[rank] == everyone[group[0]] for group in groups for rank in group)
 
     def _forward(
         self, solo: Mapping[str, Tensor], split: Mapping[str, Any]
