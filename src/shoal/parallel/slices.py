@@ -18,7 +18,6 @@ from shoal.core.boxes import Box
 from shoal.core.errors import PlanError, require
 from shoal.ir.job import Parallel
 from shoal.model.config import ModelConfig
-from shoal.parallel.protocols import Held
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,14 +44,6 @@ class Slices:
     padding: int = 0
     partial: bool = False
     replicated: bool = False
-
-    def held(self, part: Held) -> list[Held]:
-        """The boxes of the whole parameter that a rank holds with a box of the local tensor."""
-        here = Box(part.offset, tuple(part.tensor.shape))
-        return [
-            Held(part.tensor[local.slices(here)], whole.offset, self.shape)
-            for local, whole in self.find(here)
-        ]
 
     @property
     def local_shape(self) -> tuple[int, ...]:

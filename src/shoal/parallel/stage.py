@@ -152,7 +152,10 @@ class Stage(nn.Module):
             device: where the parameters come to lie.
             dtype: what they become.
         """
-        _load(self, self.slices, whole, device, dtype)
+        for name, part in self.slices.items():
+            owner, _, leaf = name.rpartition(".")
+            local = take(whole(name), part).to(device, dtype)
+            setattr(self.get_submodule(owner), leaf, nn.Parameter(local))
 
     def _check_length(self, length: int) -> None:
         scaling = self.config.rope_scaling
@@ -290,28 +293,3 @@ class LocalModel(nn.Module):
         for stage in self.stages.values():
             stage.train(mode)
         return self
-
-    @torch.no_grad()
-    def load(
-        self,
-        whole: Callable[[str], Tensor],
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        """As :meth:`Stage.load`, of all stages."""
-        _load(self, self.slices, whole, device, dtype)
-
-
-def _load(
-    module: nn.Module,
-    parts: Mapping[str, Slices],
-    whole: Callable[[str], Tensor],
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> None:
-    for name, _ in list(module.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        local = take(whole(name), parts[name]).to(device, dtype)
-        # In the module that has it: stages of one rank share such modules, not parameters.
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(local))
