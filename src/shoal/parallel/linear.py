@@ -34,7 +34,9 @@ __all__ = ["ColumnLinear", "Linear", "RowLinear", "WeightGradients", "compute_dt
 class WeightGradients:
     """Weight gradients that were put off, of one stage and micro-batch.
 
-    Open it as a context around the backward pass; :meth:`run` it later, once.
+    Open it as a context around the backward pass; :meth:`run` it later, once. Hooks on parameters
+    (``register_post_accumulate_grad_hook``) are called by both passes, by the first one before the
+    gradient is there: whoever counts them must not listen while this is open.
     """
 
     # Ranks may be threads of one process, and each has its own open one.

@@ -193,7 +193,7 @@ def _slices(
     tp = parallel.tp
     if tp == 1:
         return Slices(shape, (Box.whole(shape),), replicated=True)
-    leaf = name.split(".", 2)[-1]
+    leaf = name.split(".", 2)[-1]  # behind "blocks.3."
     if name in ("embed.weight", "output.weight") and parallel.vocab_split == "tp":
         rows, padding = vocabulary_rows(config.vocab_size, tp, rank)
         return Slices(shape, (Box((rows.start, 0), (len(rows), shape[1])),), padding=padding)
