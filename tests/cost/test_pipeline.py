@@ -62,6 +62,7 @@ def work(draw: st.DrawFn) -> tuple[Schedule, OpCosts]:
     return schedule, draw(costs(schedule))
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 12), whole, whole)
 def test_gpipe_and_1f1b_take_their_closed_form(pp: int, m: int, f: float, b: float) -> None:
     for name in ("gpipe", "1f1b"):
@@ -69,6 +70,7 @@ def test_gpipe_and_1f1b_take_their_closed_form(pp: int, m: int, f: float, b: flo
         assert simulate(build(name, pp, m), cost).makespan == (m + pp - 1) * (f + b)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), whole, whole)
 def test_interleaved_takes_its_closed_form(
     pp: int, groups: int, v: int, f: float, b: float
@@ -80,6 +82,7 @@ def test_interleaved_takes_its_closed_form(
     assert found == m * v * (f + b) + (pp - 1) * (f + b)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3), whole, whole)
 def test_fewer_microbatches_than_ranks_take_the_length_of_the_pipeline(
     pp: int, m: int, v: int, f: float, b: float
@@ -115,7 +118,7 @@ def plain(schedule: Schedule, cost: OpCosts, links: LinkModel) -> list[Event]:
     return [event for rank in events for event in events[rank]]
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(work(), st.integers(0, 5), st.sampled_from([1.0, 4.0, math.inf]))
 def test_equals_a_plain_event_loop(
     given_: tuple[Schedule, OpCosts], latency: int, bandwidth: float
@@ -127,6 +130,7 @@ def test_equals_a_plain_event_loop(
     assert len(timeline) == sum(map(len, schedule.ops))
 
 
+@settings(max_examples=60, deadline=None)
 @given(work())
 def test_memory_is_held_from_forward_to_the_end_of_backward(
     given_: tuple[Schedule, OpCosts],
@@ -141,6 +145,7 @@ def test_memory_is_held_from_forward_to_the_end_of_backward(
         assert peak == most
 
 
+@settings(max_examples=60, deadline=None)
 @given(work())
 def test_no_rank_does_two_things_at_once_and_all_time_is_counted(
     given_: tuple[Schedule, OpCosts],

@@ -41,12 +41,14 @@ def unit(schedule: Schedule) -> float:
     return simulate(schedule, OpCosts.uniform(schedule.stages)).makespan
 
 
+@settings(max_examples=60, deadline=None)
 @given(built())
 def test_every_builder_is_legal_for_any_numbers(schedule: Schedule) -> None:
     schedule.validate()
     assert sum(map(len, schedule.ops)) == sum(1 for _ in schedule.expected())
 
 
+@settings(max_examples=60, deadline=None)
 @given(built())
 def test_bubble_is_what_the_simulator_finds(schedule: Schedule) -> None:
     part = SCHEDULES.build(schedule.name)
@@ -55,6 +57,15 @@ def test_bubble_is_what_the_simulator_finds(schedule: Schedule) -> None:
     assert part.bubble(schedule.ranks, schedule.microbatches, vpp) == pytest.approx(found)
 
 
+@pytest.mark.parametrize("pp", range(1, 18))
+def test_bubble_of_vhalf_holds_for_any_number_of_ranks(pp: int) -> None:
+    part = SCHEDULES.build("vhalf")
+    for microbatches in range(1, pp + 4):
+        found = simulate(part.build(pp, microbatches, 2), OpCosts.uniform(2 * pp)).bubble
+        assert part.bubble(pp, microbatches, 2) == pytest.approx(found)
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 20))
 def test_one_f_one_b_holds_as_many_as_stages_follow(pp: int, microbatches: int) -> None:
     peaks = build("1f1b", pp, microbatches).in_flight()
@@ -62,6 +73,7 @@ def test_one_f_one_b_holds_as_many_as_stages_follow(pp: int, microbatches: int) 
     assert build("gpipe", pp, microbatches).in_flight() == [microbatches] * pp
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))
 def test_interleaved_holds_its_warm_up(pp: int, groups: int, vpp: int) -> None:
     microbatches = pp * groups
@@ -85,6 +97,7 @@ def test_interleaved_goes_through_chunks_as_the_paper_says() -> None:
         assert leading == min(ahead, len(forwards)) + (ahead < len(forwards))
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 20))
 def test_zb_h1_has_the_memory_of_1f1b_and_a_third_of_its_bubble(pp: int, microbatches: int) -> None:
     ours, plain = build("zb_h1", pp, microbatches), build("1f1b", pp, microbatches)
@@ -96,6 +109,7 @@ def test_zb_h1_has_the_memory_of_1f1b_and_a_third_of_its_bubble(pp: int, microba
         assert idle * 3 == unit(plain) - 3 * microbatches
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8), st.integers(0, 8))
 def test_zbv_has_no_bubble_but_the_slope(pp: int, more: int) -> None:
     microbatches = 2 * pp - 1 + more
@@ -104,6 +118,7 @@ def test_zbv_has_no_bubble_but_the_slope(pp: int, more: int) -> None:
     assert max(schedule.in_flight()) <= 2 * pp
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 18), st.integers(1, 24))
 def test_vhalf_holds_at_most_pp_and_two_half_chunks(pp: int, microbatches: int) -> None:
     schedule = build("vhalf", pp, microbatches)
@@ -120,7 +135,7 @@ def test_vhalf_halves_1f1b(pp: int, peak: int) -> None:
     assert unit(schedule) < 2 * unit(build("1f1b", pp, 4 * pp))
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(built(), st.sampled_from([1, 2]))
 def test_vocabulary_is_legal_over_any_schedule(schedule: Schedule, barriers: int) -> None:
     ours = with_vocabulary(schedule, barriers)  # type: ignore[arg-type]
@@ -132,6 +147,7 @@ def test_vocabulary_is_legal_over_any_schedule(schedule: Schedule, barriers: int
     assert len(orders) == 1
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(2, 8), st.integers(1, 24), st.sampled_from([1, 2]))
 def test_vocabulary_costs_one_microbatch_a_barrier(
     pp: int, microbatches: int, barriers: int
@@ -269,6 +285,7 @@ def test_estimate_is_bytes_over_the_slowest_link(name: str, pp: int, scope: str)
     assert estimate.step_s.value == pytest.approx(seconds)
 
 
+@settings(max_examples=60, deadline=None)
 @given(built())
 def test_csv_comes_back_as_it_went(schedule: Schedule) -> None:
     again = from_torch_csv(to_torch_csv(schedule), name=schedule.name)
