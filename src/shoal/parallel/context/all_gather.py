@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
+from shoal.cost.context_traffic import Traffic, ring_traffic
 from shoal.parallel.context.base import ContextAttention
-from shoal.parallel.context.ring import ring_traffic
-from shoal.parallel.context.traffic import Traffic
 
 if TYPE_CHECKING:
     import numpy as np

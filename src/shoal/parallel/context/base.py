@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from shoal.core.errors import require
+from shoal.cost.context_traffic import Traffic
 from shoal.ir import Estimate, Machine, Work
 from shoal.parallel.context.cost import context_estimate
 from shoal.parallel.context.positions import contiguous, zigzag
-from shoal.parallel.context.traffic import Traffic
 
 if TYPE_CHECKING:
     from torch import Tensor

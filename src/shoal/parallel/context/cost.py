@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shoal.cost.context_traffic import Sent, Traffic
 from shoal.cost.rates import Rates, context_link
 from shoal.ir import Estimate, Interval, Machine, Work
-from shoal.parallel.context.traffic import Sent, Traffic
 
 __all__ = ["context_estimate"]
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import part
+from shoal.cost.context_traffic import Traffic, ring_traffic
 from shoal.parallel.context.base import ContextAttention
-from shoal.parallel.context.ring import ring_traffic
-from shoal.parallel.context.traffic import Traffic
 
 if TYPE_CHECKING:
     import numpy as np

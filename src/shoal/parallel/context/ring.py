@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
+from shoal.cost.context_traffic import Traffic, ring_traffic
 from shoal.parallel.context.base import ContextAttention
-from shoal.parallel.context.traffic import Sent, Traffic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,14 +21,7 @@ if TYPE_CHECKING:
     from shoal.ir.mask import Mask
     from shoal.parallel.protocols import Comm
 
-__all__ = ["Ring", "ring_traffic"]
-
-
-def ring_traffic(tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
-    """N - 1 times a chunk of keys and values; backward the same, and their gradients."""
-    del heads
-    moved = (world - 1) * 2 * tokens * kv_heads * head_dim
-    return Traffic(Sent(moved), Sent(moved, moved), messages=3 * (world - 1))
+__all__ = ["Ring"]
 
 
 @part

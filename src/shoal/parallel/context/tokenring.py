@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
+from shoal.cost.context_traffic import Traffic, tokenring_traffic
 from shoal.parallel.context.base import ContextAttention
-from shoal.parallel.context.traffic import Sent, Traffic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,14 +35,7 @@ class TokenRing(ContextAttention):
 
     def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
         """Elements that one rank sends for one layer."""
-        del kv_heads
-        moved = (world - 1) * tokens * heads * head_dim
-        statistics = (world - 1) * tokens * heads
-        return Traffic(
-            Sent(moved, 0, moved, statistics),
-            Sent(2 * moved, 2 * statistics, moved),
-            messages=4 * (world - 1),
-        )
+        return tokenring_traffic(tokens, heads, kv_heads, head_dim, world)
 
     def _run(
         self,

@@ -14,8 +14,8 @@ import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.parts import part
+from shoal.cost.context_traffic import Traffic, ulysses_traffic
 from shoal.parallel.context.base import ContextAttention
-from shoal.parallel.context.traffic import Sent, Traffic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.ir.mask import Mask
     from shoal.parallel.protocols import Comm
 
-__all__ = ["Ulysses", "check_heads", "swap_elements"]
+__all__ = ["Ulysses", "check_heads"]
 
 
 @part
@@ -55,8 +55,7 @@ class Ulysses(ContextAttention):
 
     def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
         """Elements that one rank sends for one layer."""
-        moved = swap_elements(tokens, heads, kv_heads, head_dim, world)
-        return Traffic(Sent(moved), Sent(moved), messages=4 * (world - 1), hidden=False)
+        return ulysses_traffic(tokens, heads, kv_heads, head_dim, world)
 
     def _run(
         self,
@@ -72,12 +71,6 @@ class Ulysses(ContextAttention):
 
         view = View(masks, q.shape[0], [np.concatenate(positions)])
         return ulysses_attention(q, k, v, view, Peers(comm), Peers(comm, [comm.rank]))
-
-
-def swap_elements(tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> int:
-    """Elements sent to swap heads for sequence and the output back, or their gradients."""
-    kv_each = max(1, kv_heads // world)
-    return (world - 1) * tokens * head_dim * (2 * (heads // world) + 2 * kv_each)
 
 
 def check_heads(heads: int, kv_heads: int, world: int, *, where: str, replicate: bool) -> None:

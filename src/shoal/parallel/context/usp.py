@@ -15,11 +15,10 @@ import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.parts import part
+from shoal.cost.context_traffic import Traffic, usp_traffic
 from shoal.parallel.context.base import ContextAttention
 from shoal.parallel.context.positions import zigzag
-from shoal.parallel.context.ring import ring_traffic
-from shoal.parallel.context.traffic import Sent, Traffic
-from shoal.parallel.context.ulysses import check_heads, swap_elements
+from shoal.parallel.context.ulysses import check_heads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,15 +83,7 @@ class USP(ContextAttention):
     def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
         """Elements that one rank sends for one layer."""
         group = self._group(world)
-        swap = swap_elements(tokens, heads, kv_heads, head_dim, group)
-        kv_each = max(1, kv_heads // group)
-        ring = ring_traffic(tokens * group, heads // group, kv_each, head_dim, world // group)
-        return Traffic(
-            Sent(swap + ring.forward.data),
-            Sent(swap + ring.backward.data, ring.backward.wide),
-            messages=4 * (group - 1) + ring.messages,
-            hidden=world > group,
-        )
+        return usp_traffic(tokens, heads, kv_heads, head_dim, world, group)
 
     def _group(self, world: int) -> int:
         group = min(self.ulysses, world)

@@ -1,0 +1,409 @@
+"""Which way of sharing a sequence is cheapest here, and when it saves memory.
+
+Torch-free arithmetic on the closed forms of :mod:`shoal.cost.context_traffic`.
+
+Source: Li et al., Sequence Parallelism, 2021, tables 1 and 2 (memory rules); Wang et al.,
+TokenRing, 2024 (two directions, hops); Jacobs et al., DeepSpeed-Ulysses, 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+from shoal.core.errors import PlanError, require
+from shoal.cost.context_traffic import (
+    Traffic,
+    ring_traffic,
+    tokenring_traffic,
+    ulysses_traffic,
+    usp_traffic,
+)
+from shoal.ir.machine import Link
+
+__all__ = [
+    "Advice",
+    "Links",
+    "SplitMemory",
+    "advise_context",
+    "attention_memory",
+    "largest_batch",
+    "link_bytes",
+    "mlp_memory",
+]
+
+Split = Literal["sequence", "tensor"]
+Links = Literal["mesh", "ring", "half_duplex"]
+
+# Copies of a parameter in mixed-free Adam training: weight, gradient and two moments.
+_STATES = 4
+
+
+class SplitMemory(NamedTuple):
+    """Elements that one rank holds for one layer.
+
+    Args:
+        states: weights, gradients and optimizer state.
+        activations: what the forward pass saves, for the whole batch.
+    """
+
+    states: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.states + self.activations
+
+
+def mlp_memory(split: Split, *, batch: int, length: int, hidden: int, world: int) -> SplitMemory:
+    """Elements of a two-matrix MLP of width 4 H, by the paper's table 1.
+
+    Tensor parallelism divides the matrices and keeps the input whole; sequence parallelism
+    does the opposite, so it is the smaller one where B L > 32 H, at any number of ranks.
+    """
+    _check_split(split)
+    states = _STATES * 8.0 * hidden**2
+    tokens = float(batch * length * hidden)
+    if split == "tensor":
+        return SplitMemory(states / world, 4 * tokens / world + tokens)
+    return SplitMemory(states, 5 * tokens / world)
+
+
+def attention_memory(
+    split: Split,
+    *,
+    batch: int,
+    length: int,
+    hidden: int,
+    heads: int,
+    head_dim: int,
+    world: int,
+    projected: int | None = None,
+) -> SplitMemory:
+    """Elements of multi-head attention that keeps its rows of scores, by the paper's table 2.
+
+    Sequence parallelism is the smaller one where B L > 16 A Z (A heads of size Z).
+
+    Args:
+        split: who divides what.
+        batch: sequences B.
+        length: tokens of a sequence L.
+        hidden: width H.
+        heads: A.
+        head_dim: Z.
+        world: ranks N.
+        projected: rows to which keys and values are projected (Linformer), with ``sequence``;
+            scores are then linear in the length.
+    """
+    _check_split(split)
+    require(
+        projected is None or split == "sequence",
+        "projected",
+        projected,
+        expected="none with tensor parallelism",
+        error=PlanError,
+    )
+    states = _STATES * 4.0 * heads * head_dim * hidden
+    mixed = 4.0 * batch * length * heads * head_dim / world
+    scores = float(batch * heads * length) / world * (length if projected is None else projected)
+    tokens = float(batch * length * hidden)
+    if split == "tensor":
+        return SplitMemory(states / world, mixed + scores + tokens)
+    if projected is not None:
+        # Projections of a rank's share of the sequence, and the keys and values that result.
+        states += _STATES * 2.0 * projected * length / world
+        mixed += 2.0 * batch * projected * heads * head_dim
+    return SplitMemory(states, mixed + scores + tokens / world)
+
+
+def largest_batch(memory_of: Callable[[int], SplitMemory], budget: float) -> int:
+    """The largest batch whose elements fit into ``budget``; 0 if none does.
+
+    Args:
+        memory_of: batch -> elements, linear in the batch.
+        budget: elements.
+    """
+    base, one = memory_of(0).total, memory_of(1).total
+    return max(0, int((budget - base) / (one - base)))
+
+
+def _check_split(split: Split) -> None:
+    require(
+        split in ("sequence", "tensor"),
+        "split",
+        split,
+        expected="sequence or tensor",
+        error=PlanError,
+    )
+
+
+def link_bytes(
+    name: str,
+    *,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    world: int,
+    group: int = 1,
+    links: Links = "mesh",
+    itemsize: int = 2,
+) -> tuple[float, float]:
+    """Bytes that the busiest link carries for one layer: forward pass, backward pass.
+
+    On a mesh every pair of ranks is linked and the busier direction of a rank's port decides;
+    with half-duplex links both directions share it. On a physical ring, whose links carry
+    both directions at once, a message loads every link on its way: a return of tokenring
+    over distance j loads j; an all-to-all takes the shorter way round; a group of usp is a
+    line of neighbours, and its ring jumps from group to group.
+
+    Args:
+        name: of the part: tokenring, ulysses, usp, or any that moves keys and values.
+        tokens: of one rank.
+        heads: query heads of one rank.
+        kv_heads: key/value heads of one rank.
+        head_dim: width of a head.
+        world: ranks N.
+        group: ranks of a group of usp.
+        links: how ranks are wired.
+        itemsize: bytes of an element of the inputs.
+    """
+    ring_form = name not in ("tokenring", "ulysses", "usp")
+    loads = []
+    if ring_form or name == "tokenring":
+        form = ring_traffic if ring_form else tokenring_traffic
+        found = form(tokens, heads, kv_heads, head_dim, world)
+        for sent in (found.forward, found.backward):
+            onward, back = sent.by_direction(itemsize)
+            loads.append((float(onward), back * world / 2 if links == "ring" else float(back)))
+    else:
+        members = world if name == "ulysses" else group
+        swap = ulysses_traffic(tokens, heads, kv_heads, head_dim, members)
+        around = ring_traffic(
+            tokens * members,
+            heads // members,
+            max(1, kv_heads // members),
+            head_dim,
+            world // members,
+        )
+        for some, others in (
+            (swap.forward, around.forward),
+            (swap.backward, around.backward),
+        ):
+            swapped, passed = float(some.num_bytes(itemsize)), others.num_bytes(itemsize)
+            if links != "ring":
+                loads.append((swapped + passed, 0.0))
+                continue
+            # Messages of one size to each of the others; hops over the two directions.
+            each = swapped / (members - 1) if members > 1 else 0.0
+            closed = members == world > 2
+            crossing = each * (members**2 // 4) / (2 if closed else 1)
+            loads.append((crossing + passed * members, crossing))
+    forward, backward = (
+        onward + back if links == "half_duplex" else max(onward, back) for onward, back in loads
+    )
+    return forward, backward
+
+
+class Advice(NamedTuple):
+    """One way of sharing sequences.
+
+    Args:
+        name: of the part, and its options.
+        possible: whether these heads allow it.
+        forward_bytes: on the busiest link, forward pass of one layer.
+        backward_bytes: the same of the backward pass.
+        seconds: of one layer, both passes, on the wire.
+        exposed_s: seconds not hidden behind computation, imbalance included.
+        buffer_bytes: keys, values, scores and results that one rank holds besides its own.
+        reasons: what speaks for and against it.
+    """
+
+    name: str
+    options: dict[str, int | bool]
+    possible: bool
+    forward_bytes: float
+    backward_bytes: float
+    seconds: float
+    exposed_s: float
+    buffer_bytes: float
+    reasons: tuple[str, ...]
+
+
+def advise_context(
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    tokens: int,
+    world: int,
+    link: Link,
+    links: Links = "mesh",
+    itemsize: int = 2,
+    causal: bool = True,
+    flops_per_s: float | None = None,
+) -> list[Advice]:
+    """Every way of sharing one sequence, cheapest first; what is impossible comes last.
+
+    Args:
+        heads: query heads of one rank, a.
+        kv_heads: key/value heads of one rank.
+        head_dim: width of a head.
+        tokens: length of the sequence; every rank has tokens / world.
+        world: context-parallel ranks N.
+        link: bandwidth of one direction and latency.
+        links: every pair has a link, a physical ring, or links that carry one way at a time.
+        itemsize: bytes of an element of the inputs.
+        causal: half of the cells are seen, unevenly.
+        flops_per_s: of one rank's attention kernel; without it nothing hides what is sent.
+
+    Raises:
+        PlanError: numbers that cannot be.
+    """
+    require(world >= 1, "cp", world, expected="at least 1", error=PlanError)
+    require(
+        kv_heads >= 1 and heads % kv_heads == 0,
+        "heads",
+        (heads, kv_heads),
+        expected="query heads that are a multiple of the key/value heads",
+        error=PlanError,
+    )
+    require(
+        tokens % world == 0,
+        "tokens",
+        tokens,
+        expected=f"a multiple of cp = {world}",
+        error=PlanError,
+    )
+    require(
+        links in ("mesh", "ring", "half_duplex"),
+        "links",
+        links,
+        expected="mesh, ring or half_duplex",
+        error=PlanError,
+    )
+    share = tokens // world
+    # Forward 4 and backward 10 FLOPs a cell and channel.
+    cells = tokens * tokens / (2 if causal else 1) / world
+    compute = 14.0 * cells * heads * head_dim / flops_per_s if flops_per_s else 0.0
+    ranked = []
+    for name, options, possible, found, buffer, reasons in _candidates(
+        heads, kv_heads, head_dim, share, world, itemsize, links
+    ):
+        forward, backward = 0.0, 0.0
+        if possible:
+            forward, backward = link_bytes(
+                name,
+                tokens=share,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                world=world,
+                group=options.get("ulysses", 1),
+                links=links,
+                itemsize=itemsize,
+            )
+        seconds = (forward + backward) / link.bandwidth + found.messages * link.latency_s
+        hidden = compute * (world - 1) / world if found.hidden else 0.0
+        exposed = max(seconds - hidden, 0.0)
+        if causal and name in ("ring", "rsa"):
+            exposed += compute * (world - 1) / world
+            reasons.append(
+                f"its last rank has {(2 * world - 1) / world:.2f} times the mean causal work"
+            )
+        ranked.append(
+            Advice(
+                name,
+                options,
+                possible,
+                forward,
+                backward,
+                seconds if possible else 0.0,
+                exposed if possible else 0.0,
+                buffer,
+                tuple(reasons),
+            )
+        )
+    # Equal on the wire: the smaller buffers, then the simpler one, which is listed first.
+    order = {id(each): place for place, each in enumerate(ranked)}
+    return sorted(
+        ranked,
+        key=lambda each: (
+            not each.possible,
+            each.exposed_s,
+            each.seconds,
+            each.buffer_bytes,
+            order[id(each)],
+        ),
+    )
+
+
+_Candidate = tuple[str, dict[str, int | bool], bool, Traffic, float, list[str]]
+
+
+def _candidates(
+    heads: int, kv_heads: int, head_dim: int, share: int, world: int, itemsize: int, links: Links
+) -> Iterator[_Candidate]:
+    width, kv_width = heads * head_dim, kv_heads * head_dim
+    chunk = 2.0 * share * kv_width * itemsize
+    ring = ring_traffic(share, heads, kv_heads, head_dim, world)
+    yield "zigzag", {}, True, ring, 2 * chunk, ["balanced under a causal mask, any heads"]
+    yield "ring", {}, True, ring, 2 * chunk, ["contiguous pieces"]
+    yield (
+        "rsa",
+        {},
+        True,
+        ring,
+        2 * chunk + float(heads * share * share * world * itemsize),
+        ["keeps whole rows of scores, which grow with the square of the length"],
+    )
+    yield (
+        "all_gather",
+        {},
+        True,
+        ring,
+        (world - 1) * chunk,
+        ["one collective a layer; keys and values of whole sequences in memory"],
+    )
+    reasons = []
+    if links == "half_duplex":
+        reasons.append("half-duplex links: its two directions gain nothing")
+    elif links == "ring":
+        reasons.append(f"returns take {world / 2:g} hops on average on a physical ring")
+    if 2 * kv_width < width:
+        reasons.append("grouped queries: keys and values are the smaller load")
+    elif links == "mesh":
+        reasons.append("both directions carry a part of the load")
+    result = share * (width * itemsize + heads * 4.0)
+    yield (
+        "tokenring",
+        {},
+        True,
+        tokenring_traffic(share, heads, kv_heads, head_dim, world),
+        2 * share * width * itemsize + 2 * result,
+        reasons,
+    )
+    for group in (n for n in range(2, world + 1) if world % n == 0):
+        name = "ulysses" if group == world else "usp"
+        copied = kv_heads < group and group % kv_heads == 0
+        possible = heads % group == 0 and (kv_heads % group == 0 or copied)
+        options: dict[str, int | bool] = {} if group == world else {"ulysses": group}
+        if not possible:
+            why = [f"{heads} query and {kv_heads} key/value heads cannot be split {group} ways"]
+            yield name, options, False, ring, 0.0, why
+            continue
+        why = [f"{heads // group} query heads a rank over {group} pieces of the sequence"]
+        if copied:
+            options["replicate_kv"] = True
+            why.append(f"each key/value head goes to {group // kv_heads} ranks")
+        found = (
+            ulysses_traffic(share, heads, kv_heads, head_dim, world)
+            if group == world
+            else usp_traffic(share, heads, kv_heads, head_dim, world, group)
+        )
+        if not found.hidden:
+            why.append("its exchanges are not hidden")
+        kv_each = max(1, kv_heads // group)
+        swapped = float(share * group * head_dim * itemsize * (heads // group + 2 * kv_each))
+        yield name, options, True, found, 2 * swapped, why
