@@ -17,7 +17,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from shoal.core.errors import RankError, ShoalError, require
 from shoal.core.meter import Meter
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Pending
 
-__all__ = ["ThreadComm", "ThreadWorld", "run_ranks"]
+__all__ = ["Meeting", "Post", "ThreadComm", "ThreadWorld", "run_ranks"]
 
 _T = TypeVar("_T")
 
@@ -54,7 +54,8 @@ def run_ranks(
 
     Args:
         world: number of ranks.
-        function: what a rank does; its communicator names it.
+        function: what a rank does; its communicator names it. Torch's default generator is
+            one for all threads: draw from generators of your own.
         meter: shared by the ranks; without one each rank counts for itself.
         timeout_s: a rank that waits longer for another one fails.
         ranks_per_node: ranks of one emulated node; all on one if not given.
@@ -77,7 +78,7 @@ class _StoppedError(RankError):
 
 
 @dataclass
-class _Meeting:
+class Meeting:
     """A collective that not all ranks have come to."""
 
     first: int
@@ -85,26 +86,28 @@ class _Meeting:
     parts: dict[int, Any] = field(default_factory=dict)
     done: bool = False
     result: Any = None
+    times: Any = None
 
 
 @dataclass
-class _Post:
+class Post:
     """One end of a message."""
 
     tensor: Tensor
     done: bool = False
+    times: Any = None
 
 
 @dataclass
 class _Group:
     """What the members of one communicator share."""
 
-    meetings: dict[int, _Meeting] = field(default_factory=dict)
+    meetings: dict[int, Meeting] = field(default_factory=dict)
     # (source, target, tag) -> ends that wait for their other end.
-    sends: defaultdict[tuple[int, int, str], deque[_Post]] = field(
+    sends: defaultdict[tuple[int, int, str], deque[Post]] = field(
         default_factory=lambda: defaultdict(deque)
     )
-    receives: defaultdict[tuple[int, int, str], deque[_Post]] = field(
+    receives: defaultdict[tuple[int, int, str], deque[Post]] = field(
         default_factory=lambda: defaultdict(deque)
     )
 
@@ -262,13 +265,13 @@ class ThreadComm:
     @classmethod
     def whole(
         cls, shared: ThreadWorld, rank: int, meter: Meter, ranks_per_node: int | None
-    ) -> ThreadComm:
+    ) -> Self:
         """The communicator of all ranks, as ``rank`` sees it."""
         ranks = tuple(range(shared.size))
         wire = Wire(meter, rank, ranks, scope="loopback", ranks_per_node=ranks_per_node)
         return cls(shared, shared.group, rank, ranks, wire)
 
-    def split(self, groups: Sequence[Sequence[int]]) -> ThreadComm:
+    def split(self, groups: Sequence[Sequence[int]]) -> Self:
         """The communicator of this rank's group; called by all ranks with the same partition."""
         named = check_partition(groups, self.world)
 
@@ -304,7 +307,7 @@ class ThreadComm:
                     other.copy_(xs[root])
 
         return self._ring(
-            "broadcast", tag, ring_gather_bytes, x.nbytes, (*like(x), root), x.detach(), act
+            "broadcast", tag, ring_gather_bytes, x.nbytes, (*like(x), root), x.detach(), act, root
         )
 
     def reduce(self, x: Tensor, root: int, *, tag: str) -> Pending:
@@ -315,7 +318,7 @@ class ThreadComm:
             xs[root].copy_(_reduced(xs, "sum"))
 
         return self._ring(
-            "reduce", tag, ring_gather_bytes, x.nbytes, (*like(x), root), x.detach(), act
+            "reduce", tag, ring_gather_bytes, x.nbytes, (*like(x), root), x.detach(), act, root
         )
 
     def all_gather(self, out: Tensor, x: Tensor, *, tag: str) -> Pending:
@@ -357,35 +360,37 @@ class ThreadComm:
 
         part = ([out.detach() for out in outs], [x.detach() for x in xs])
         meeting = self._meet("all_to_all", tag, (), part, act)
-        return self._later(meeting, f"all_to_all {tag!r}")
+        return self._carried(meeting, "all_to_all", tag, [x.nbytes for x in xs], 0)
 
     def send(self, x: Tensor, target: int, *, tag: str) -> Pending:
         """Send ``x`` to rank ``target``; done when it has been received."""
         check_peer(target, self.rank, self.world)
         self.wire.pair("send", x.nbytes, tag, target)
-        post = _Post(x.detach())
+        post = Post(x.detach())
+        post.times = self._sent(target, x.nbytes)
         key = (self.rank, target, tag)
         with self.shared.changed:
             self.shared.check()
             self.group.sends[key].append(post)
             self._match(key)
-        return _Later(self, lambda: post.done, f"send to {self.ranks[target]} {tag!r}")
+        return self._posted(post, target, f"send to {self.ranks[target]} {tag!r}", sends=True)
 
     def receive(self, out: Tensor, source: int, *, tag: str) -> Pending:
         """Receive into ``out`` what rank ``source`` sends with this tag."""
         check_peer(source, self.rank, self.world)
-        post = _Post(out.detach())
+        post = Post(out.detach())
         key = (source, self.rank, tag)
         with self.shared.changed:
             self.shared.check()
             self.group.receives[key].append(post)
             self._match(key)
-        return _Later(self, lambda: post.done, f"receive from {self.ranks[source]} {tag!r}")
+        what = f"receive from {self.ranks[source]} {tag!r}"
+        return self._posted(post, source, what, sends=False)
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
         meeting = self._meet("barrier", "", (), None, lambda _: None)
-        self._later(meeting, "barrier").wait()
+        self._carried(meeting, "barrier", "", [0], 0).wait()
 
     def _match(self, key: tuple[int, int, str]) -> None:
         """Copy what both ends have come for; the lock is held."""
@@ -396,6 +401,7 @@ class ThreadComm:
             sent, received = sends.popleft(), receives.popleft()
             with torch.no_grad():
                 _deliver("send", key[2], key[0], sent.tensor, key[1], received.tensor)
+            received.times = sent.times
             sent.done = received.done = True
         self.shared.changed.notify_all()
 
@@ -408,12 +414,25 @@ class ThreadComm:
         call: tuple[Any, ...],
         part: Any,
         act: Callable[[list[Any]], None],
+        root: int = 0,
     ) -> Pending:
         if self.world > 1:
             self.wire.ring(op, formula(nbytes, self.world), tag)
-        return self._later(self._meet(op, tag, call, part, act), f"{op} {tag!r}")
+        return self._carried(self._meet(op, tag, call, part, act), op, tag, [nbytes], root)
 
-    def _later(self, meeting: _Meeting, what: str) -> Pending:
+    def _carried(self, meeting: Meeting, op: str, tag: str, sizes: list[int], root: int) -> Pending:
+        """What a collective of so many bytes returns; links take their time here."""
+        return self._later(meeting, f"{op} {tag!r}" if tag else op)
+
+    def _sent(self, target: int, nbytes: int) -> Any:
+        """A message leaves; links take their time here."""
+        return None
+
+    def _posted(self, post: Post, peer: int, what: str, *, sends: bool) -> Pending:
+        """What an end of a message returns."""
+        return _Later(self, lambda: post.done, what)
+
+    def _later(self, meeting: Meeting, what: str) -> Pending:
         return _Later(self, lambda: meeting.done, f"{what} of ranks {list(self.ranks)}")
 
     def _meet(
@@ -423,7 +442,7 @@ class ThreadComm:
         call: tuple[Any, ...],
         part: Any,
         act: Callable[[list[Any]], Any],
-    ) -> _Meeting:
+    ) -> Meeting:
         """Come to the next collective; who comes last carries it out for all."""
         import torch
 
@@ -431,7 +450,7 @@ class ThreadComm:
         with self.shared.changed:
             self.shared.check()
             meetings = self.group.meetings
-            meeting = meetings.setdefault(self._turn, _Meeting(self.rank, call))
+            meeting = meetings.setdefault(self._turn, Meeting(self.rank, call))
             if meeting.call != call:
                 raise RankError(
                     f"asks for {_spelled(call)} where rank {self.ranks[meeting.first]} asks for "
