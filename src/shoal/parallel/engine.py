@@ -131,17 +131,18 @@ class Engine:
         self._copies: frozenset[str] = frozenset()
         self._tied: Comm | None = None
         self._slices: dict[str, Slices] = {}
-        stages: Mapping[int, Any]
+        stages: Mapping[int, Any] = {}
         if self.split:
             stages = self._build(weights, dropout)
         else:
             self.whole = weights.model().to(self.device, dtype).train()
             self.whole.config = self.config
             self.local = self.whole
-            stages = {0: _Whole(self.whole, job.compile, dropout)}
         self.sharded: Sharded = shard.apply(
             self.local, self.ranks.data, whole_matrices=optimizer.whole_matrices
         )
+        if self.whole is not None:  # now that its loss_sum is the sharded one
+            stages = {0: _Whole(self.whole, job.compile, dropout)}
         compute = torch.bfloat16 if job.precision == "bf16" else dtype
         # Stages of a pipeline end their backward passes at different times.
         self.sharded.overlap = parallel.pp == 1
