@@ -31,40 +31,40 @@ class Peers:
         self.world = len(self.members)
 
     def send(self, x: Tensor, target: int, tag: str) -> Pending:
-        """Send ``x`` to the member ``target``, counted around the ring."""
-        return self.comm.send(x, self.members[target % self.world], tag=f"context.{tag}")
+        """Send ``x`` to the member ``target``."""
+        return self.comm.send(x, self.members[target], tag=f"context.{tag}")
 
     def receive(self, out: Tensor, source: int, tag: str) -> Pending:
-        """Receive from the member ``source``, counted around the ring."""
-        return self.comm.receive(out, self.members[source % self.world], tag=f"context.{tag}")
+        """Receive from the member ``source``."""
+        return self.comm.receive(out, self.members[source], tag=f"context.{tag}")
 
     def shift(self, x: Tensor, tag: str) -> tuple[Tensor, Callable[[], None]]:
         """Send ``x`` to the next member; what the previous one sent, and how to wait for it."""
         arriving = torch.empty_like(x)
-        pending = [
-            self.send(x, self.rank + 1, tag),
-            self.receive(arriving, self.rank - 1, tag),
-        ]
+        return arriving, self.swap(self.rank + 1, [x], self.rank - 1, [arriving], tag)
 
-        def wait() -> None:
-            for each in pending:
-                each.wait()
-
-        return arriving, wait
-
-    def send_back(
+    def swap(
         self,
-        distance: int,
+        target: int,
         sent: Sequence[Tensor],
+        source: int,
         arriving: Sequence[Tensor],
         tag: str,
     ) -> Callable[[], None]:
-        """Send to the member ``distance`` behind, receive from that ahead; how to wait.
+        """Send to one member and receive from another, or from the same one; how to wait.
 
-        Either may be empty: then nothing is sent, or nothing is expected.
+        Either list may be empty. A network without tags works off the messages of a pair in
+        order, so of two that swap one must send first and the other receive first.
         """
-        pending = [self.send(x, self.rank - distance, tag) for x in sent]
-        pending += [self.receive(x, self.rank + distance, tag) for x in arriving]
+        target, source = target % self.world, source % self.world
+
+        def receive() -> list[Pending]:
+            return [self.receive(x, source, tag) for x in arriving]
+
+        first = receive() if target < self.rank else []
+        pending = first + [self.send(x, target, tag) for x in sent]
+        if target >= self.rank:
+            pending += receive()
 
         def wait() -> None:
             for each in pending:
@@ -76,13 +76,12 @@ class Peers:
         """Give each member its tensor of ``xs``, all of one shape; what each gave this one."""
         outs = [torch.empty_like(x) for x in xs]
         outs[self.rank] = xs[self.rank]
-        pending = []
+        waits = []
         for step in range(1, self.world):
             target, source = (self.rank + step) % self.world, (self.rank - step) % self.world
-            pending.append(self.send(xs[target], target, tag))
-            pending.append(self.receive(outs[source], source, tag))
-        for each in pending:
-            each.wait()
+            waits.append(self.swap(target, [xs[target]], source, [outs[source]], tag))
+        for wait in waits:
+            wait()
         return outs
 
 

@@ -54,9 +54,10 @@ class _Returns:
             return
         peers = self.peers
         source = (peers.rank + self._distance) % peers.world
+        target = (peers.rank - self._distance) % peers.world
         seen = self.view.pieces(peers.rank, source)
         self._arriving = [torch.empty_like(x) for x in self.like] if seen else []
-        self._wait = peers.send_back(self._distance, self._ready, self._arriving, self.tag)
+        self._wait = peers.swap(target, self._ready, source, self._arriving, self.tag)
 
     def put(self, distance: int, result: list[Tensor]) -> None:
         """Finish the last return; ``result``, empty if nothing is seen, is the next one."""
