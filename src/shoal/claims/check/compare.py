@@ -57,7 +57,7 @@ def distance(found: Array | None, expected: Array | None, floor: float) -> Dista
         if other is None or not other.any():
             return Distance(0.0)
         where = "only the split has a gradient" if expected is None else "the split has no gradient"
-        return Distance(BROKEN, float(np.abs(other).max()), where)
+        return Distance(BROKEN, float(np.nan_to_num(np.abs(other)).max()), where)
     if found.shape != expected.shape:
         return Distance(
             BROKEN, 0.0, f"shape {list(found.shape)}, in one process {list(expected.shape)}"
@@ -88,6 +88,9 @@ def combine_losses(
         over: mean, sum or same.
     """
     parts: list[float] = []
+    for rank, value in enumerate(losses):
+        if value is not None and not np.isfinite(value):
+            return None, f"the loss of rank {rank} is {value}"
     for group in groups:
         held = [value for rank in group if (value := losses[rank]) is not None]
         if not held:

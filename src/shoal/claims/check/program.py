@@ -72,7 +72,6 @@ class Program:
         if path is None:
             sys.path.insert(0, str(Path.cwd()))
             return cls(importlib.import_module(settings.file), settings.file)
-        require(path.is_file(), "FILE", str(path), expected="a Python file or a module's name")
         path = path.resolve()
         sys.path.insert(0, str(path.parent))
         sys.argv = [str(path)]

@@ -233,7 +233,7 @@ class Verdict(Value):
         dtype: what was computed in.
         tolerance: largest relative error allowed.
         steps: steps that were run; fewer than asked for when one differs.
-        losses: one-process and split loss of each step.
+        losses: one-process and split loss of each step; None where the ranks have none.
         loss_equal: whether those agree.
         compared: tensors compared.
         worst: largest relative error of each kind.
@@ -251,7 +251,7 @@ class Verdict(Value):
     dtype: Dtype
     tolerance: float
     steps: int
-    losses: tuple[tuple[float, float], ...]
+    losses: tuple[tuple[float, float | None], ...]
     loss_equal: bool
     compared: int
     worst: dict[str, float]

@@ -63,6 +63,10 @@ class Processes:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
+        if os.environ.get("SHOAL_DEBUG"):
+            for name in self.who:
+                for line in _read(self.place.log(name)).splitlines():
+                    print(f"[{name}] {line}", file=sys.stderr)
 
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         rank = 0 if name == "one" else int(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.claims.check.compare import BROKEN
 from shoal.claims.check.protocols import Row, Verdict
 
 __all__ = ["headline", "row_cells", "summary"]
@@ -35,10 +36,15 @@ def summary(verdict: Verdict) -> list[str]:
     """What stands between headline and table."""
     lines = []
     for step, (one, split) in enumerate(verdict.losses):
-        lines.append(f"step {step}: loss {one:.12g} in one process, {split:.12g} split")
-    worst = ", ".join(f"{kind} {error:.1e}" for kind, error in verdict.worst.items())
+        other = "none" if split is None else f"{split:.12g}"
+        lines.append(f"step {step}: loss {one:.12g} in one process, {other} split")
+    worst = ", ".join(f"{kind} {_error(error)}" for kind, error in verdict.worst.items())
     lines.append(f"largest relative errors: {worst} (allowed: {verdict.tolerance:g})")
     return lines
+
+
+def _error(error: float) -> str:
+    return "none, as some cannot be compared" if error >= BROKEN else f"{error:.1e}"
 
 
 def row_cells(row: Row, limit: float) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from shoal.claims.check.diagnose import Evidence, Output, diagnose
 from shoal.claims.check.protocols import Finding, Row, Settings, Verdict
 from shoal.claims.check.ranks import Processes
 from shoal.claims.check.store import Place, read_facts, read_tensors, write_facts
-from shoal.core.errors import MissingExtraError, ShoalError
+from shoal.core.errors import MissingExtraError, ShoalError, require
 
 __all__ = ["check"]
 
@@ -34,6 +34,13 @@ def check(settings: Settings, tick: Callable[[str], None] = lambda _: None) -> V
         RankError: a rank died or hangs.
     """
     began = time.monotonic()
+    if settings.path is not None:
+        require(
+            settings.path.is_file(),
+            "FILE",
+            settings.file,
+            expected="a Python file, or a module's dotted name",
+        )
     _require_torch()
     with tempfile.TemporaryDirectory(prefix="shoal-check-") as directory:
         place = Place(Path(directory))
@@ -97,7 +104,7 @@ def _judge(
         dtype=settings.dtype,
         tolerance=limit,
         steps=results[0]["steps"],
-        losses=tuple((one, one if split is None else split) for one, split in losses),
+        losses=tuple(losses),
         loss_equal=not loss_bad,
         compared=len(rows),
         worst=worst,
@@ -150,7 +157,7 @@ def _structure(bad: Sequence[Row], results: Sequence[Mapping[str, Any]]) -> list
         )
     noted: dict[str, list[str]] = {}
     for row in bad:
-        if row.note and row.note != "no rank holds it":
+        if row.note and row.note not in ("no rank holds it", "not finite"):
             noted.setdefault(row.note, []).append(row.name)
     for note, names in noted.items():
         unique = tuple(dict.fromkeys(names))

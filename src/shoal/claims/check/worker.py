@@ -21,6 +21,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from shoal.claims.check.compare import (
     BROKEN,
     Distance,
@@ -105,6 +107,7 @@ def run_one(settings: Settings, place: Place, told: _Told) -> None:
         other = again.step(step, again.part(step, {}, {}))
         if record.loss is None:
             raise ConfigError(f"{settings.file}: train_step() returned no loss in one process")
+        _finite(record, step)
         _same_twice(first, record, again, other, step)
         losses.append(record.loss)
         gradients = {n: g for n, g in record.gradients.items() if n in shapes}
@@ -144,6 +147,23 @@ def _same_start(start: Mapping[str, Tensor], again: Side) -> None:
                 f"model(): two calls with the same seed begin with another {name}; draw initial "
                 "values from torch's generator, or from one with a seed of its own"
             )
+
+
+def _finite(record: StepRecord, step: int) -> None:
+    import torch
+
+    wrong = [
+        f"the gradient of {name}"
+        for name, g in record.gradients.items()
+        if g is not None and not torch.isfinite(g).all()
+    ]
+    if record.loss is not None and not np.isfinite(record.loss):
+        wrong = [f"the loss ({record.loss})"]
+    if wrong:
+        raise ConfigError(
+            f"step {step}: in one process {wrong[0]} is not finite, so nothing can equal it; look "
+            "at the model, the batch or the learning rate"
+        )
 
 
 def _same_twice(first: Side, record: StepRecord, again: Side, other: StepRecord, step: int) -> None:
@@ -231,6 +251,7 @@ class _Rank:
         self.losses: list[tuple[float, float | None]] = []
         self.loss_notes: list[str] = []
         self.evidence: dict[str, Tensor] = {}
+        self._read: tuple[Path, dict[str, Array]] | None = None
 
     def run(self) -> None:
         """Compare step by step until one differs."""
@@ -311,7 +332,7 @@ class _Rank:
             return []
         held = {name: value for name, value in values.items() if name in shapes}
         views, notes = whole_views(held, shapes, self.mesh, self.program)
-        saved = read_tensors(path)
+        saved = self._tensors(path)
         expected = {
             name.removeprefix(f"{kind}/"): x
             for name, x in saved.items()
@@ -352,6 +373,12 @@ class _Rank:
             if view is not None and kind == "gradient":
                 self.evidence[f"found/{name}"] = view
         return bad
+
+    def _tensors(self, path: Path) -> dict[str, Array]:
+        """Tensors of the one-process side; kept until others are asked for."""
+        if self._read is None or self._read[0] != path:
+            self._read = (path, read_tensors(path))
+        return self._read[1]
 
     def _solo(self, step: int) -> list[dict[str, Any]]:
         """The unsplit model over this rank's part: its gradients, and where outputs part ways."""

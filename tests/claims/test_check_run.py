@@ -1,0 +1,136 @@
+"""Real files over real gloo ranks: what is equal passes, planted bugs are named."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from shoal.claims.check.protocols import Settings, Verdict
+from shoal.claims.check.run import check
+from shoal.core.errors import ConfigError, RankError
+
+HERE = Path(__file__).parent / "check_files"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "check"
+
+TAIL = """
+def parallelize(model):
+    return torch.nn.parallel.DistributedDataParallel(model)
+"""
+HEAD = """
+import os, time
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5 if os.environ.get("DROP") else 0.0))
+
+def batch(step):
+    return torch.randn(4, 4)
+
+second = os.environ.get("WORLD_SIZE") == "2" and os.environ["RANK"] == "1"
+
+"""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, file: Path, planted: str, **options: object) -> Verdict:
+    monkeypatch.setenv("PLANTED", planted)
+    return check(Settings.model_validate({"file": str(file), **options}))
+
+
+def write(place: Path, text: str) -> str:
+    path = place / "step.py"
+    path.write_text(HEAD + text + TAIL)
+    return str(path)
+
+
+@pytest.mark.multi
+def test_wrong_divisor_with_ragged_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(monkeypatch, HERE / "ragged_ddp.py", "divisor")
+    assert not found.equal and found.steps == 1 and not found.loss_equal
+    assert found.findings[0].kind == "wrong_divisor"
+    assert "0.5, 0.5; in the whole batch they have 0.8125, 0.1875" in found.findings[0].text
+    assert found.first == "0.weight"
+
+
+@pytest.mark.multi
+def test_missing_reduction_on_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(monkeypatch, HERE / "sequence_parallel.py", "norm", mesh={"dp": 1, "tp": 2})
+    assert not found.equal and found.loss_equal
+    assert found.findings[0].kind == "missing_reduction" and "over tp" in found.findings[0].text
+    assert set(found.culprits) == {"blocks.1.norm.weight", "blocks.1.norm.bias"}
+    assert found.first == "blocks.1.norm.weight"
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_bias_that_every_rank_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(monkeypatch, HERE / "sequence_parallel.py", "bias")
+    assert not found.equal and not found.loss_equal
+    assert found.findings[0].kind == "bias_added_times"
+    assert found.culprits == ("blocks.0.down.bias",)
+    assert "added 2 times, once by every rank of tp" in found.findings[0].text
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "planted", "options"),
+    [
+        (EXAMPLES / "ddp.py", "", {"ranks": 4}),
+        (EXAMPLES / "fsdp2.py", "", {}),
+        (EXAMPLES / "fsdp2.py", "", {"dtype": "float32"}),
+        (EXAMPLES / "tensor_parallel.py", "", {}),
+        (EXAMPLES / "pipeline.py", "", {}),
+        (HERE / "sequence_parallel.py", "none", {}),
+        (HERE / "ragged_ddp.py", "none", {}),
+        (HERE / "trainer.py", "", {}),
+    ],
+    ids=lambda value: value.name if isinstance(value, Path) else None,
+)
+def test_equal(
+    monkeypatch: pytest.MonkeyPatch, file: Path, planted: str, options: dict[str, object]
+) -> None:
+    found = run(monkeypatch, file, planted, **options)
+    assert found.equal, found.findings
+    assert found.steps == 3 and found.compared > 0
+    assert max(found.worst.values()) <= found.tolerance
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_hanging_and_a_dying_rank_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    late = "def loss(model, x):\n    if second: time.sleep(600)\n    return model(x).sum()\n"
+    with pytest.raises(RankError, match=r"rank 1 of 2 .* hangs: .* step 0: loss\(\)"):
+        check(Settings(file=write(tmp_path, late), timeout_s=8))
+    dead = (
+        "def loss(model, x):\n    if second: os.kill(os.getpid(), 9)\n    return model(x).sum()\n"
+    )
+    with pytest.raises(RankError, match=r"rank 1 of 2 .* killed by SIGKILL .* step 0: loss\(\)"):
+        check(Settings(file=write(tmp_path, dead)))
+    wrong = "def loss(model, x):\n    if second: raise KeyError('x')\n    return model(x).sum()\n"
+    with pytest.raises(ConfigError, match=r"rank 1: .*step.py, line 15, in loss: KeyError: 'x'"):
+        check(Settings(file=write(tmp_path, wrong)))
+    commands = [_command(place) for place in Path("/proc").glob("[0-9]*")]
+    assert not [command for command in commands if str(tmp_path) in command]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["step.py"]
+
+
+def _command(place: Path) -> str:
+    try:
+        return (place / "cmdline").read_text()
+    except OSError:  # it has ended meanwhile
+        return ""
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_random_step_is_not_blamed_on_the_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DROP", "1")
+    file = write(tmp_path, "def loss(model, x):\n    return model(x).sum()\n")
+    with pytest.raises(ConfigError, match=r"does not equal itself.* dropout is on in 1"):
+        check(Settings(file=file))
