@@ -43,7 +43,7 @@ class WeightGradients:
     _open: dict[int, WeightGradients] = {}
 
     def __init__(self) -> None:
-        self._waiting: list[Callable[[], list[tuple[Tensor, Tensor]]]] = []
+        self._waiting: list[Callable[[], tuple[Tensor, Tensor]]] = []
 
     def __enter__(self) -> Self:
         self._open[threading.get_ident()] = self
@@ -58,22 +58,26 @@ class WeightGradients:
     @classmethod
     def current(cls, device: torch.device) -> WeightGradients | None:
         """The one that is open around the backward pass under way."""
+        if not cls._open:
+            return None
         if device.type == "cpu":
             return cls._open.get(threading.get_ident())
         # Autograd has a thread of its own for other devices, where a process is one rank.
         return next(iter(cls._open.values()), None)
 
-    def put_off(self, gradients: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
-        """Note a function that returns parameters with their gradients."""
-        self._waiting.append(gradients)
+    def put_off(self, gradient: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Note a function that returns a parameter and its gradient."""
+        self._waiting.append(gradient)
 
     def run(self) -> None:
         """Add every gradient that was put off to its parameter's, as autograd does."""
-        for gradients in self._waiting:
-            # Through autograd, so that whoever waits for a parameter's gradient is told.
-            for parameter, gradient in gradients():
-                torch.autograd.backward([parameter], [gradient])
-        self._waiting.clear()
+        waiting, self._waiting = self._waiting, []
+        waiting.reverse()
+        while waiting:
+            # Through autograd, so that whoever waits for a parameter's gradient is told; one by
+            # one from the list, so that activations are freed on the way.
+            parameter, gradient = waiting.pop()()
+            torch.autograd.backward([parameter], [gradient])
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -84,7 +88,56 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-class _Product(torch.autograd.Function):
+def _of_parameters(
+    ctx: Any, x_NI: Tensor, grad_NO: Tensor, own_nO: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of ``ctx.weight`` and ``ctx.bias``; nothing now if they are put off.
+
+    Autograd casts what it is given to the parameters' dtype.
+
+    Args:
+        ctx: of the forward pass.
+        x_NI: input of the product.
+        grad_NO: gradient of its output.
+        own_nO: the rows of that which reached the bias on this rank.
+    """
+    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    store = WeightGradients.current(grad_NO.device)
+    if store is None:
+        return (
+            torch.mm(grad_NO.t(), x_NI) if needs_weight else None,
+            own_nO.sum(0) if needs_bias else None,
+        )
+    weight, bias = ctx.weight, ctx.bias
+    if needs_weight:
+        store.put_off(lambda: (weight, torch.mm(grad_NO.t(), x_NI)))
+    if needs_bias:
+        store.put_off(lambda: (bias, own_nO.sum(0)))
+    return None, None
+
+
+class _Whole(torch.autograd.Function):
+    """``x @ weight.T + bias`` on one rank, in few words: it is called for every small matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = compute_dtype(x)
+        x, cast = x.to(dtype), weight.to(dtype)
+        ctx.weight, ctx.bias = weight, bias
+        ctx.save_for_backward(x, cast)
+        return F.linear(x, cast, bias if bias is None else bias.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, cast = ctx.saved_tensors
+        grad_NO = grad.reshape(-1, grad.shape[-1])
+        out = torch.mm(grad_NO, cast).view(x.shape) if ctx.needs_input_grad[0] else None
+        x_NI = x.reshape(-1, x.shape[-1])
+        return out, *_of_parameters(ctx, x_NI, grad_NO, grad_NO)
+
+
+class _Split(torch.autograd.Function):
     """``x @ weight.T + bias`` with the communication that belongs to the layer."""
 
     @staticmethod
@@ -92,65 +145,38 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, total: int
     ) -> Tensor:
         dtype = compute_dtype(x)
-        x_NI = x.reshape(-1, x.shape[-1]).to(dtype)
+        ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
+        x_NI, cast = x.to(dtype), weight.to(dtype)
         if layer.gathers_input:
             x_NI = gathered(x_NI, layer.comm, total)
-        cast = weight.to(dtype)
-        joined = bias is None or not layer.reduces_output
-        out = F.linear(x_NI, cast, bias.to(dtype) if bias is not None and joined else None)
-        if layer.reduces_output:
-            out = scattered(out, layer.comm) if layer.sp else reduced(out, layer.comm)
-            if bias is not None:
-                out += bias.to(dtype)
         ctx.save_for_backward(x_NI, cast)
-        ctx.parameters, ctx.layer, ctx.shape, ctx.dtype = (weight, bias), layer, x.shape, x.dtype
-        lead = (len(out),) if layer.gathers_input or layer.reduces_output else x.shape[:-1]
-        return out.view(*lead, -1)
+        if not layer.reduces_output:
+            return F.linear(x_NI, cast, None if bias is None else bias.to(dtype))
+        out = F.linear(x_NI, cast)
+        out = scattered(out, layer.comm) if layer.sp else reduced(out, layer.comm)
+        return out if bias is None else out.add_(bias.to(dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_nO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, cast = ctx.saved_tensors
         layer: Linear = ctx.layer
-        weight, bias = ctx.parameters
-        grad_NO = grad.reshape(-1, grad.shape[-1])
-        own = grad_NO
+        grad_NO = grad_nO
         if layer.reduces_output and layer.sp:
-            grad_NO = gathered(grad_NO, layer.comm, len(x_NI))
-        pending: Pending | None = None
+            grad_NO = gathered(grad_nO, layer.comm, len(x_NI))
         out: Tensor | None = None
+        pending: Pending | None = None
         if ctx.needs_input_grad[0]:
-            out = grad_NO @ cast
+            out = torch.mm(grad_NO, cast)
             if layer.gathers_input:
                 out, pending = _scatter_later(out, layer.comm)
             elif layer.copies_input:
                 pending = layer.comm.all_reduce(out, tag=TAG)
-        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-        found: list[Tensor | None] = [None, None]
-        if needs_weight or needs_bias:
-
-            def gradients() -> list[tuple[Tensor, Tensor]]:
-                pairs = []
-                if needs_weight:
-                    pairs.append((weight, (grad_NO.T @ x_NI).to(weight.dtype)))
-                if needs_bias:
-                    pairs.append((bias, own.sum(0).to(bias.dtype)))
-                return pairs
-
-            store = WeightGradients.current(grad.device)
-            if store is not None:
-                store.put_off(gradients)
-            else:
-                values = [value for _, value in gradients()]
-                found = [
-                    values[0] if needs_weight else None,
-                    values[-1] if needs_bias else None,
-                ]
+        # While the gradient of the input travels.
+        of_weight, of_bias = _of_parameters(ctx, x_NI, grad_NO, grad_nO)
         if pending is not None:
             pending.wait()
-        if out is not None:
-            out = out.view(ctx.shape).to(ctx.dtype)
-        return out, *found, None, None
+        return out, of_weight, of_bias, None, None
 
 
 def _scatter_later(x_ND: Tensor, comm: Comm) -> tuple[Tensor, Pending]:
@@ -187,15 +213,17 @@ class Linear(nn.Linear):
         """[..., O]; with communication [N, O].
 
         Args:
-            x: [..., I], or with sequence parallelism [n, I].
+            x: [..., I]; with communication [N, I], or the rank's [n, I] of sequence parallelism.
             total: tokens N, where the rows of ``x`` are a share of them.
         """
-        quiet = not (self.gathers_input or self.copies_input or self.reduces_output)
-        if quiet and (not torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            return F.linear(x, self.weight, self.bias)
-        out: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, self, total
-        )
+        if self.gathers_input or self.copies_input or self.reduces_output:
+            out: Tensor = _Split.apply(  # type: ignore[no-untyped-call]
+                x, self.weight, self.bias, self, total
+            )
+        elif not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            out = F.linear(x, self.weight, self.bias)
+        else:
+            out = _Whole.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -232,7 +260,7 @@ class _Grouped(torch.autograd.Function):
         for e, part in _groups(counts):
             torch.mm(x[part], cast[e].T, out=out[part])
         ctx.save_for_backward(x, cast)
-        ctx.weight, ctx.counts, ctx.dtype = weight_EOI, counts, rows_MI.dtype
+        ctx.weight, ctx.counts = weight_EOI, counts
         return out
 
     @staticmethod
@@ -245,21 +273,20 @@ class _Grouped(torch.autograd.Function):
             out = torch.empty_like(x)
             for e, part in _groups(counts):
                 torch.mm(grad_MO[part], cast[e], out=out[part])
-            out = out.to(ctx.dtype)
         if not ctx.needs_input_grad[1]:
             return out, None, None
 
-        def gradients() -> list[tuple[Tensor, Tensor]]:
+        def of_weight() -> Tensor:
             total = torch.zeros_like(weight)
             for e, part in _groups(counts):
                 total[e] = grad_MO[part].T @ x[part]
-            return [(weight, total)]
+            return total
 
         store = WeightGradients.current(grad_MO.device)
         if store is not None:
-            store.put_off(gradients)
+            store.put_off(lambda: (weight, of_weight()))
             return out, None, None
-        return out, gradients()[0][1], None
+        return out, of_weight(), None
 
 
 def _groups(counts: list[int]) -> list[tuple[int, slice]]:
