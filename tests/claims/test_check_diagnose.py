@@ -93,6 +93,11 @@ def test_bias_that_every_rank_adds() -> None:
     assert "added 2 times, once by every rank of tp" in finding.text
     lost = replace(output, split=one - bias)
     assert "not added" in only(case(views, output=lost, loss_differs=True)).text
+    # A row-parallel layer returns a part; the ranks' parts add up to one bias too many.
+    part = replace(output, split=random.normal(size=one.shape), total=one + bias)
+    assert only(case(views, output=part, loss_differs=True)).kind == "bias_added_times"
+    unclear = replace(part, total=None)
+    assert only(case(views, output=unclear, loss_differs=True)).kind == "forward"
     twice = only(case(views, output=Output("up", one, 2 * one), loss_differs=True))
     assert twice.kind == "forward" and twice.names == ("up.weight",)
     assert "the number of ranks of tp" in twice.text

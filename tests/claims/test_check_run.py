@@ -73,6 +73,14 @@ def test_bias_that_every_rank_adds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.multi
 @pytest.mark.slow
+def test_bias_that_is_zero_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(monkeypatch, HERE / "row_bias.py", "bias")
+    assert not found.equal and found.steps == 2
+    assert found.findings[0].kind == "bias_added_times" and found.culprits == ("down.bias",)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "planted", "options"),
     [
@@ -83,6 +91,7 @@ def test_bias_that_every_rank_adds(monkeypatch: pytest.MonkeyPatch) -> None:
         (EXAMPLES / "pipeline.py", "", {}),
         (HERE / "sequence_parallel.py", "none", {}),
         (HERE / "ragged_ddp.py", "none", {}),
+        (HERE / "row_bias.py", "none", {}),
         (HERE / "trainer.py", "", {}),
     ],
     ids=lambda value: value.name if isinstance(value, Path) else None,

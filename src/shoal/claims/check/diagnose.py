@@ -29,6 +29,7 @@ class Output:
         module: its name.
         one: what it returns in one process, on this rank's part.
         split: what it returns on the rank.
+        total: the sum of that over the ranks of an axis that share the rows, or None.
         biases: vectors among its parameters and those of the modules in it, by name.
     """
 
@@ -36,6 +37,7 @@ class Output:
     one: Array
     split: Array
     biases: Mapping[str, Array] = field(default_factory=dict)
+    total: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     if found:
         return found
     explained: set[str] = set()
-    for rule in (_forward, _everywhere, _each, _backward, _updates, _parts):
+    for rule in (_forward, _everywhere, _parted, _each, _backward, _updates, _parts):
         for finding in rule(evidence, explained):
             found.append(finding)
             explained.update(finding.names or evidence.differing)
@@ -161,44 +163,71 @@ def _not_finite(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _forward(evidence: Evidence, _explained: set[str]) -> Iterator[Finding]:
+    """A module returns its bias too often, or a multiple of what it should."""
     output = evidence.output
-    if output is None or output.one.shape != output.split.shape:
+    if output is None or not evidence.loss_differs:
         return
-    module, one, split = output.module, output.one, output.split
-    apart = split - one
-    for name, bias in output.biases.items():
-        if bias.shape[-1:] != one.shape[-1:]:
+    module, one = output.module, output.one
+    for split in (output.split, output.total):
+        if split is None or split.shape != one.shape:
             continue
-        times = _ratio(apart, np.broadcast_to(bias, apart.shape), evidence.limit)
-        if times is None:
-            continue
-        total = 1 + times
-        text = f"added {total:.4g} times instead of once"
-        axes = _matching(evidence.axes, total, evidence.limit, model_only=True)
-        if axes:
-            text = (
-                f"added {total:.4g} times, once by every rank of {axes}: add it after the "
-                "reduction, or on one rank"
-            )
-        if _is(times, -1, evidence.limit):
-            text = "not added"
-        where = "" if name == f"{module}.bias" else f", seen in what {module} returns"
-        yield Finding(
-            kind="bias_added_times",
-            names=(name,),
-            text=f"{name} is {text} (forward pass{where})",
+        apart = split - one
+        for name, bias in output.biases.items():
+            if bias.shape[-1:] != one.shape[-1:]:
+                continue
+            times = _ratio(apart, np.broadcast_to(bias, apart.shape), evidence.limit)
+            if times is not None:
+                yield _bias(evidence, name, module, times)
+                return
+    if output.split.shape != one.shape:
+        return
+    factor = _ratio(output.split, one, evidence.limit)
+    if factor is None:
+        return
+    what = f"what this module returns is {factor:.4g} times that of one process"
+    if axes := _matching(evidence.axes, factor, evidence.limit, model_only=True):
+        what += f", the number of ranks of {axes}: it is added up once too often"
+    elif axes := _matching(evidence.axes, 1 / factor, evidence.limit, model_only=True):
+        what += f", one part of {axes}: parts are not added up, or divided once too often"
+    yield Finding(
+        kind="forward",
+        names=_of_module(evidence, module),
+        text=f"{module}: {what}; what it reads is equal",
+    )
+
+
+def _bias(evidence: Evidence, name: str, module: str, times: float) -> Finding:
+    """The split's output has its bias ``times`` times more than one process."""
+    total = 1 + times
+    text = f"added {total:.4g} times instead of once"
+    axes = _matching(evidence.axes, total, evidence.limit, model_only=True)
+    if axes:
+        text = (
+            f"added {total:.4g} times, once by every rank of {axes}: add it after the reduction, "
+            "or on one rank"
         )
-        return
-    factor = _ratio(split, one, evidence.limit)
-    what = "the forward pass differs first in what this module returns"
-    if factor is not None:
-        what = f"what this module returns is {factor:.4g} times that of one process"
-        if axes := _matching(evidence.axes, factor, evidence.limit, model_only=True):
-            what += f", the number of ranks of {axes}: it is added up once too often"
-        elif axes := _matching(evidence.axes, 1 / factor, evidence.limit, model_only=True):
-            what += f", one part of {axes}: parts are not added up, or divided once too often"
-    names = tuple(name for name in evidence.order if name.rpartition(".")[0] == module)
-    yield Finding(kind="forward", names=names, text=f"{module}: {what}; what it reads is equal")
+    if _is(times, -1, evidence.limit):
+        text = "not added"
+    where = "" if name == f"{module}.bias" else f", seen in what {module} returns"
+    return Finding(
+        kind="bias_added_times", names=(name,), text=f"{name} is {text} (forward pass{where})"
+    )
+
+
+def _of_module(evidence: Evidence, module: str) -> tuple[str, ...]:
+    return tuple(name for name in evidence.order if name.rpartition(".")[0] == module)
+
+
+def _parted(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
+    """Nothing better is known than where the forward pass parts ways."""
+    output = evidence.output
+    if output is not None and evidence.loss_differs and not explained:
+        yield Finding(
+            kind="forward",
+            names=_of_module(evidence, output.module),
+            text=f"{output.module}: the forward pass differs first in what this module returns; "
+            "what it reads is equal",
+        )
 
 
 def _significant(evidence: Evidence) -> list[str]:
@@ -213,7 +242,7 @@ def _significant(evidence: Evidence) -> list[str]:
 
 def _everywhere(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
     """Causes that every gradient shows: a factor, or the weights of the ranks' parts."""
-    if explained or evidence.output is not None:
+    if explained:
         return
     names = _significant(evidence)
     differing = set(evidence.differing)

@@ -234,4 +234,5 @@ def _output(
         _, _, name = key.partition("/")
         if not key.startswith("buffer/") and name.startswith(own) and tensor.ndim == 1:
             biases[name] = tensor
-    return Output(module=module, one=one, split=split, biases=biases)
+    total = tensors[rank].get(f"output/total/{module}")
+    return Output(module=module, one=one, split=split, biases=biases, total=total)

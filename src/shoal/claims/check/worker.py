@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -449,20 +449,49 @@ class _Rank:
             expected, value = solo[name], split[name]
             if hasattr(value, "full_tensor"):
                 value = value.full_tensor()
+            value = value.detach()
             if value.shape != expected.shape:
                 found = guess_split(tuple(value.shape), tuple(expected.shape), self.axes)
-                if found is None:
-                    continue
-                dim, axis = found
-                expected = expected.chunk(self.axes[axis], dim)[self.coordinate[axis]]
-            one, two = _array(expected), _array(value.detach())
-            far = distance(two, one, 0.0)
-            rows.append({"module": name, "error": far.error, "shape": list(one.shape)})
-            if far.error > self.settings.limit and not parted:
+                if found is not None:
+                    dim, axis = found
+                    expected = expected.chunk(self.axes[axis], dim)[self.coordinate[axis]]
+            comparable = value.shape == expected.shape
+            one, two = _array(expected), _array(value)
+            error = distance(two, one, 0.0).error if comparable else 0.0
+            total = self._total(value, differs=error > self.settings.limit)
+            if total is not None:
+                # What a row-parallel layer returns before its reduction is a part of the sum.
+                error = min(error, distance(_array(total), one, 0.0).error)
+            if not comparable:
+                continue
+            rows.append({"module": name, "error": error})
+            if error > self.settings.limit and not parted:
                 parted = True
                 self.evidence[f"output/one/{name}"] = expected
-                self.evidence[f"output/split/{name}"] = value.detach()
+                self.evidence[f"output/split/{name}"] = value
+                if total is not None:
+                    self.evidence[f"output/total/{name}"] = total
         return rows
+
+    def _total(self, value: Tensor, *, differs: bool) -> Tensor | None:
+        """The sum over the ranks that share their rows, if one of them differs."""
+        import torch.distributed as dist
+
+        told: list[Any] = [None] * self.world
+        _gather(told, (list(value.shape), differs))
+        inner = [a for a, size in self.axes.items() if size > 1 and a not in DATA_AXES]
+        if len(inner) != 1 or not any(bad for _, bad in told):
+            return None
+        if not self._alike(told):
+            return None
+        total = value.clone().contiguous()
+        dist.all_reduce(total, group=self.mesh.get_group(inner[0]))
+        return total
+
+    def _alike(self, told: Sequence[Any]) -> bool:
+        """Whether ranks that share their rows have outputs of the same shape."""
+        groups = groups_by(self.coordinates, [a for a in self.axes if a in DATA_AXES])
+        return all(told[rank][0] == told[group[0]][0] for group in groups for rank in group)
 
 
 def _array(tensor: Tensor) -> Array:
