@@ -11,6 +11,7 @@ from torch import nn
 from shoal.core.meter import Meter
 from shoal.core.parts import table
 from shoal.parallel.comm import TorchComm
+from shoal.parallel.protocols import Comm
 
 
 class Stack(nn.Module):
@@ -30,12 +31,23 @@ class Stack(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def train(shard: str, optimizer: str, comm: TorchComm, steps: int = 3) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
+def train(
+    shard: str | dict[str, object],
+    optimizer: str,
+    comm: Comm,
+    steps: int = 3,
+    overlap: bool = True,
+) -> dict[str, torch.Tensor]:
     model = Stack().double()
+    source = torch.Generator().manual_seed(0)  # its own: ranks may be threads
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name != "unused":
+                parameter.normal_(0.0, 0.4, generator=source)
     rule = table("optimizer").build({"name": optimizer, "lr": 0.05})
     part = table("shard").build(shard)
     sharded = part.apply(model, comm, whole_matrices=rule.whole_matrices)
+    sharded.overlap = overlap
     updater = rule.build(sharded.owned())
     generator = torch.Generator().manual_seed(1)
     rows = 4 // comm.world
@@ -79,4 +91,5 @@ def main() -> None:
     comm.close()
 
 
-main()
+if __name__ == "__main__":
+    main()

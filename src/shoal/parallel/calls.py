@@ -34,14 +34,15 @@ def check_partition(groups: Sequence[Sequence[int]], world: int) -> tuple[tuple[
     """The groups as tuples.
 
     Raises:
-        RankError: some rank is in none of them, or in two.
+        RankError: some rank is in none of them, or in two, or a group is not in rank order.
     """
     named = tuple(tuple(int(rank) for rank in group) for group in groups)
     require(
-        sorted(rank for group in named for rank in group) == list(range(world)),
+        sorted(rank for group in named for rank in group) == list(range(world))
+        and all(list(group) == sorted(group) for group in named),
         "groups",
         [list(group) for group in named],
-        expected=f"every rank of 0 to {world - 1} in exactly one group",
+        expected=f"every rank of 0 to {world - 1} in exactly one group, in rank order",
         error=RankError,
     )
     return named

@@ -147,8 +147,9 @@ class TorchComm:
     def split(self, groups: Sequence[Sequence[int]]) -> TorchComm:
         """The communicator of this rank's group; called by all ranks with the same partition.
 
-        It shares heartbeat and meter with this one. A group of all ranks in order is this one,
-        and a group of one rank costs nothing.
+        A part of the ranks is split by all ranks of the job too, each in its own part: torch
+        makes process groups only with the help of all. The groups share heartbeat and meter
+        with this one. A group of all ranks is this one, and a group of one rank costs nothing.
 
         Raises:
             RankError: some rank is in none of the groups, or in two.
@@ -168,8 +169,10 @@ class TorchComm:
         own.group, own.shared, own._parent = None, None, self
         # Memory is shared when the first sum asks for it: most groups never do.
         own._joins = self.shared is not None or self._joins
-        if own.world > 1:
-            own.group = self._start(lambda: _new_group(own.ranks, self.timeout_s + 30))
+        if len(named) < self.world:
+            own.group = self._new_groups(
+                [tuple(self.ranks[member] for member in group) for group in named], own.ranks
+            )
         return own
 
     def all_reduce(self, x: Tensor, *, tag: str, op: Literal["sum", "max"] = "sum") -> Pending:
@@ -335,6 +338,28 @@ class TorchComm:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
+    def _new_groups(self, here: list[tuple[int, ...]], own: tuple[int, ...]) -> ProcessGroup | None:
+        """The process group of the ranks ``own``, while all ranks of the job make all groups."""
+        import torch
+        import torch.distributed as dist
+
+        groups = sorted(here)
+        if self._parent is not None:  # others split other parts
+            row = torch.full((dist.get_world_size(),), -1, device=self.device)
+            row[: len(own)] = torch.tensor(own)
+            rows = row.new_empty(len(row) ** 2)
+            self.guard(lambda: dist.all_gather_into_tensor(rows, row))
+            listed = rows.view(len(row), -1).tolist()
+            groups = sorted({tuple(rank for rank in one if rank >= 0) for one in listed})
+        found: ProcessGroup | None = None
+        limit = timedelta(seconds=self.timeout_s + 30)
+        for group in groups:
+            if len(group) > 1:
+                ranks = list(group)
+                made = self.guard(lambda ranks=ranks: dist.new_group(ranks, timeout=limit))  # type: ignore[misc]
+                found = made if group == own else found
+        return found
+
     def _shared(self) -> SharedMemory | None:
         """The memory that these ranks share; the first call of all of them makes it."""
         if self._joins and self.shared is None:
@@ -373,13 +398,3 @@ class TorchComm:
             return ""
         worst = blame(present)
         return f" waiting for rank {worst.rank} (step {worst.step}, silent {worst.age_s:.0f} s)"
-
-
-def _new_group(ranks: tuple[int, ...], timeout_s: float) -> ProcessGroup:
-    """A process group; its members alone make it, so sub-groups can be split again."""
-    import torch.distributed as dist
-
-    group: ProcessGroup = dist.new_group(
-        list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
-    )
-    return group

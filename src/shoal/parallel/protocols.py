@@ -78,8 +78,10 @@ class Comm(Protocol):
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         """The communicator of this rank's group; called by all ranks with the same partition.
 
+        All ranks of the job: a part of them is split while the other parts are.
+
         Args:
-            groups: numbers in here; every rank in exactly one.
+            groups: numbers in here; every rank in exactly one, each in rank order.
         """
         ...
 
