@@ -1,0 +1,35 @@
+"""What the ranks of test_processes.py do."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+
+from shoal.core.errors import DataError
+
+
+def add(comm: Any, *, start: float, extra: dict[str, float]) -> dict[str, Any]:
+    """Sum over the ranks, and what a rank sees of its surroundings."""
+    x = torch.tensor([start + comm.rank, extra["more"]])
+    comm.all_reduce(x, tag="test").wait()
+    return {"sum": x.tolist(), "rank": comm.rank, "threads": torch.get_num_threads()}
+
+
+def go_wrong(comm: Any, *, how: str) -> None:
+    """Rank 1 does ``how`` while rank 0 waits for it."""
+    if comm.rank == 1:
+        if how == "shoal":
+            raise DataError("tokens = 9: expected 0 to 7")
+        if how == "other":
+            raise ValueError("no such thing")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+    comm.barrier()
+
+
+def unreadable(comm: Any) -> object:
+    """Returns what is no JSON."""
+    return torch.ones(1)
