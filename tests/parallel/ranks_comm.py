@@ -31,11 +31,13 @@ def same(found: torch.Tensor, expected: torch.Tensor, exact: bool) -> None:
         torch.testing.assert_close(found.double(), expected.double(), rtol=0.02, atol=0.2)
 
 
-def check(comm: TorchComm, *, exact: bool) -> None:
+def check(
+    comm: TorchComm, *, exact: bool, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+) -> None:
     """Every operation, on the members' numbers in the job."""
     r, w, ranks = comm.rank, comm.world, comm.ranks
-    for dtype in DTYPES:
-        for n in (0, 1, 700):
+    for dtype in dtypes:
+        for n in (0, 700):
             part, whole = (n, 2), (w * n, 2)
             stack = torch.stack([data(rank, part, dtype) for rank in ranks])
             sums = data(ranks[0], whole, dtype)
@@ -144,7 +146,7 @@ def main() -> None:
             meter, rendezvous=f"file://{out}/meet", beats=out, timeout_s=60.0
         )
         assert comm.ranks_per_node == 2
-        check(comm, exact=comm.shared is not None)
+        check(comm, exact=comm.shared is not None, dtypes=DTYPES)
         ranks = ranks_of(comm, Parallel(dp=2, tp=2))
         assert ranks.data.ranks == ((0, 2) if comm.rank % 2 == 0 else (1, 3))
         assert ranks.tp.world == 2
@@ -164,7 +166,7 @@ def main() -> None:
         messages(comm)
         messages(ranks.tp)
         quiet = TorchComm.from_environment(meter, shared_memory=False)
-        check(quiet, exact=False)
+        check(quiet, exact=False, dtypes=DTYPES)
         backward(comm)
         disagreement(comm)
         refusals(comm)
