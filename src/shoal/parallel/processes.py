@@ -48,8 +48,10 @@ class Start(Protocol):
         command: Sequence[str],
         /,
         *,
-        environment: Mapping[str, str] | None = None,
-        **options: Any,
+        environment: Mapping[str, str],
+        stdin: Any,
+        stdout: Any,
+        stderr: Any,
     ) -> subprocess.Popen[Any]:
         """Start ``command`` with ``environment`` on top of this process's own.
 
@@ -57,7 +59,9 @@ class Start(Protocol):
             rank: which rank it is.
             command: program and arguments.
             environment: variables to set.
-            options: of :class:`subprocess.Popen`.
+            stdin: as of :class:`subprocess.Popen`.
+            stdout: the same.
+            stderr: the same.
         """
         ...
 
@@ -141,17 +145,17 @@ def _split(target: str) -> tuple[str, str]:
 
 
 def _start_here(
-    _rank: int,
+    rank: int,
     command: Sequence[str],
     *,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str],
     **options: Any,
 ) -> subprocess.Popen[Any]:
     # Ranks of one host talk over its own interface and nobody else's.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return subprocess.Popen(
         command,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": interface, **(environment or {})},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": interface, **environment},
         start_new_session=True,  # Ctrl-C is for the parent alone, which ends the ranks
         **options,
     )
