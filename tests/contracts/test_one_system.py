@@ -39,13 +39,31 @@ JOBS: list[type[Value]] = [
 
 
 def choices_of(job: type[Value]) -> dict[str, str]:
-    """Field of a job -> kind of the part that it chooses."""
-    return {
-        name: annotation.kind
-        for name, field in job.model_fields.items()
-        for annotation in field.metadata
-        if isinstance(annotation, Kind)
-    }
+    """Field of a job, dotted where it lies deeper -> kind of the part that it chooses."""
+    found: dict[str, str] = {}
+    for name, field in job.model_fields.items():
+        for annotation in field.metadata:
+            if isinstance(annotation, Kind):
+                found[name] = annotation.kind
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Value):
+            found |= {f"{name}.{key}": kind for key, kind in choices_of(inner).items()}
+    return found
+
+
+def stated(kind: str, name: str) -> dict[str, Any]:
+    """What a small job says to choose this part where it counts."""
+    field = FIELD_OF[kind]
+    if "." not in field:
+        # Two replicas, so that what is sent between them counts.
+        return {field: choice(kind, name), **({"parallel": {"dp": 2}} if kind in CAUSES else {})}
+    outer, key = field.split(".")
+    axis = {"schedule": "pp", "context": "cp"}[key]
+    inner: dict[str, Any] = {axis: 2, key: choice(kind, name)}
+    chunks = getattr(table(kind).load(name), "chunks", 1)
+    if chunks != 1:
+        inner["vpp"] = chunks or 2
+    return {outer: inner}
 
 
 # The cause under which the parts of a kind of a training job spend their time.
@@ -55,6 +73,8 @@ CAUSES = {
     "optimizer": "optimizer",
     "lr_schedule": "overhead",
     "shard": "collective",
+    "schedule": "collective",
+    "context": "collective",
 }
 
 CHOSEN = {(kind, field, job) for job in JOBS for field, kind in choices_of(job).items()}
@@ -70,7 +90,7 @@ def plan(job: TrainJob, planner: str = "search") -> Plan:
 
 def plan_of(kind: str, name: str) -> Plan | ServePlan:
     """The plan of a small job that chooses this part."""
-    chosen = {FIELD_OF[kind]: choice(kind, name)}
+    chosen = stated(kind, name)
     if REACHED[kind] == "TrainJob":
         return plan(small_job(**chosen))
     return serve_plan(small_serve_job(**chosen))
@@ -98,7 +118,10 @@ def test_every_kind_says_how_it_is_reached() -> None:
 
 @pytest.mark.parametrize(("kind", "name"), CHOSEN_PARTS, ids=lambda value: str(value))
 def test_every_part_is_reached_from_a_job(kind: str, name: str) -> None:
-    chosen: Choice = getattr(plan_of(kind, name).job, FIELD_OF[kind])
+    chosen: Any = plan_of(kind, name).job
+    for key in FIELD_OF[kind].split("."):
+        chosen = getattr(chosen, key)
+    assert isinstance(chosen, Choice)
     assert chosen.name == name
 
 
@@ -108,9 +131,7 @@ def test_every_part_changes_a_plan(
     kind: str, name: str, planner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were the part a thousand seconds slower, the plan would be slower."""
-    # Two replicas, so that what is sent between them counts.
-    stated = {FIELD_OF[kind]: choice(kind, name), "parallel": {"dp": 2}}
-    before = plan(small_job(**stated), planner).estimate
+    before = plan(small_job(**stated(kind, name)), planner).estimate
     cls = table(kind).load(name)
     honest = cls.estimate
 
@@ -125,7 +146,7 @@ def test_every_part_changes_a_plan(
         )
 
     monkeypatch.setattr(cls, "estimate", slower)
-    after = plan(small_job(**stated), planner).estimate
+    after = plan(small_job(**stated(kind, name)), planner).estimate
     assert before is not None
     assert after is not None
     # Some of it may be shared out over ranks or hidden behind the backward pass.

@@ -136,9 +136,11 @@ def test_the_remedy_fits():
     assert plan(job, enlarged(gpus(1), number // 8))[0].fits
 
 
-def test_tensor_and_pipeline_plans_say_that_they_cannot_run_yet():
-    job = TrainJob(model="Llama-3-8B", steps=1, parallel={"tp": 8}, global_batch=8)
-    assert any("data parallelism only" in note for note in plan(job, gpus())[0].notes)
+def test_a_plan_says_its_split():
+    split = {"tp": 2, "sp": True, "pp": 2, "vpp": 2, "schedule": "interleaved", "cp": 2}
+    job = TrainJob(model="Llama-3-8B", steps=1, parallel=split, global_batch=8, shard="zero1")
+    words = spell(plan(job, gpus())[0]).split()
+    assert words[:4] == ["dp1", "tp2+sp", "pp2*2(interleaved)", "cp2(zigzag)"]
 
 
 def test_minutes_become_steps():

@@ -160,6 +160,7 @@ def activation_bytes(
     precision: str = "bf16",
     recompute: str = "none",
     tp: int = 1,
+    sp: bool = False,
     layers: int | None = None,
 ) -> float:
     """Bytes that the blocks keep from a forward pass for the backward pass of one micro-batch.
@@ -175,18 +176,19 @@ def activation_bytes(
         precision: fp32 or bf16.
         recompute: none, or full: only each block's input is kept, and one block's all.
         tp: tensor-parallel ranks.
+        sp: they share the residual stream and the norms too, by token.
         layers: blocks on this rank; all if not given.
     """
     tokens = seq_len * microbatch
     count = shape.num_layers if layers is None else layers
     if recompute == "full":
-        one = _block_bytes(shape, precision, tp) * tokens
+        one = _block_bytes(shape, precision, tp, sp) * tokens
         width = 2.0 if precision == "bf16" else 4.0
-        return count * tokens * shape.hidden * width + one
-    return count * _block_bytes(shape, precision, tp) * tokens
+        return count * tokens * shape.hidden * width / (tp if sp else 1) + one
+    return count * _block_bytes(shape, precision, tp, sp) * tokens
 
 
-def _block_bytes(shape: ModelShape, precision: str, tp: int) -> float:
+def _block_bytes(shape: ModelShape, precision: str, tp: int, sp: bool = False) -> float:
     """Bytes that one token leaves in one block, averaged over dense and mixture layers."""
     c = 2.0 if precision == "bf16" else 4.0
     D = shape.hidden
@@ -205,7 +207,7 @@ def _block_bytes(shape: ModelShape, precision: str, tp: int) -> float:
     experts = shape.top_k + shape.num_shared_experts
     sparse_ffn = experts * (inner * c * shape.expert_hidden + 2 * c * D) + 4.0 * shape.num_experts
     ffn = (1 - share) * dense_ffn + share * sparse_ffn
-    return whole + (attention + ffn) / tp
+    return whole / (tp if sp else 1) + (attention + ffn) / tp
 
 
 def logits_bytes(

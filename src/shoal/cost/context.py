@@ -154,9 +154,9 @@ def link_bytes(
 
     On a mesh every pair of ranks is linked and the busier direction of a rank's port decides;
     with half-duplex links both directions share it. On a physical ring, whose links carry
-    both directions at once, a message loads every link on its way: a return of tokenring
-    over distance j loads j; an all-to-all takes the shorter way round; a group of usp is a
-    line of neighbours, and its ring jumps from group to group.
+    both directions at once, a message loads every link of its shorter way (onward where both
+    are equal), so a return of tokenring over distance j loads the lesser of j and N - j; a
+    group of usp is a line of neighbours, and its ring jumps from group to group.
 
     Args:
         name: of the part: tokenring, ulysses, usp, or any that moves keys and values.
@@ -175,8 +175,13 @@ def link_bytes(
         form = ring_traffic if ring_form else tokenring_traffic
         found = form(tokens, heads, kv_heads, head_dim, world)
         for sent in (found.forward, found.backward):
-            onward, back = sent.by_direction(itemsize)
-            loads.append((float(onward), back * world / 2 if links == "ring" else float(back)))
+            onward, back = map(float, sent.by_direction(itemsize))
+            if back and links == "ring":
+                up, down = _shorter_ways(world)
+                each = back / (world - 1)
+                # A return goes back by distance, so what is short of it goes down.
+                onward, back = onward + each * up, each * down
+            loads.append((onward, back))
     else:
         members = world if name == "ulysses" else group
         swap = ulysses_traffic(tokens, heads, kv_heads, head_dim, members)
@@ -195,15 +200,21 @@ def link_bytes(
             if links != "ring":
                 loads.append((swapped + passed, 0.0))
                 continue
-            # Messages of one size to each of the others; hops over the two directions.
+            # Messages of one size to each of the others.
             each = swapped / (members - 1) if members > 1 else 0.0
-            closed = members == world > 2
-            crossing = each * (members**2 // 4) / (2 if closed else 1)
-            loads.append((crossing + passed * members, crossing))
+            middle = members**2 // 4  # pairs over the middle of a line
+            up, down = _shorter_ways(world) if members == world else (middle, middle)
+            loads.append((each * up + passed * members, each * down))
     forward, backward = (
         onward + back if links == "half_duplex" else max(onward, back) for onward, back in loads
     )
     return forward, backward
+
+
+def _shorter_ways(world: int) -> tuple[int, int]:
+    """Hops onward and back of one message to every other rank of a physical ring."""
+    up, down = world // 2, (world - 1) // 2
+    return up * (up + 1) // 2, down * (down + 1) // 2
 
 
 class Advice(NamedTuple):
@@ -370,7 +381,8 @@ def _candidates(
     if links == "half_duplex":
         reasons.append("half-duplex links: its two directions gain nothing")
     elif links == "ring":
-        reasons.append(f"returns take {world / 2:g} hops on average on a physical ring")
+        hops = sum(_shorter_ways(world)) / max(1, world - 1)
+        reasons.append(f"returns take {hops:.1f} hops on average on a physical ring")
     if 2 * kv_width < width:
         reasons.append("grouped queries: keys and values are the smaller load")
     elif links == "mesh":

@@ -133,6 +133,7 @@ def ledger(
     style: Style,
     tp: int = 1,
     pp: int = 1,
+    vocab: int | None = None,
 ) -> tuple[Op, ...]:
     """Everything that the fullest pipeline stage of one tensor rank runs for one micro-batch.
 
@@ -144,6 +145,7 @@ def ledger(
         style: how the framework runs.
         tp: tensor-parallel ranks, which share heads, feed-forward width and vocabulary.
         pp: pipeline stages, which share the blocks.
+        vocab: ranks that share the vocabulary; ``tp`` if not given.
     """
     n = float(seq_len * microbatch)
     layers = stage_share(shape, pp) * shape.num_layers
@@ -259,7 +261,7 @@ def ledger(
             recomputed=False,
         )
     )
-    ops.extend(_ends(shape, n=n, c=c, low=low, tp=tp, style=style))
+    ops.extend(_ends(shape, n=n, c=c, low=low, vocab=vocab or tp, style=style))
     return tuple(ops)
 
 
@@ -316,13 +318,15 @@ def _attention(
     ]
 
 
-def _ends(shape: ModelShape, *, n: float, c: float, low: bool, tp: int, style: Style) -> list[Op]:
+def _ends(
+    shape: ModelShape, *, n: float, c: float, low: bool, vocab: int, style: Style
+) -> list[Op]:
     """Embedding, final norm, logits and loss; of a pipeline, the last stage's, which is fuller.
 
     Loss and gradient of the logits are made together, in the forward pass, a chunk at a
     time: converted to fp32, softmax, gathered, scattered, converted back.
     """
-    D, V = shape.hidden, shape.vocab_size / tp
+    D, V = shape.hidden, shape.vocab_size / vocab
     norm = PASSES[style]["norm"]
     cells = n * V
     chunks = max(1.0, cells / LOGITS_CHUNK)

@@ -25,7 +25,7 @@ from shoal.cost.arithmetic import (
     logits_bytes,
     parameters,
 )
-from shoal.cost.collectives import all_reduce_s, send_s
+from shoal.cost.collectives import all_reduce_s
 from shoal.cost.ops import MOST_PLAIN_SCORES, Op, Style, ledger, stage_share
 from shoal.cost.rates import REPACKED, Curve, Rates, data_link, tensor_link
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
@@ -73,6 +73,10 @@ class _Pass:
     @property
     def device(self) -> float:
         return self.matmul + self.attention + self.memory
+
+    def shared(self, ranks: int) -> _Pass:
+        """The same with its tokens shared by so many ranks; every rank makes every call."""
+        return _Pass(self.matmul / ranks, self.attention / ranks, self.memory / ranks, self.calls)
 
     def __add__(self, other: _Pass) -> _Pass:
         return _Pass(
@@ -184,7 +188,9 @@ class Pricer:
             self._curves[where] = (rates.matmul_curve(job.precision), rates.stream_curve())
         matmul, stream = self._curves[where]
         tp, pp = job.parallel.tp, job.parallel.pp
-        key = (work.shape, job.seq_len, microbatch, where, tp, pp, job.recompute, job.compile)
+        cp, vocab = job.parallel.cp, _vocab_ranks(job)
+        size = (job.seq_len, microbatch, cp, tp, pp, vocab)
+        key = (work.shape, size, where, job.recompute, job.compile)
         if key in self._passes:
             return self._passes[key]
         forward, backward = _Pass(), _Pass()
@@ -196,12 +202,14 @@ class Pricer:
             style=_style(job, rates),
             tp=tp,
             pp=pp,
+            vocab=vocab,
         ):
             once = _one(op, False, matmul, stream, job.precision, rates.is_cpu)
             forward += once
             backward += _one(op, True, matmul, stream, job.precision, rates.is_cpu)
-            if job.recompute == "full" and op.recomputed:
+            if job.recompute == "stage" or (job.recompute == "full" and op.recomputed):
                 backward += once
+        forward, backward = forward.shared(cp), backward.shared(cp)
         self._passes[key] = forward, backward
         return forward, backward
 
@@ -211,6 +219,7 @@ class Pricer:
         _check(work, machine)
         rates = Rates(machine, job.parallel, job.threads)
         dp, tp, pp = job.parallel.dp, job.parallel.tp, job.parallel.pp
+        held_by = dp * job.parallel.cp
         microbatch = microbatch_of(job)
         passes = max(1, job.global_batch // dp // microbatch)
         forward, backward = self._both(work, rates, microbatch)
@@ -221,16 +230,19 @@ class Pricer:
 
         wire: dict[str, float] = {}
         tensor_s = _tensor_parallel(work, machine, microbatch, wire)
-        pipe_s = _pipeline(work, machine, microbatch, wire)
-        bubble = (pp - 1) * (both.device + overhead + tensor_s + pipe_s)
+        pipe_s = self._pipeline(work, wire) / passes
+        schedule = self._part("schedule", job.parallel.schedule)
+        idle = schedule.bubble(pp, passes, job.parallel.vpp) if pp > 1 else 0.0
+        bubble = idle * passes * (both.device + overhead + tensor_s + pipe_s)
+        context_s = self._context(work, wire)
 
         shard = self._part("shard", job.shard)
         divides: frozenset[str] = shard.divides
         own = self._update(work)
         share = stage_share(shape, pp) / tp
         update = own.terms_s.get("optimizer", 0.0) * rates.sharing
-        update *= share / (dp if "optimizer" in divides else 1)
-        local = parameters(shape) * share / (dp if "gradients" in divides else 1)
+        update *= share / (held_by if "optimizer" in divides else 1)
+        local = parameters(shape) * share / (held_by if "gradients" in divides else 1)
         # Zero the gradients, take their norm, scale them.
         stream = self._curves[job.precision, rates.used, rates.sharing][1]
         update += 16.0 * local / stream(4.0 * local)
@@ -245,7 +257,7 @@ class Pricer:
             "memory": both.memory * passes,
             "overhead": overhead * passes,
             "optimizer": update,
-            "collective": collective + (tensor_s + pipe_s) * passes,
+            "collective": collective + (tensor_s + pipe_s) * passes + context_s,
             "bubble": bubble,
             "data": self._others(work),
         }
@@ -257,7 +269,12 @@ class Pricer:
             step_s=interval,
             terms_s=terms,
             memory_bytes=_memory(
-                work, rates, own.memory_bytes.get("optimizer", 0.0), divides, microbatch
+                work,
+                rates,
+                own.memory_bytes.get("optimizer", 0.0),
+                divides,
+                microbatch,
+                schedule.in_flight(pp, passes, job.parallel.vpp) if pp > 1 else 1.0,
             ),
             wire_bytes=wire,
             flops=flops_per_token(shape, job.seq_len) * tokens,
@@ -267,6 +284,32 @@ class Pricer:
             usd=_price(machine, job.parallel.world, total),
             bound=_bound(terms),
         )
+
+    def _pipeline(self, work: Work, wire: dict[str, float]) -> float:
+        """Seconds in which a rank sends to its neighbours, all micro-batches."""
+        if work.job.parallel.pp == 1:
+            return 0.0
+        part = self._part("schedule", work.job.parallel.schedule)
+        return _add_wire(part.estimate(work, self.machine), wire)
+
+    def _context(self, work: Work, wire: dict[str, float]) -> float:
+        """Seconds of attention's own traffic, where ranks share the sequences."""
+        if work.job.parallel.cp == 1:
+            return 0.0
+        part = self._part("context", work.job.parallel.context)
+        return _add_wire(part.estimate(work, self.machine), wire)
+
+
+def _add_wire(own: Estimate, wire: dict[str, float]) -> float:
+    for scope, sent in own.wire_bytes.items():
+        wire[scope] = wire.get(scope, 0.0) + sent
+    return own.terms_s.get("collective", 0.0)
+
+
+def _vocab_ranks(job: TrainJob) -> int:
+    """Ranks that share embedding and output layer."""
+    split = job.parallel.vocab_split
+    return {"tp": job.parallel.tp, "pp": job.parallel.pp, "none": 1}[split]
 
 
 def _check(work: Work, machine: Machine) -> None:
@@ -305,7 +348,8 @@ def _tensor_parallel(
     if tp == 1:
         return 0.0
     link = tensor_link(machine, job.parallel)
-    size = microbatch * job.seq_len * shape.hidden * (2.0 if job.precision == "bf16" else 4.0)
+    tokens = microbatch * job.seq_len / job.parallel.cp
+    size = tokens * shape.hidden * (2.0 if job.precision == "bf16" else 4.0)
     layers = stage_share(shape, job.parallel.pp) * shape.num_layers
     number = layers * (6 if job.recompute == "full" else 4) + 2
     passes = max(1, job.global_batch // job.parallel.dp // microbatch)
@@ -315,22 +359,9 @@ def _tensor_parallel(
     return number * all_reduce_s(size, tp, link)
 
 
-def _pipeline(work: Work, machine: Machine, microbatch: int, wire: dict[str, float]) -> float:
-    """Seconds in which one micro-batch crosses to the next stage and its gradient comes back."""
-    job, pp = work.job, work.job.parallel.pp
-    if pp == 1:
-        return 0.0
-    link = data_link(machine, job.parallel.model_copy(update={"dp": job.parallel.dp * pp}))
-    size = microbatch * job.seq_len * work.shape.hidden * 4.0 / job.parallel.tp
-    passes = max(1, job.global_batch // job.parallel.dp // microbatch)
-    if link is not None:
-        wire[link.scope] = wire.get(link.scope, 0.0) + 2 * size * passes
-    return 2 * send_s(size, link)
-
-
 def _data_parallel(work: Work, machine: Machine, shard: object, wire: dict[str, float]) -> float:
     """Seconds of the gradients' and weights' collectives, as the shard part says."""
-    if work.job.parallel.dp == 1:
+    if work.job.parallel.dp * work.job.parallel.cp == 1:
         return 0.0
     own: Estimate = shard.estimate(work, machine)  # type: ignore[attr-defined]
     link = data_link(machine, work.job.parallel)
@@ -348,10 +379,12 @@ def _memory(
     optimizer: float,
     divides: frozenset[str],
     microbatch: int,
+    in_flight: float,
 ) -> dict[str, float]:
-    """Bytes of one rank, by cause."""
+    """Bytes of one rank, by cause; ``in_flight`` micro-batches keep their activations."""
     job, shape = work.job, work.shape
-    dp, tp, pp = job.parallel.dp, job.parallel.tp, job.parallel.pp
+    cp, tp, pp = job.parallel.cp, job.parallel.tp, job.parallel.pp
+    dp = job.parallel.dp * cp
     share = stage_share(shape, pp) / tp
     local = parameters(shape) * share
     block = local / max(1.0, stage_share(shape, pp) * shape.num_layers)
@@ -372,15 +405,23 @@ def _memory(
         precision=job.precision,
         recompute=job.recompute,
         tp=tp,
+        sp=job.parallel.sp,
         layers=layers,
     )
-    passes = max(1, job.global_batch // dp // microbatch)
     if rates.is_cpu and job.precision == "bf16":
         scores = microbatch * shape.num_heads * float(job.seq_len) ** 2 / tp
         kept += 4 * 2.0 * min(scores, MOST_PLAIN_SCORES)
-    # 1F1B: the first stage holds one micro-batch for each stage in flight.
-    kept *= min(pp, passes)
-    logits = logits_bytes(shape, job.seq_len, microbatch, precision=job.precision, tp=tp)
+    if job.recompute == "stage":
+        # One micro-batch is whole at a time; of the others the stage's input is left.
+        width = 2.0 if job.precision == "bf16" else 4.0
+        kept += (in_flight - 1.0) * microbatch * job.seq_len * shape.hidden * width
+    else:
+        kept *= in_flight
+    kept /= cp
+    logits = logits_bytes(
+        shape, job.seq_len, microbatch, precision=job.precision, tp=_vocab_ranks(job)
+    )
+    logits /= cp
     tensors = {
         "weights": weights,
         "gradients": gradients,

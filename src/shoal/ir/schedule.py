@@ -304,6 +304,10 @@ class SchedulePart(Protocol):
         """Idle time of a rank as a share of its work, for equal stages and free transfers."""
         ...
 
+    def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
+        """Most micro-batches whose activations, of all its layers, the fullest rank holds."""
+        ...
+
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes that one rank sends to its neighbours in one step, and their seconds."""
         ...

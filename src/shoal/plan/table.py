@@ -58,10 +58,18 @@ def _row(plan: Plan) -> dict[str, str]:
 def spell(plan: Plan) -> str:
     """The choices of a plan in a few words: ``dp8 tp2 pp1 zero1 mb4 recompute bf16``."""
     job = plan.job
-    words = [f"dp{job.parallel.dp}", f"tp{job.parallel.tp}", f"pp{job.parallel.pp}"]
+    split = job.parallel
+    words = [f"dp{split.dp}", f"tp{split.tp}" + "+sp" * split.sp, f"pp{split.pp}"]
+    if split.pp > 1 and split.schedule.name != "1f1b":
+        chunks = f"*{split.vpp}" if split.vpp > 1 else ""
+        words[-1] += f"{chunks}({split.schedule.name})"
+    if split.cp > 1:
+        words.append(f"cp{split.cp}({split.context.name})")
+    if split.vocab == "pp":
+        words.append("vocab-pp")
     words += [job.shard.name, f"mb{job.microbatch}"]
-    if job.recompute == "full":
-        words.append("recompute")
+    if job.recompute != "none":
+        words.append("recompute" if job.recompute == "full" else "recompute-stage")
     words.append(job.precision)
     return " ".join(words)
 

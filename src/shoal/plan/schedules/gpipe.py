@@ -37,6 +37,10 @@ class GPipe:
         """``(pp - 1) / microbatches``."""
         return (pp - 1) / microbatches
 
+    def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
+        """All of them."""
+        return float(microbatches)
+
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes of the boundaries, each forward and back."""
         return boundary_estimate(work, machine, looped(work.job.parallel.pp, 1))

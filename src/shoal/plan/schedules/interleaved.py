@@ -66,6 +66,10 @@ class Interleaved:
         late = max(0, pp - microbatches) * (vpp - 1)
         return (pp - 1 + late) / (vpp * microbatches)
 
+    def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
+        """The warm-up of the first rank, in chunks of 1 / vpp."""
+        return min(microbatches * vpp, 2 * (pp - 1) + (vpp - 1) * pp + 1) / vpp
+
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes of every chunk's boundaries: ``vpp`` times those of 1F1B."""
         parallel = work.job.parallel

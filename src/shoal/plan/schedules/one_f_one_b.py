@@ -41,6 +41,10 @@ class OneFOneB:
         """``(pp - 1) / microbatches``."""
         return (pp - 1) / microbatches
 
+    def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
+        """One for each rank."""
+        return float(min(pp, microbatches))
+
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes of the boundaries, each forward and back."""
         return boundary_estimate(work, machine, looped(work.job.parallel.pp, 1))

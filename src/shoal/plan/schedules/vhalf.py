@@ -55,6 +55,10 @@ class VHalf:
         idle = max(7 * (pp - 1) // 2 + wider, 4 * (pp - 1) + 1 - microbatches + wider)
         return idle / (PERIOD * microbatches)
 
+    def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
+        """``pp + 2`` chunks of half a rank."""
+        return min((pp + 2) / 2, float(microbatches))
+
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes of the boundaries of both chunks; the turn of the V stays on its rank."""
         return boundary_estimate(work, machine, vee(work.job.parallel.pp))

@@ -52,6 +52,10 @@ class ZeroBubbleH1:
         """
         return (pp - 1 + max(0, pp - microbatches)) / (3 * microbatches)
 
+    def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
+        """As 1F1B."""
+        return float(min(pp, microbatches))
+
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes of the boundaries, the same as those of 1F1B."""
         return boundary_estimate(work, machine, looped(work.job.parallel.pp, 1))

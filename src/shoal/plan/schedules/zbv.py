@@ -45,6 +45,10 @@ class ZeroBubbleV:
         """
         return max(pp - 1, 4 * (pp - 1) - 2 * (microbatches - 1)) / (6 * microbatches)
 
+    def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
+        """``2 pp`` chunks of half a rank."""
+        return float(min(pp, microbatches))
+
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes of the boundaries of both chunks; the turn of the V stays on its rank."""
         return boundary_estimate(work, machine, vee(work.job.parallel.pp))

@@ -125,11 +125,6 @@ def to_plan(
 
 def _notes(job: TrainJob, shape: ModelShape) -> tuple[str, ...]:
     found = []
-    if job.parallel.tp > 1 or job.parallel.pp > 1:
-        found.append(
-            "this version runs data parallelism only: a plan with tp or pp above 1 "
-            "can be compared and costed, not run"
-        )
     if shape.attention not in ("MHA", "GQA", "MQA"):
         found.append(f"{shape.attention} attention is counted as grouped-query attention")
     return tuple(found)
