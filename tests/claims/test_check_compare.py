@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.claims.check.batches import deal_rows, map_tensors, row_bounds, to_dtype
-from shoal.claims.check.compare import BROKEN, combine_losses, distance, floor_of, groups_by
+from shoal.claims.check.compare import (
+    BROKEN,
+    combine_losses,
+    distance,
+    floor_of,
+    groups_by,
+    rounding_only,
+)
 from shoal.claims.check.protocols import Settings, parse_mesh
 from shoal.claims.check.side import clean
 from shoal.claims.check.whole import guess_split
@@ -24,6 +31,11 @@ def test_distance_is_relative_to_the_largest_entry() -> None:
     assert distance(np.zeros(0), np.zeros(0), 0.0).error == 0.0
     assert floor_of([ONE, np.array([np.inf]), np.zeros(0)]) == pytest.approx(0.04)
     assert floor_of([]) == 0.0
+
+
+def test_gradients_of_rounding() -> None:
+    found = rounding_only({"a": ONE, "b": ONE * 1e-12, "c": ONE * 0}, floor_of([ONE]), 1e-9)
+    assert found == {"b"}
 
 
 def test_what_cannot_be_compared_is_said() -> None:

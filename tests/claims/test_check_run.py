@@ -86,8 +86,8 @@ def test_bias_that_is_zero_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (EXAMPLES / "ddp.py", "", {"ranks": 4}),
         (EXAMPLES / "fsdp2.py", "", {}),
-        (EXAMPLES / "fsdp2.py", "", {"dtype": "float32"}),
         (EXAMPLES / "tensor_parallel.py", "", {}),
+        (EXAMPLES / "tensor_parallel.py", "", {"dtype": "float32"}),
         (EXAMPLES / "pipeline.py", "", {}),
         (HERE / "sequence_parallel.py", "none", {}),
         (HERE / "ragged_ddp.py", "none", {}),

@@ -8,7 +8,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BROKEN", "Array", "Distance", "combine_losses", "distance", "floor_of", "groups_by"]
+__all__ = [
+    "BROKEN",
+    "Array",
+    "Distance",
+    "combine_losses",
+    "distance",
+    "floor_of",
+    "groups_by",
+    "rounding_only",
+]
 
 Array = npt.NDArray[np.float64]
 
@@ -73,6 +82,20 @@ def distance(found: Array | None, expected: Array | None, floor: float) -> Dista
     if apart == 0:
         return Distance(0.0)
     return Distance(min(apart / scale, BROKEN) if scale else BROKEN, apart)
+
+
+def rounding_only(gradients: Mapping[str, Array], floor: float, limit: float) -> set[str]:
+    """Parameters whose gradient is zero but for rounding.
+
+    A key's bias under softmax is one: Adam divides such a gradient by its own size, so the
+    updated parameters are as far apart as the roundings are.
+
+    Args:
+        gradients: of one process.
+        floor: scale of their errors.
+        limit: the tolerance.
+    """
+    return {n for n, g in gradients.items() if g.size and 0 < np.abs(g).max() <= limit * floor}
 
 
 def combine_losses(

@@ -90,6 +90,12 @@ def _judge(
         evidence = _evidence(settings, place, facts, results, bad, losses, loss_bad)
         findings = diagnose(evidence) + _structure(bad, results)
     notes += sorted({note for result in results for note in result["loss_notes"]})
+    idle = sorted({name for result in results for name in result["idle"]})
+    if idle:
+        notes.append(
+            f"not compared after the update, as their gradient is zero but for rounding: "
+            f"{', '.join(idle)}"
+        )
     if facts["unused"]:
         notes.append(f"without a gradient in one process: {', '.join(facts['unused'])}")
     worst: dict[str, float] = {}

@@ -30,6 +30,7 @@ from shoal.claims.check.compare import (
     distance,
     floor_of,
     groups_by,
+    rounding_only,
 )
 from shoal.claims.check.program import Program, blame
 from shoal.claims.check.protocols import DATA_AXES, Settings
@@ -251,6 +252,7 @@ class _Rank:
         self.losses: list[tuple[float, float | None]] = []
         self.loss_notes: list[str] = []
         self.evidence: dict[str, Tensor] = {}
+        self.idle: set[str] = set()
         self._read: tuple[Path, dict[str, Array]] | None = None
 
     def run(self) -> None:
@@ -272,6 +274,7 @@ class _Rank:
             "different": different,
             "coordinate": self.coordinate,
             "extra": extra,
+            "idle": sorted(self.idle),
             "forward": [],
         }
         self._leave(facts)
@@ -340,6 +343,15 @@ class _Rank:
         }
         atol = self.settings.atol
         floor = floor_of(expected.values()) if atol is None else atol
+        idle: set[str] = set()
+        if kind == "parameter":
+            gradients = {
+                name.removeprefix("gradient/"): x
+                for name, x in saved.items()
+                if name.startswith("gradient/")
+            }
+            scale = floor_of(gradients.values()) if atol is None else atol
+            idle = rounding_only(gradients, scale, self.settings.limit)
         mine = []
         for name in shapes:
             if name in notes:
@@ -353,6 +365,9 @@ class _Rank:
             else:
                 continue
             if found.error > self.settings.limit:
+                if name in idle and not found.note:
+                    self.idle.add(name)
+                    continue
                 mine.append(name)
             self.rows.append(
                 {
