@@ -9,7 +9,6 @@ import pytest
 
 from shoal.core.errors import PlanError
 from shoal.cost.context import (
-    Links,
     Split,
     advise_context,
     attention_memory,
@@ -19,9 +18,9 @@ from shoal.cost.context import (
 )
 from shoal.cost.context_traffic import ring_traffic, tokenring_traffic, ulysses_traffic
 from shoal.ir import Link
+from shoal.parallel.link_comm import Links
 
 SPLITS: tuple[Split, Split] = ("tensor", "sequence")
-SHARED: tuple[Links, Links] = ("half_duplex", "ring")
 FAST = Link(scope="device", bandwidth=100e9, latency_s=1e-6)
 
 
@@ -70,76 +69,76 @@ def test_the_largest_batch_and_projected_scores() -> None:
     assert dense.activations > 100 * sparse.activations
 
 
-def _ring_loads(messages: list[tuple[int, int, float, int]], world: int) -> float:
-    """Busiest directed link of a physical ring; messages (source, target, bytes, direction)."""
-    load: dict[tuple[int, int], float] = {}
-    for source, target, size, direction in messages:
-        place = source
-        while place != target:
-            load[place, direction] = load.get((place, direction), 0.0) + size
-            place = (place + direction) % world
+def _busiest(messages: list[tuple[int, int, float]], world: int, shape: Any, half: bool) -> float:
+    """Bytes on the busiest link, by the ways that linked ranks take."""
+    links = Links(latency_s=0, bandwidth=1, shape=shape)
+    load: dict[Any, float] = {}
+    for source, target, size in messages:
+        for link in links.way(source, target, world):
+            key = frozenset(link) if half else link
+            load[key] = load.get(key, 0.0) + size
     return max(load.values())
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
-def test_loads_of_a_physical_ring_are_those_of_its_messages(world: int) -> None:
-    shape: dict[str, Any] = {
-        "tokens": 4,
-        "heads": world,
-        "kv_heads": world,
-        "head_dim": 2,
-        "world": world,
-    }
-    token = tokenring_traffic(**shape).forward
-    onward, back = (size / (world - 1) for size in token.by_direction(2))
-    messages = [
-        (rank, (rank + 1) % world, onward, 1) for rank in range(world) for _ in range(world - 1)
-    ] + [(rank, (rank - j) % world, back, -1) for rank in range(world) for j in range(1, world)]
-    assert link_bytes("tokenring", links="ring", **shape)[0] == _ring_loads(messages, world)
-    ring = ring_traffic(**shape).forward.num_bytes(2) / (world - 1)
-    messages = [(r, (r + 1) % world, ring, 1) for r in range(world) for _ in range(world - 1)]
-    assert link_bytes("zigzag", links="ring", **shape)[0] == _ring_loads(messages, world)
-    # All-to-all: the shorter way; the opposite rank half each way.
-    each = ulysses_traffic(**shape).forward.num_bytes(2) / (world - 1)
-    messages = []
-    for rank, j in itertools.product(range(world), range(1, world)):
-        target = (rank + j) % world
-        if world == 2:
-            messages.append((rank, target, each, 1 if rank == 0 else -1))
-        elif 2 * j == world:
-            messages += [(rank, target, each / 2, way) for way in (1, -1)]
-        else:
-            messages.append((rank, target, each, 1 if 2 * j < world else -1))
-    expected = _ring_loads(messages, world)
-    assert link_bytes("ulysses", links="ring", **shape)[0] == pytest.approx(expected)
+def _messages(name: str, world: int, group: int, shape: dict[str, Any]) -> list[Any]:
+    """(source, target, bytes) of the forward pass of all ranks."""
+    others = [(rank, j) for rank in range(world) for j in range(1, world)]
+    if name == "tokenring":
+        found = tokenring_traffic(world=world, **shape).forward
+        onward, back = (size / (world - 1) for size in found.by_direction(2))
+        return [(rank, (rank + 1) % world, onward) for rank, _ in others] + [
+            (rank, (rank - j) % world, back) for rank, j in others
+        ]
+    if name == "zigzag":
+        each = ring_traffic(world=world, **shape).forward.num_bytes(2) / (world - 1)
+        return [(rank, (rank + 1) % world, each) for rank, _ in others]
+    swap = ulysses_traffic(world=group, **shape).forward.num_bytes(2) / (group - 1)
+    messages: list[tuple[int, int, float]] = [
+        (a + base, b + base, swap)
+        for base in range(0, world, group)
+        for a, b in itertools.permutations(range(group), 2)
+    ]
+    heads, dim = shape["heads"] // group, shape["head_dim"]
+    whole = ring_traffic(shape["tokens"] * group, heads, heads, dim, world // group)
+    passed = float(whole.forward.num_bytes(2))
+    return messages + [(r, (r + group) % world, passed) for r in range(world) if group < world]
 
 
-def test_loads_of_usp_on_a_physical_ring() -> None:
-    shape: dict[str, Any] = {"tokens": 4, "heads": 4, "kv_heads": 4, "head_dim": 2}
-    swap = ulysses_traffic(world=4, **shape).forward.num_bytes(2) / 3
-    around = ring_traffic(16, 1, 1, 2, 2).forward.num_bytes(2)
-    messages = [
-        (a + base, b + base, swap, 1 if b > a else -1)
-        for base in (0, 4)
-        for a, b in itertools.permutations(range(4), 2)
-    ] + [(rank, (rank + 4) % 8, float(around), 1) for rank in range(8)]
-    found = link_bytes("usp", world=8, group=4, links="ring", **shape)[0]
-    assert found == _ring_loads(messages, 8)
+@pytest.mark.parametrize("duplex", ["full", "half"])
+@pytest.mark.parametrize("links", ["mesh", "ring"])
+@pytest.mark.parametrize(
+    ("name", "world", "group"),
+    [(name, n, n) for name in ("tokenring", "zigzag", "ulysses") for n in (2, 3, 4, 5, 8)]
+    + [("usp", 8, 4), ("usp", 8, 2), ("usp", 12, 4), ("usp", 4, 2)],
+)
+def test_loads_are_those_of_the_messages(
+    name: str, world: int, group: int, links: Any, duplex: Any
+) -> None:
+    shape: dict[str, Any] = {"tokens": 4, "head_dim": 2, "heads": 120, "kv_heads": 120}
+    messages = _messages(name, world, group, shape)
+    found = link_bytes(name, world=world, group=group, links=links, duplex=duplex, **shape)[0]
+    assert found == pytest.approx(_busiest(messages, world, links, duplex == "half"))
+    sent = sum(size for source, _, size in messages if source == 0)
+    port = link_bytes(name, world=world, group=group, duplex=duplex, **shape)[0]
+    assert port == pytest.approx(sent * (2 if duplex == "half" else 1))
 
 
-def test_tokenring_halves_the_busier_direction_of_many_heads() -> None:
-    shape: dict[str, Any] = {"tokens": 512, "heads": 32, "head_dim": 128, "world": 4}
-    ring = link_bytes("ring", kv_heads=32, **shape)
-    token = link_bytes("tokenring", kv_heads=32, **shape)
-    assert 1.9 < ring[0] / token[0] <= 2.0  # 4 bytes of statistics for 256 of output
-    assert ring[1] / token[1] > 2.5  # gradients of keys and values travel in fp32
-    # Grouped queries turn it round, half-duplex links and a physical ring too.
-    assert (
-        link_bytes("ring", kv_heads=4, **shape)[0] < link_bytes("tokenring", kv_heads=4, **shape)[0]
-    )
-    for links in SHARED:
-        there = link_bytes("tokenring", kv_heads=32, links=links, **shape)
-        assert there[0] >= link_bytes("ring", kv_heads=32, links=links, **shape)[0]
+def test_tokenring_gains_where_returns_have_links_of_their_own() -> None:
+    shape: dict[str, Any] = {"tokens": 512, "heads": 32, "head_dim": 128, "world": 8}
+
+    def ratio(kv_heads: int, links: Any, duplex: Any = "full") -> list[float]:
+        ring = link_bytes("ring", kv_heads=kv_heads, links=links, duplex=duplex, **shape)
+        token = link_bytes("tokenring", kv_heads=kv_heads, links=links, duplex=duplex, **shape)
+        return [a / b for a, b in zip(ring, token, strict=True)]
+
+    # 14 chunks against 7 and one return, whose statistics are 4 bytes for 256.
+    assert ratio(32, "mesh")[0] == pytest.approx(14 / 8, rel=0.01)
+    # Backward, gradients of keys and values travel in fp32, those of queries once each.
+    assert ratio(32, "mesh")[1] > 2.5
+    assert ratio(32, "switch")[0] < 1
+    assert ratio(32, "ring")[0] < 1
+    assert ratio(8, "mesh")[0] < 1
+    assert ratio(32, "mesh", "half")[0] < ratio(32, "mesh")[0]
 
 
 def _names(**changes: Any) -> list[str]:
@@ -157,8 +156,11 @@ def _names(**changes: Any) -> list[str]:
 def test_advice_follows_heads_and_links() -> None:
     # Ulysses sends least while there are heads; beyond them it is not possible.
     assert _names()[0] == "ulysses"
-    found = advise_context(heads=5, kv_heads=5, head_dim=128, tokens=8192, world=4, link=FAST)
+    found = advise_context(
+        heads=5, kv_heads=5, head_dim=128, tokens=8192, world=4, link=FAST, links="mesh"
+    )
     assert found[0].name == "tokenring"
+    assert any("of zigzag's links" in reason for reason in found[0].reasons)
     impossible = [each for each in found if not each.possible]
     assert {each.name for each in impossible} == {"ulysses", "usp"}
     assert "cannot be split 4 ways" in " ".join(impossible[-1].reasons + impossible[0].reasons)
@@ -172,7 +174,7 @@ def test_advice_follows_heads_and_links() -> None:
         )
         if each.name == "tokenring"
     ]
-    assert any("4 hops" in reason for reason in token.reasons)
+    assert any("2.3 hops" in reason for reason in token.reasons)
     assert any("grouped queries" in reason for reason in token.reasons)
 
 
@@ -204,7 +206,8 @@ def test_advice_hides_what_computation_covers() -> None:
         ({"tokens": 8191}, "multiple of cp = 4"),
         ({"kv_heads": 5}, "multiple of the key/value heads"),
         ({"world": 0}, "at least 1"),
-        ({"links": "torus"}, "mesh, ring or half_duplex"),
+        ({"links": "torus"}, "switch, mesh or ring"),
+        ({"duplex": "quarter"}, "full or half"),
     ],
 )
 def test_wrong_questions(change: dict[str, Any], words: str) -> None:

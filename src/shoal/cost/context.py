@@ -23,6 +23,7 @@ from shoal.ir.machine import Link
 
 __all__ = [
     "Advice",
+    "Duplex",
     "Links",
     "SplitMemory",
     "advise_context",
@@ -33,7 +34,8 @@ __all__ = [
 ]
 
 Split = Literal["sequence", "tensor"]
-Links = Literal["mesh", "ring", "half_duplex"]
+Links = Literal["switch", "mesh", "ring"]
+Duplex = Literal["full", "half"]
 
 # Copies of a parameter in mixed-free Adam training: weight, gradient and two moments.
 _STATES = 4
@@ -147,16 +149,17 @@ def link_bytes(
     head_dim: int,
     world: int,
     group: int = 1,
-    links: Links = "mesh",
+    links: Links = "switch",
+    duplex: Duplex = "full",
     itemsize: int = 2,
 ) -> tuple[float, float]:
     """Bytes that the busiest link carries for one layer: forward pass, backward pass.
 
-    On a mesh every pair of ranks is linked and the busier direction of a rank's port decides;
-    with half-duplex links both directions share it. On a physical ring, whose links carry
-    both directions at once, a message loads every link of its shorter way (onward where both
-    are equal), so a return of tokenring over distance j loads the lesser of j and N - j; a
-    group of usp is a line of neighbours, and its ring jumps from group to group.
+    - ``switch``: a rank has one link, over which all that it sends goes;
+    - ``mesh``: every two ranks have a link;
+    - ``ring``: neighbours have links, and a message loads each of its shorter way, onward
+      where both are equal; so a return of tokenring over distance j loads the lesser of j
+      and N - j. A group of usp is a line of neighbours, and its ring jumps to the next group.
 
     Args:
         name: of the part: tokenring, ulysses, usp, or any that moves keys and values.
@@ -167,24 +170,16 @@ def link_bytes(
         world: ranks N.
         group: ranks of a group of usp.
         links: how ranks are wired.
+        duplex: whether a link carries both directions at once, or one at a time.
         itemsize: bytes of an element of the inputs.
     """
-    ring_form = name not in ("tokenring", "ulysses", "usp")
-    loads = []
-    if ring_form or name == "tokenring":
-        form = ring_traffic if ring_form else tokenring_traffic
-        found = form(tokens, heads, kv_heads, head_dim, world)
-        for sent in (found.forward, found.backward):
-            onward, back = map(float, sent.by_direction(itemsize))
-            if back and links == "ring":
-                up, down = _shorter_ways(world)
-                each = back / (world - 1)
-                # A return goes back by distance, so what is short of it goes down.
-                onward, back = onward + each * up, each * down
-            loads.append((onward, back))
+    if world == 1:
+        return 0.0, 0.0
+    members = {"ulysses": world, "usp": group}.get(name, 1)
+    swap = ulysses_traffic(tokens, heads, kv_heads, head_dim, members)
+    if name == "tokenring":
+        around = tokenring_traffic(tokens, heads, kv_heads, head_dim, world)
     else:
-        members = world if name == "ulysses" else group
-        swap = ulysses_traffic(tokens, heads, kv_heads, head_dim, members)
         around = ring_traffic(
             tokens * members,
             heads // members,
@@ -192,23 +187,32 @@ def link_bytes(
             head_dim,
             world // members,
         )
-        for some, others in (
-            (swap.forward, around.forward),
-            (swap.backward, around.backward),
-        ):
-            swapped, passed = float(some.num_bytes(itemsize)), others.num_bytes(itemsize)
-            if links != "ring":
-                loads.append((swapped + passed, 0.0))
-                continue
-            # Messages of one size to each of the others.
-            each = swapped / (members - 1) if members > 1 else 0.0
-            middle = members**2 // 4  # pairs over the middle of a line
-            up, down = _shorter_ways(world) if members == world else (middle, middle)
-            loads.append((each * up + passed * members, each * down))
-    forward, backward = (
-        onward + back if links == "half_duplex" else max(onward, back) for onward, back in loads
-    )
-    return forward, backward
+    loads = []
+    for some, others in ((swap.forward, around.forward), (swap.backward, around.backward)):
+        swapped = float(some.num_bytes(itemsize))
+        onward, back = map(float, others.by_direction(itemsize))
+        each_swap, each_back = swapped / max(1, members - 1), back / (world - 1)
+        if links == "switch":
+            up = down = swapped + onward + back
+        elif links == "mesh" and members > 1:
+            # A pair either swaps heads or passes keys and values on; two groups do both ways.
+            both = (2 if world == 2 * members else 1) * onward
+            loads.append(max(each_swap, onward) if duplex == "full" else max(2 * each_swap, both))
+            continue
+        elif links == "mesh":
+            # The link to the next rank also has the return to the rank N - 1 behind.
+            up, down = onward + each_back, each_back
+        else:
+            over, under = _shorter_ways(world)
+            up, down = onward * members + each_back * over, each_back * under
+            if members > 1:
+                middle = members**2 // 4  # messages over the middle of a line, each way
+                over, under = (over, under) if members == world else (middle, middle)
+                up, down = up + each_swap * over, down + each_swap * under
+        if world == 2:
+            down = up
+        loads.append(max(up, down) if duplex == "full" else up + down)
+    return loads[0], loads[1]
 
 
 def _shorter_ways(world: int) -> tuple[int, int]:
@@ -250,7 +254,8 @@ def advise_context(
     tokens: int,
     world: int,
     link: Link,
-    links: Links = "mesh",
+    links: Links = "switch",
+    duplex: Duplex = "full",
     itemsize: int = 2,
     causal: bool = True,
     flops_per_s: float | None = None,
@@ -264,7 +269,8 @@ def advise_context(
         tokens: length of the sequence; every rank has tokens / world.
         world: context-parallel ranks N.
         link: bandwidth of one direction and latency.
-        links: every pair has a link, a physical ring, or links that carry one way at a time.
+        links: how ranks are wired; see :func:`link_bytes`.
+        duplex: whether a link carries both directions at once.
         itemsize: bytes of an element of the inputs.
         causal: half of the cells are seen, unevenly.
         flops_per_s: of one rank's attention kernel; without it nothing hides what is sent.
@@ -288,19 +294,20 @@ def advise_context(
         error=PlanError,
     )
     require(
-        links in ("mesh", "ring", "half_duplex"),
+        links in ("switch", "mesh", "ring"),
         "links",
         links,
-        expected="mesh, ring or half_duplex",
+        expected="switch, mesh or ring",
         error=PlanError,
     )
+    require(duplex in ("full", "half"), "duplex", duplex, expected="full or half", error=PlanError)
     share = tokens // world
     # Forward 4 and backward 10 FLOPs a cell and channel.
     cells = tokens * tokens / (2 if causal else 1) / world
     compute = 14.0 * cells * heads * head_dim / flops_per_s if flops_per_s else 0.0
-    ranked = []
+    ranked, plain = [], 0.0
     for name, options, possible, found, buffer, reasons in _candidates(
-        heads, kv_heads, head_dim, share, world, itemsize, links
+        heads, kv_heads, head_dim, share, world, itemsize
     ):
         forward, backward = 0.0, 0.0
         if possible:
@@ -313,8 +320,16 @@ def advise_context(
                 world=world,
                 group=options.get("ulysses", 1),
                 links=links,
+                duplex=duplex,
                 itemsize=itemsize,
             )
+        if name == "zigzag":
+            plain = forward + backward
+        elif name == "tokenring" and plain:
+            reasons.append(f"{(forward + backward) / plain:.2f} times the load of zigzag's links")
+            if links == "ring":
+                hops = sum(_shorter_ways(world)) / (world - 1)
+                reasons.append(f"returns take {hops:.1f} hops on average")
         seconds = (forward + backward) / link.bandwidth + found.messages * link.latency_s
         hidden = compute * (world - 1) / world if found.hidden else 0.0
         exposed = max(seconds - hidden, 0.0)
@@ -336,17 +351,10 @@ def advise_context(
                 tuple(reasons),
             )
         )
-    # Equal on the wire: the smaller buffers, then the simpler one, which is listed first.
-    order = {id(each): place for place, each in enumerate(ranked)}
+    # Equal on the wire: the smaller buffers, then the one that is listed first.
     return sorted(
         ranked,
-        key=lambda each: (
-            not each.possible,
-            each.exposed_s,
-            each.seconds,
-            each.buffer_bytes,
-            order[id(each)],
-        ),
+        key=lambda each: (not each.possible, each.exposed_s, each.seconds, each.buffer_bytes),
     )
 
 
@@ -354,7 +362,7 @@ _Candidate = tuple[str, dict[str, int | bool], bool, Traffic, float, list[str]]
 
 
 def _candidates(
-    heads: int, kv_heads: int, head_dim: int, share: int, world: int, itemsize: int, links: Links
+    heads: int, kv_heads: int, head_dim: int, share: int, world: int, itemsize: int
 ) -> Iterator[_Candidate]:
     width, kv_width = heads * head_dim, kv_heads * head_dim
     chunk = 2.0 * share * kv_width * itemsize
@@ -377,16 +385,9 @@ def _candidates(
         (world - 1) * chunk,
         ["one collective a layer; keys and values of whole sequences in memory"],
     )
-    reasons = []
-    if links == "half_duplex":
-        reasons.append("half-duplex links: its two directions gain nothing")
-    elif links == "ring":
-        hops = sum(_shorter_ways(world)) / max(1, world - 1)
-        reasons.append(f"returns take {hops:.1f} hops on average on a physical ring")
-    if 2 * kv_width < width:
-        reasons.append("grouped queries: keys and values are the smaller load")
-    elif links == "mesh":
-        reasons.append("both directions carry a part of the load")
+    reasons = ["grouped queries: keys and values are the smaller load"]
+    if 2 * kv_width >= width:
+        reasons = ["two directions, if links carry both at once and no switch joins them"]
     result = share * (width * itemsize + heads * 4.0)
     yield (
         "tokenring",

@@ -44,16 +44,8 @@ def context_estimate(
     if job.recompute != "none":
         found = found._replace(backward=_sum(found.backward, found.forward))
     sent = layers * (found.forward.num_bytes(itemsize) + found.backward.num_bytes(itemsize))
-    # Links carry both directions at once, so the busier one decides.
-    busy = max(
-        sum(side)
-        for side in zip(
-            found.forward.by_direction(itemsize),
-            found.backward.by_direction(itemsize),
-            strict=True,
-        )
-    )
-    seconds = layers * (busy / link.bandwidth + passes * found.messages * link.latency_s)
+    # A link's bandwidth is that of one device, whichever way its messages go.
+    seconds = sent / link.bandwidth + layers * passes * found.messages * link.latency_s
     if found.hidden and machine.device.kind != "cpu":
         # Forward 4, backward 10 FLOPs a cell and channel; the last block hides nothing.
         cells = sequences * job.seq_len**2 / 2 / ranks

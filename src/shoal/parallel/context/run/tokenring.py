@@ -1,8 +1,8 @@
 """Queries go forward, partial outputs come straight back; keys and values stay.
 
-At step i a rank has the queries of the rank i behind. While it computes them it passes them
-on, and sends the result of step i - 1 to its owner, i - 1 behind. What a rank sees nothing of
-is not sent back; both ends know that from the masks.
+At step i a rank has the queries of the rank i behind. It passes them on while it computes,
+then sends the result to its owner, which travels while step i + 1 computes. What a rank sees
+nothing of is not sent back; both ends know that from the masks.
 
 Backward, by the same stillness: queries, gradients of outputs and both statistics go
 forward, gradients of queries come back, those of keys and values add up where they stay.
@@ -25,7 +25,7 @@ __all__ = ["tokenring_attention"]
 
 
 class _Returns:
-    """Results on their way to their owners, one step behind the queries.
+    """Results on their way to their owners, one step at a time.
 
     Args:
         peers: the ring.
@@ -43,35 +43,25 @@ class _Returns:
         tag: str,
     ) -> None:
         self.peers, self.view, self.like, self.merge, self.tag = peers, view, like, merge, tag
-        self._ready: list[Tensor] = []
-        self._distance = 0
         self._wait: Callable[[], None] | None = None
         self._arriving: list[Tensor] = []
 
-    def start(self) -> None:
-        """Send the last result back, and expect one from as far ahead."""
-        if self._distance == 0:
-            return
+    def start(self, step: int, result: list[Tensor]) -> None:
+        """Send ``result``, empty if nothing is seen, so far back; expect one from as far ahead."""
+        self.finish()
         peers = self.peers
-        source = (peers.rank + self._distance) % peers.world
-        target = (peers.rank - self._distance) % peers.world
+        target, source = (peers.rank - step) % peers.world, (peers.rank + step) % peers.world
         seen = self.view.pieces(peers.rank, source)
         self._arriving = [torch.empty_like(x) for x in self.like] if seen else []
-        self._wait = peers.swap(target, self._ready, source, self._arriving, self.tag)
+        self._wait = peers.swap(target, result, source, self._arriving, self.tag)
 
-    def put(self, distance: int, result: list[Tensor]) -> None:
-        """Finish the last return; ``result``, empty if nothing is seen, is the next one."""
+    def finish(self) -> None:
+        """Merge what was expected last."""
         if self._wait is not None:
             self._wait()
             self._wait = None
             if self._arriving:
                 self.merge(*self._arriving)
-        self._distance, self._ready = distance, result
-
-    def finish(self) -> None:
-        """The one return after the last step."""
-        self.start()
-        self.put(0, [])
 
 
 class _TokenRing(torch.autograd.Function):
@@ -82,7 +72,6 @@ class _TokenRing(torch.autograd.Function):
             peers, view, [torch.empty_like(q).contiguous(), total.lse], total.add, "out"
         )
         for step, (owner, queries) in enumerate(circulate(q.contiguous(), peers, "q")):
-            returns.start()
             pieces = view.pieces(owner, peers.rank)
             if step == 0:
                 total.attend(k, v, pieces)
@@ -92,7 +81,7 @@ class _TokenRing(torch.autograd.Function):
                     other = Total(queries)
                     other.attend(k, v, pieces)
                     result = [other.out.to(q.dtype), other.lse]
-                returns.put(step, result)
+                returns.start(step, result)
         returns.finish()
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse)
@@ -112,12 +101,11 @@ class _TokenRing(torch.autograd.Function):
         moving = circulate(torch.stack([q, grad]), peers, "q")
         statistics = circulate(torch.stack([lse, row_sums(grad, out)]), peers, "statistics")
         for step, ((owner, pair), (_, sums)) in enumerate(zip(moving, statistics, strict=True)):
-            returns.start()
             pieces = view.pieces(owner, peers.rank)
             q_grad = own_grad if step == 0 else torch.zeros_like(own_grad)
             backward_block(pair[1], pair[0], kv, sums[0], sums[1], pieces, q_grad, kv_grad)
             if step:
-                returns.put(step, [q_grad.to(q.dtype)] if pieces else [])
+                returns.start(step, [q_grad.to(q.dtype)] if pieces else [])
         returns.finish()
         return own_grad.to(q.dtype), kv_grad[0].to(k.dtype), kv_grad[1].to(v.dtype), None, None
 
