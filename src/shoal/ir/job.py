@@ -44,6 +44,8 @@ class Parallel(Value):
             receivers gather it among themselves.
         schedule: the order of the pipeline's passes.
         context: how attention reaches the whole sequence where cp > 1.
+        overlap: what of tensor parallelism's communication travels while the products around
+            it are computed; tile cuts every split linear layer in row tiles, none does not.
         order: axes from slowest to fastest; neighbours differ in the last.
     """
 
@@ -60,6 +62,7 @@ class Parallel(Value):
     scatter_gather: bool = True
     schedule: Annotated[Choice, Kind("schedule")] = Choice(name="1f1b")
     context: Annotated[Choice, Kind("context")] = Choice(name="zigzag")
+    overlap: Literal["none", "tile"] = "none"
     order: str = "pp-dp-cp-tp"
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -68,15 +68,18 @@ class _Experts(Experts):
 class WholeBlock(Block):
     """A block whose linear layers are this rank's; without communication it is the model's."""
 
-    def __init__(self, config: ModelConfig, layer: int, comm: Comm, *, sp: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, comm: Comm, *, sp: bool, overlap: str = "none"
+    ) -> None:
         config = local_config(config, comm.world)
         super().__init__(config, layer)
         attention = self.attention
-        attention.qkv_proj = ColumnLinear.of(attention.qkv_proj, comm, sp=sp)
-        attention.o_proj = RowLinear.of(attention.o_proj, comm, sp=sp)
+        how: dict[str, Any] = {"sp": sp, "overlap": overlap}
+        attention.qkv_proj = ColumnLinear.of(attention.qkv_proj, comm, **how)
+        attention.o_proj = RowLinear.of(attention.o_proj, comm, **how)
         if isinstance(self.mlp, SwiGLU):
-            self.mlp.gate_up_proj = ColumnLinear.of(self.mlp.gate_up_proj, comm, sp=sp)
-            self.mlp.down_proj = RowLinear.of(self.mlp.down_proj, comm, sp=sp)
+            self.mlp.gate_up_proj = ColumnLinear.of(self.mlp.gate_up_proj, comm, **how)
+            self.mlp.down_proj = RowLinear.of(self.mlp.down_proj, comm, **how)
         else:
             self.mlp = _Experts(config, comm, sp=sp)
 

@@ -10,6 +10,7 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.training import microbatch_of
 from shoal.ir import ModelShape, Schedule, TrainJob
+from shoal.parallel.overlap import TILES
 
 __all__ = ["check_split", "schedule_of"]
 
@@ -98,6 +99,14 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         "parallel.sp",
         p.sp,
         expected=f"microbatch * seq_len / cp = {rows} tokens that tp = {tp} divides",
+        error=PlanError,
+    )
+    require(
+        p.overlap == "none" or tp == 1 or rows >= tp * TILES,
+        "parallel.overlap",
+        p.overlap,
+        expected=f"none, or microbatch * seq_len / cp = {rows} tokens of at least tp * {TILES} = "
+        f"{tp * TILES}, a tile for each",
         error=PlanError,
     )
     optimizer = table("optimizer").build(job.optimizer)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.parallel.operators import TAG, gathered, local_tokens, reduced, scattered
+from shoal.parallel.overlap.tile import gathered_product, reduced_product, scattered_product
 
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, Pending
@@ -147,13 +148,21 @@ class _Split(torch.autograd.Function):
         dtype = compute_dtype(x)
         ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
         x_NI, cast = x.to(dtype), weight.to(dtype)
-        if layer.gathers_input:
+        out: Tensor | None = None
+        if layer.gathers_input and layer.tiled:
+            x_NI, out = gathered_product(x_NI.contiguous(), cast.T, layer.comm, total)
+        elif layer.gathers_input:
             x_NI = gathered(x_NI, layer.comm, total)
         ctx.save_for_backward(x_NI, cast)
-        if not layer.reduces_output:
+        if not layer.reduces_output and out is None:
             return F.linear(x_NI, cast, None if bias is None else bias.to(dtype))
-        out = F.linear(x_NI, cast)
-        out = scattered(out, layer.comm) if layer.sp else reduced(out, layer.comm)
+        if layer.reduces_output and layer.tiled:
+            product = scattered_product if layer.sp else reduced_product
+            out, pending = product(x_NI, cast.T, layer.comm)
+            pending.wait()
+        elif out is None:
+            out = F.linear(x_NI, cast)
+            out = scattered(out, layer.comm) if layer.sp else reduced(out, layer.comm)
         return out if bias is None else out.add_(bias.to(dtype))
 
     @staticmethod
@@ -191,11 +200,11 @@ class Linear(nn.Linear):
     """A whole linear layer whose weight gradient can be put off."""
 
     comm: Comm
-    sp = False
+    sp = tiled = False
     gathers_input = copies_input = reduces_output = False
 
     @classmethod
-    def of(cls, layer: nn.Linear, comm: Comm, *, sp: bool = False) -> Self:
+    def of(cls, layer: nn.Linear, comm: Comm, *, sp: bool = False, overlap: str = "none") -> Self:
         """Take over the parameters of ``layer``, which are this rank's part."""
         bias = layer.bias is not None
         made = cls(layer.in_features, layer.out_features, bias=bias, device="meta")
@@ -203,6 +212,7 @@ class Linear(nn.Linear):
         made.comm = comm
         split = comm.world > 1
         made.sp = sp and split
+        made.tiled = overlap == "tile" and split
         made._prepare(split)
         return made
 

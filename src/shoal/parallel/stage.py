@@ -80,7 +80,10 @@ class Stage(nn.Module):
         with torch.device("meta"):
             kind = SplitBlock if self.split else WholeBlock
             self.blocks = nn.ModuleDict(
-                {str(layer): kind(config, layer, self.tp, sp=self.sp) for layer in layers}
+                {
+                    str(layer): kind(config, layer, self.tp, sp=self.sp, overlap=parallel.overlap)
+                    for layer in layers
+                }
             )
             shared = self.tp if self.vocab == "tp" and self.tp.world > 1 else None
             here = self.vocab != "pp"
