@@ -231,6 +231,34 @@ def test_no_gradient_is_needed() -> None:
         torch.testing.assert_close(found, expected[:, :, places])
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_of_scores_are_kept_by_rsa_alone(world: int) -> None:
+    heads, dim, tokens = 4, 8, LENGTH // world
+    own = 3 * heads * tokens * dim  # queries, keys, values
+    expected = {
+        "rsa": own + heads * tokens * LENGTH,
+        "zigzag": own + heads * tokens * (dim + 1),  # output and statistics
+        "all_gather": own + heads * tokens * (dim + 1),
+        "tokenring": own + heads * tokens * (dim + 1),
+    }
+    for name, elements in expected.items():
+        part = table("context").build(name)
+
+        def rank(comm: ThreadComm, part: Any = part) -> int:
+            saved: list[int] = []
+
+            def pack(x: Tensor) -> Tensor:
+                saved.append(x.numel())
+                return x
+
+            q, k, v = (torch.zeros(1, heads, tokens, dim, requires_grad=True) for _ in range(3))
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                part.attend(q, k, v, [Mask.causal(LENGTH)], comm)
+            return sum(saved)
+
+        assert run_ranks(world, rank) == [elements] * world
+
+
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_balance_of_causal_work(world: int) -> None:
     length = 128 * world

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shoal.parallel.context.pieces as module
+import shoal.parallel.context.run.block as block
 from shoal.ir.mask import Mask
 from shoal.parallel.context.pieces import Piece, block_pieces
 from shoal.parallel.context.run.block import (
@@ -26,9 +27,13 @@ CELLS = np.random.default_rng(0).random((12, 20)) < 0.4
 CELLS[3] = False  # a query that sees nothing
 
 
+@pytest.mark.parametrize("scores", [2**26, 2 * 4 * 20 * 5, 1])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("form", ["all", "cells", "causal"])
-def test_the_kernels_agree(form: str, kv_heads: int) -> None:
+def test_the_kernels_agree(
+    form: str, kv_heads: int, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block, "_MAX_SCORES", scores)
     rng = torch.Generator().manual_seed(1)
     keys = 12 if form == "causal" else 20
     q, grad = torch.randn(2, 2, 4, 12, 8, generator=rng, dtype=torch.float64)

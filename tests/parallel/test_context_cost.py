@@ -27,7 +27,7 @@ def _machine(kind: str, **link: float) -> Machine:
         devices_per_node=8 if kind == "gpu" else 1,
         device=Device(
             name="d",
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             num_cores=8,
             matmul_flops={"bf16": 1e12, "fp32": 1e12},
             memory=(MemoryTier(name="dram", capacity_bytes=2**33, read_bandwidth=1e10),),
@@ -49,7 +49,7 @@ def _work(context: Any, cp: int = 4, **parallel: Any) -> Work:
         global_batch=4,
         microbatch=1,
         precision="bf16",
-        parallel={"cp": cp, "context": context, **parallel},  # type: ignore[arg-type]
+        parallel={"cp": cp, "context": context, **parallel},
     )
     return Work(shape=SHAPE, job=job)
 

@@ -13,7 +13,7 @@ Source: Dao et al., FlashAttention, 2022; Liu et al., Ring Attention, 2023.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ __all__ = [
     "summed",
     "wide",
 ]
+
+# Scores that the plain kernel holds at a time.
+_MAX_SCORES = 2**26
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -166,37 +169,64 @@ def flash_backward(
 
 
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-    """Output and lse by matrix products, for any device."""
-    scores = block_scores(q, k, piece)
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - _finite(lse).unsqueeze(-1))
-    return grouped(weights, v.to(weights.dtype)).to(q.dtype), lse
+    """Output and lse by matrix products, some queries at a time, for any device."""
+    kind = wide(q.dtype)
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:-1], dtype=kind, device=q.device)
+    for rows, keys in _tiles(q, k, piece):
+        scores = block_scores(q[:, :, rows], k[:, :, keys], piece, rows.start)
+        torch.logsumexp(scores, -1, out=lse[:, :, rows])
+        weights = torch.exp(scores - _finite(lse[:, :, rows]).unsqueeze(-1))
+        out[:, :, rows] = grouped(weights, v[:, :, keys].to(kind)).to(q.dtype)
+    return out, lse
 
 
 def plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, piece: Piece
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Wide gradients of q, k and v by matrix products, for any device."""
-    kind, scale = wide(q.dtype), q.shape[-1] ** -0.5
-    weights = torch.exp(block_scores(q, k, piece) - _finite(lse).unsqueeze(-1))
+    """Wide gradients of q, k and v by matrix products, some queries at a time."""
+    kind, scale, kv_heads = wide(q.dtype), q.shape[-1] ** -0.5, k.shape[1]
     grad, q, k, v = (x.to(kind) for x in (grad, q, k, v))
-    dv = summed(weights, grad, k.shape[1])
-    weights_grad = grouped(grad, v.transpose(-1, -2))
-    scores_grad = weights * (weights_grad - delta.unsqueeze(-1)) * scale
-    return grouped(scores_grad, k), summed(scores_grad, q, k.shape[1]), dv
+    q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows, keys in _tiles(q, k, piece):
+        query, out_grad, key = q[:, :, rows], grad[:, :, rows], k[:, :, keys]
+        weights = block_scores(query, key, piece, rows.start)
+        weights.sub_(_finite(lse[:, :, rows]).unsqueeze(-1)).exp_()
+        v_grad[:, :, keys] += summed(weights, out_grad, kv_heads)
+        scores_grad = grouped(out_grad, v[:, :, keys].transpose(-1, -2))
+        scores_grad.sub_(delta[:, :, rows].unsqueeze(-1)).mul_(weights).mul_(scale)
+        q_grad[:, :, rows] = grouped(scores_grad, key)
+        k_grad[:, :, keys] += summed(scores_grad, query, kv_heads)
+    return q_grad, k_grad, v_grad
 
 
-def block_scores(q: Tensor, k: Tensor, piece: Piece) -> Tensor:
-    """Scaled scores of a piece, wide, [B, H, n, m]; -inf where nothing is seen."""
+def _tiles(q: Tensor, k: Tensor, piece: Piece) -> Iterator[tuple[slice, slice]]:
+    """Queries whose scores may be held at a time, and the keys that they can see."""
+    batch, heads, queries, _ = q.shape
+    step = max(1, _MAX_SCORES // (batch * heads * k.shape[2]))
+    for start in range(0, queries, step):
+        stop = min(start + step, queries)
+        yield slice(start, stop), slice(0, stop if piece.causal else k.shape[2])
+
+
+def block_scores(q: Tensor, k: Tensor, piece: Piece, first: int = 0) -> Tensor:
+    """Scaled scores, wide, [B, H, n, m]; -inf where nothing is seen.
+
+    Args:
+        q: queries of the piece from number ``first`` on, [B, H, n, d].
+        k: the piece's keys, up to the last query's own place if it is causal.
+        piece: what is seen.
+        first: number of the first query.
+    """
     kind = wide(q.dtype)
     scores = grouped(q.to(kind) * q.shape[-1] ** -0.5, k.to(kind).transpose(-1, -2))
+    hidden = None
     if piece.causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-        return scores.masked_fill_(hidden, -math.inf)
-    if piece.cells is not None:
-        hidden = torch.from_numpy(~piece.cells).to(q.device)
-        return scores.masked_fill_(hidden, -math.inf)
-    return scores
+        shape = scores.shape[-2:]
+        hidden = torch.ones(shape, dtype=torch.bool, device=q.device).triu_(first + 1)
+    elif piece.cells is not None:
+        hidden = torch.from_numpy(~piece.cells[first : first + q.shape[2]]).to(q.device)
+    return scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
 
 
 def grouped(left: Tensor, right: Tensor) -> Tensor:
