@@ -42,6 +42,21 @@ def check(comm: TorchComm, *, exact: bool = True) -> None:
             mine = part(RANK, size, dtype)
             comm.broadcast(mine, root, tag="test").wait()
             assert torch.equal(mine, part(root, size, dtype)), (dtype, size)
+            gathered = torch.empty(WORLD * size, dtype=dtype)
+            comm.all_gather(gathered, part(RANK, size, dtype), tag="test").wait()
+            parts = [part(rank, size, dtype) for rank in range(WORLD)]
+            assert torch.equal(gathered, torch.cat(parts)), (dtype, size)
+            # Rank r gives part(r) of its own to all: part i of the whole is theirs times i.
+            whole = torch.cat([part(RANK, size, dtype) * i for i in range(WORLD)])
+            expected = parts[0] * RANK
+            for rank in range(1, WORLD):
+                expected += parts[rank] * RANK
+            mine = torch.empty(size, dtype=dtype)
+            comm.reduce_scatter(mine, whole, tag="test").wait()
+            if exact:
+                assert torch.equal(mine, expected), (dtype, size)
+            else:
+                assert torch.allclose(mine.double(), expected.double(), rtol=0.05, atol=6.0)
     grid = torch.arange(6.0).view(2, 3).t()  # not contiguous: it takes the other road
     comm.all_reduce(grid, tag="test").wait()
     assert torch.equal(grid, WORLD * torch.arange(6.0).view(2, 3).t())
