@@ -180,7 +180,7 @@ def test_bad_starts(make_plan: Make, straight: Path, tmp_path: Path) -> None:
         execute(make_plan(parallel={"dp": 2}), straight)
     with pytest.raises(ConfigError, match="at most 1024, the longest position"):
         execute(make_plan(seq_len=2048, global_batch=1, microbatch=1), tmp_path / "long")
-    with pytest.raises(PlanError, match="set both to 1"):
+    with pytest.raises(PlanError, match="key/value heads: 1"):
         execute(make_plan(parallel={"tp": 2}), tmp_path / "tp")
 
 

@@ -28,7 +28,7 @@ from shoal.cost.arithmetic import (
 from shoal.cost.collectives import all_reduce_s
 from shoal.cost.ops import MOST_PLAIN_SCORES, Op, Style, ledger, stage_share
 from shoal.cost.rates import REPACKED, Curve, Rates, data_link, tensor_link
-from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
+from shoal.ir import Estimate, Interval, Machine, OpCosts, TrainJob, Work
 
 __all__ = ["Pricer", "estimate", "microbatch_of", "steps_of"]
 
@@ -284,6 +284,62 @@ class Pricer:
             usd=_price(machine, job.parallel.world, total),
             bound=_bound(terms),
         )
+
+    def passes(self, work: Work) -> OpCosts:
+        """What each pass of the job's pipeline takes, stage by stage, tensor parallelism included.
+
+        The first stage has the embedding and the last one the output layer, unless all
+        ranks share the vocabulary in passes of their own.
+        """
+        job, shape = work.job, work.shape
+        split = job.parallel
+        rates = Rates(self.machine, split, job.threads)
+        microbatch = microbatch_of(job)
+        self._both(work, rates, microbatch)  # fills the curves
+        matmul, stream = self._curves[job.precision, rates.used, rates.sharing]
+        vocab = _vocab_ranks(job)
+        launch = self.machine.device.op_overhead_s * rates.crowding if rates.is_cpu else 0.0
+        seconds: dict[tuple[str, bool], float] = {}
+        for op in ledger(
+            shape,
+            seq_len=job.seq_len,
+            microbatch=microbatch,
+            precision=job.precision,
+            style=_style(job, rates),
+            tp=split.tp,
+            pp=split.pp,
+            vocab=vocab,
+        ):
+            where = {"embedding": "embed", "logits": "head", "loss": "head", "final_norm": "norm"}
+            for late in (False, True):
+                found = _one(op, late, matmul, stream, job.precision, rates.is_cpu)
+                key = (where.get(op.name, "body"), late)
+                own = found.device / split.cp + found.calls * launch
+                seconds[key] = seconds.get(key, 0.0) + own
+        tensor = _tensor_parallel(work, self.machine, microbatch, {}) / 2
+        stages = split.pp * split.vpp
+        ahead = [(seconds["body", False] + tensor) / split.vpp] * stages
+        behind = [(seconds["body", True] + tensor) / split.vpp] * stages
+        again = 0.0 if job.recompute == "none" else 1.0
+        behind = [behind[0] + again * ahead[0]] * stages
+        table: dict[str, tuple[float, ...]] = {}
+        ahead[-1] += seconds["norm", False]
+        behind[-1] += seconds["norm", True]
+        if split.vocab_split == "pp":
+            head = (seconds["head", False] + seconds["head", True]) / 2
+            table = dict.fromkeys(("S", "T"), (head,) * split.pp)
+            table["EF"] = (seconds["embed", False] / split.pp,) * split.pp
+            table["EB"] = (seconds["embed", True] / split.pp,) * split.pp
+        else:
+            ahead[0] += seconds["embed", False]
+            behind[0] += seconds["embed", True]
+            ahead[-1] += seconds["head", False]
+            behind[-1] += seconds["head", True]
+        table |= {"F": tuple(ahead), "B": tuple(behind)}
+        table |= dict.fromkeys(("I", "W"), tuple(b / 2 for b in behind))
+        width = 2.0 if job.precision == "bf16" else 4.0
+        tokens = microbatch * job.seq_len / split.cp
+        return OpCosts(seconds=table, boundary_bytes=width * tokens * shape.hidden / split.tp)
 
     def _pipeline(self, work: Work, wire: dict[str, float]) -> float:
         """Seconds in which a rank sends to its neighbours, all micro-batches."""

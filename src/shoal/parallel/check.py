@@ -330,5 +330,5 @@ def _meta(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found

@@ -213,9 +213,11 @@ class Engine:
         )
         shape = (self.config.vocab_size, self.config.hidden)
         box = Box((shard.rows.start, 0), (len(shard.rows), self.config.hidden))
-        local.embed, local.output = shard.embed, shard.output
-        for name in ("embed.weight", *(("output.weight",) if shard.output is not None else ())):
-            self._slices[name] = Slices(shape, (box,), replicated=True)
+        for name in ("embed", "output"):
+            table = getattr(shard, name)
+            if table is not None:
+                setattr(local, name, table)
+                self._slices[f"{name}.weight"] = Slices(shape, (box,), replicated=True)
         return shard
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -373,5 +375,5 @@ class Engine:
 
 def _local(tensor: Tensor) -> Tensor:
     """The rank's part of a tensor that may be distributed."""
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found

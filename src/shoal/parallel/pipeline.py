@@ -182,7 +182,10 @@ class Runtime:
         self.recompute = recompute
         self.program = schedule.ops[pp.rank]
         self.events: list[Event] | None = None
-        """Passes as they were done in the last step, if it was asked to record."""
+        """Passes as they were done in the last step, if it was asked to record, in seconds
+        after :attr:`began`."""
+        self.began = 0.0
+        """When the last step began, in seconds of the wall clock, which ranks of a host share."""
         self._incoming = _messages(schedule, pp.rank)
         self._last_pass = self._find_last()
         self._passes: dict[str, Callable[[_Step, Op], None]] = {
@@ -231,7 +234,7 @@ class Runtime:
         order = [messages[op] for op in self.program if op in messages]
         at = 0
         self.events = [] if record else None
-        begin = time.perf_counter()
+        self.began, begin = time.time(), time.perf_counter()
         for op in self.program:
             if op in messages:
                 at += 1

@@ -59,6 +59,11 @@ class RunDir:
         return self.root / "report.json"
 
     @property
+    def timeline(self) -> Path:
+        """The passes of one step of the pipeline, as they were done."""
+        return self.root / "timeline.json"
+
+    @property
     def page(self) -> Path:
         """The report as a page with curves."""
         return self.root / "report.html"

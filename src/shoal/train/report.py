@@ -10,8 +10,11 @@ from typing import Any
 from shoal.core.errors import StoreError
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
+from shoal.cost.pipeline_picture import svg
 from shoal.ir import Plan, Report
+from shoal.plan.table import spell
 from shoal.train.layout import RunDir
+from shoal.train.timeline import timelines
 
 __all__ = ["make_report", "rows", "write_page"]
 
@@ -49,9 +52,9 @@ def make_report(plan: Plan, directory: RunDir) -> Report:
     if finals:
         measured["bits_per_byte"] = finals[-1]["bits_per_byte"]
         measured["heldout_loss"] = finals[-1]["loss"]
-    wire = _wire_bytes(events)
-    if wire is not None:
-        measured["wire_bytes"] = wire
+    sent = [event["wire_bytes"] for event in steady if event.get("wire_bytes")]
+    if sent:
+        measured["wire_bytes"] = statistics.median(sent)
     return Report(plan=plan, measured=measured, errors=_errors(plan, measured), versions=versions())
 
 
@@ -142,21 +145,6 @@ def _lost_seconds(events: Sequence[dict[str, Any]]) -> float:
     return lost
 
 
-def _wire_bytes(events: Sequence[dict[str, Any]]) -> float | None:
-    """Bytes that rank 0 sent in a step for gradients and parameters, from the last start on."""
-    totals = [event for event in events if event["kind"] == "totals"]
-    starts = [event["step"] for event in events if event["kind"] == "start"]
-    ends = [event["step"] for event in events if event["kind"] == "step"]
-    if not totals or not starts or not ends:
-        return None
-    sent = sum(
-        value
-        for key, value in totals[-1]["counters"].items()
-        if key.startswith("wire_bytes") and ("tag=gradients" in key or "tag=parameters" in key)
-    )
-    return float(sent / max(1, ends[-1] + 1 - starts[-1]))
-
-
 def _errors(plan: Plan, measured: dict[str, float]) -> dict[str, float]:
     return {
         key: measured[key] / value - 1
@@ -171,12 +159,14 @@ def write_page(report: Report, directory: RunDir) -> None:
     evaluations = [event for event in events if event["kind"] == "eval"]
     restarts = [event["step"] for event in events if event["kind"] == "start" and event["resumed"]]
     charts = _charts(report.plan, _starts(events), evaluations)
+    passes = timelines(report.plan, directory)
     samples = [event for event in events if event["kind"] == "sample"]
     job, plan = report.plan.job, report.plan
     facts = [
         ("model", f"{job.model}, {plan.shape.hidden} wide, {plan.shape.num_layers} layers"),
         ("data", str(job.data)),
         ("ranks", str(job.parallel.world)),
+        ("split", spell(plan)),
         ("optimizer", str(job.optimizer)),
         ("sharding", str(job.shard)),
         ("precision", job.precision),
@@ -191,6 +181,7 @@ def write_page(report: Report, directory: RunDir) -> None:
             f"Run {job.name}",
             _table(("", "predicted", "measured", "error"), rows(report)),
             "".join(f"<figure>{chart}</figure>" for chart in charts),
+            svg(passes, title="One step of the pipeline") if passes else "",
             _table(("", ""), facts),
             _table(("package", "version"), sorted(report.versions.items())),
             f"<pre>{html.escape(samples[-1]['text'])}</pre>" if samples else "",
@@ -271,7 +262,16 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return f"<table>{shown}<tbody>{lines}</tbody></table>"
 
 
-def _page(title: str, comparison: str, charts: str, facts: str, versions: str, sample: str) -> str:
+def _page(
+    title: str,
+    comparison: str,
+    charts: str,
+    passes: str,
+    facts: str,
+    versions: str,
+    sample: str,
+) -> str:
+    passes = f"<h2>One step of the pipeline</h2>{passes}" if passes else ""
     written = f"<h2>What it writes</h2>{sample}" if sample else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -292,6 +292,7 @@ pre {{ overflow: auto; max-height: 24rem; border: 1px solid var(--line); padding
 <h1>{html.escape(title)}</h1>
 <h2>Prediction beside measurement</h2>{comparison}
 <h2>Curves</h2><div class="curves">{charts}</div>
+{passes}
 {written}
 <h2>What ran</h2>{facts}
 <details><summary>Versions</summary>{versions}</details>

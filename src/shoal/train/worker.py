@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.errors import CheckpointError, PlanError, RankError, ShoalError
 from shoal.core.files import write_json
 from shoal.cost.arithmetic import parameters
+from shoal.train import timeline
 from shoal.train.layout import RunDir
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from shoal.train.loop import Trainer
 
 __all__ = ["main", "run_rank"]
+
+# The step of a run whose passes are recorded, when memory and threads are warm.
+RECORDED = 4
 
 USER_ERROR = 2
 PEER_ERROR = 3
@@ -241,8 +245,12 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
 
     job = rank.plan.job
     flops = step_flops(rank.plan)
+    recorded = min(first + RECORDED, rank.total - 1) if job.parallel.pp > 1 else None
     for step in range(first, rank.total):
-        result = rank.trainer.step(step, stop=asked())
+        before = _sent(rank)
+        result = rank.trainer.step(step, stop=asked(), record=step == recorded)
+        if step == recorded:
+            timeline.gather(rank.trainer.engine, rank.directory, step)
         if rank.chief and (step % job.log_every == 0 or step + 1 == rank.total):
             rank.meter.event(
                 "step",
@@ -254,6 +262,7 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
                 tokens_per_s=result.tokens / result.seconds,
                 mfu=flops / result.seconds / rank.peak_flops,
                 memory_bytes=rank.trainer.memory_bytes(),
+                wire_bytes=_sent(rank) - before,
             )
         done = step + 1
         last = done == rank.total
@@ -265,6 +274,12 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
         if result.stop and not last:
             return True
     return False
+
+
+def _sent(rank: _Rank) -> float:
+    """Bytes that this rank has sent so far."""
+    totals = rank.meter.totals()
+    return sum(value for key, value in totals.items() if key.startswith("wire_bytes"))
 
 
 def _evaluate(rank: _Rank, step: int, *, final: bool) -> None:
