@@ -149,6 +149,10 @@ class ThreadWorld:
             threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True)
             for rank in range(self.size)
         ]
+        # The vector mathematics under exp() sets itself up on first use, and where two threads are
+        # first at once it has been seen to compute with an error of 1e-9; so one is, here.
+        for dtype in (torch.float32, torch.float64):
+            torch.zeros(1, dtype=dtype).exp_()
         before = torch.get_num_threads()
         torch.set_num_threads(max(1, before // self.size))
         try:
