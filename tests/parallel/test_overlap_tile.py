@@ -154,15 +154,15 @@ def test_tiled_layers_equal_whole_ones_forward_and_backward(world, bias, sp):
     ids=str,
 )
 def test_same_as_one(parallel):
-    found = same_as_one(job({**parallel, "overlap": "tile"}), config(), documents=True)
+    found = same_as_one(job({**parallel, "overlap": "tile"}), config(num_layers=4), documents=True)
     assert found.same, str(found)
 
 
 def test_same_as_one_with_recomputation_and_experts():
     split = {"tp": 2, "sp": True, "overlap": "tile"}
-    found = same_as_one(job(split, recompute="full", dropout=0.1), config())
+    found = same_as_one(job(split, recompute="full", dropout=0.1), config(num_layers=2))
     assert found.same, str(found)
-    experts = config(family="mixtral", num_experts=4, top_k=2)
+    experts = config(num_layers=2, family="mixtral", num_experts=4, top_k=2)
     found = same_as_one(job(split), experts)
     assert found.same, str(found)
 

@@ -1,0 +1,712 @@
+"""T3: a product whose stores trigger its reduce-scatter, simulated event by event.
+
+A device of a ring computes [tokens, k] x [k, n], its summand of the output, in stages of as many
+workgroup tiles as it has compute units. The output is cut in N chunks, one a device, and
+device r computes them in the staggered order r + 1, r + 2, ... r. Tiles of the first chunk are
+stored straight into the memory of device r - 1. Of every later chunk a tracker counts, region by
+region, the updates that a tile got: its own store and the one that comes from device r + 1. When
+both are there it triggers a DMA, which reads the region and sends it on; own regions end there.
+All those stores are *updates*: the memory adds them near its banks, and no kernel reads both
+summands to write their sum. Updates bypass the last-level cache, which is left to the operands.
+
+Memory is a server of requests, those of the product and those of communication in queues of
+their own: while more than ``threshold_bytes`` of the product wait, communication does; below
+that they take turns. Operands come in slices of the inner dimension, double-buffered, so a
+product that waits for its memory is late, and so is everything behind it.
+
+Equal devices do the same at the same time, so one of them, that sends to itself, stands for
+all; with ``slow`` every device is simulated.
+
+Traffic of a device, in chunks (N devices; r reads, w writes or updates):
+
+===================  ==================  =================
+what                 sequential          T3
+===================  ==================  =================
+stores of product    N w                 N - 1 w
+reduce-scatter       2 N - 1 r, N w      N - 2 r, N - 1 w
+all-gather           N - 1 r, N - 1 w    N - 1 r, N - 1 w
+===================  ==================  =================
+
+Operands are read as the cache model says: panels of rows and columns, least recently used
+first out, where the stores of the sequential product take room and T3's do not.
+
+Source: Pati et al., T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &
+Collectives, 2024 (mechanism, simulated device). Hidden sizes: Microsoft, Turing-NLG, 2020; Brown
+et al., GPT-3, 2020; Chowdhery et al., PaLM, 2022; Smith et al., Megatron-Turing NLG, 2022.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from shoal.core.config import Value
+from shoal.core.errors import require
+
+__all__ = [
+    "MODELS",
+    "Compared",
+    "Device",
+    "Overlapped",
+    "Product",
+    "Sublayer",
+    "Traffic",
+    "all_gather_s",
+    "compare",
+    "fuse",
+    "product_alone",
+    "reduce_scatter_s",
+    "sublayers",
+]
+
+Policy = Literal["compute_first", "round_robin"]
+
+
+class Device(Value):
+    """One device of the ring; by default the one that the paper simulates.
+
+    Args:
+        compute_units: workgroup tiles that are computed at once.
+        clock_hz: of a compute unit.
+        flop_per_cycle: of a compute unit, multiply and add counted as two, 16 bit.
+        efficiency: share of that which a large product reaches.
+        dram_bandwidth: byte/s, reads and writes together.
+        cache_bytes: last-level cache.
+        link_bandwidth: byte/s to the next device, one direction.
+        link_latency_s: of a message.
+        update_cost: time of an update near memory over that of a plain write.
+        threshold_bytes: requests of the product that may wait while communication is served.
+        policy: compute_first as above; round_robin takes turns always.
+        tile_m: rows of a workgroup's tile.
+        tile_n: its columns.
+    """
+
+    compute_units: PositiveInt = 80
+    clock_hz: PositiveFloat = 1.4e9
+    flop_per_cycle: PositiveFloat = 1024.0
+    efficiency: PositiveFloat = 0.75
+    dram_bandwidth: PositiveFloat = 1e12
+    cache_bytes: PositiveFloat = 16.0 * 2**20
+    link_bandwidth: PositiveFloat = 75e9
+    link_latency_s: NonNegativeFloat = 500e-9
+    update_cost: PositiveFloat = 1.5
+    threshold_bytes: NonNegativeFloat = 512.0 * 1024
+    policy: Policy = "compute_first"
+    tile_m: PositiveInt = 256
+    tile_n: PositiveInt = 128
+
+
+class Product(Value):
+    """A device's summand of a row-split layer's output.
+
+    Args:
+        tokens: rows.
+        k: inner dimension of this device.
+        n: columns.
+        tp: devices.
+        bytes_per_value: of operands and output.
+    """
+
+    tokens: PositiveInt
+    k: PositiveInt
+    n: PositiveInt
+    tp: PositiveInt
+    bytes_per_value: PositiveInt = 2
+
+    @property
+    def chunk_bytes(self) -> float:
+        """Output of one device after the reduce-scatter."""
+        return self.tokens * self.n * self.bytes_per_value / self.tp
+
+
+class Sublayer(Value):
+    """A product of a Transformer layer that ends in an all-reduce.
+
+    Args:
+        model: whose.
+        name: ``attention output``, ``feed-forward output`` (forward passes), ``feed-forward
+            input`` or ``attention input`` (backward passes).
+        product: of a device.
+    """
+
+    model: str
+    name: str
+    product: Product
+
+
+MODELS: dict[str, tuple[int, int]] = {
+    "T-NLG": (4256, 8192),
+    "GPT-3": (12288, 4096),
+    "PALM": (18432, 4096),
+    "MT-NLG": (20480, 4096),
+}
+"""Model -> hidden size, as published, and tokens of a pass: four or eight sequences."""
+
+# Inner dimension over hidden size, of all devices together.
+_SUBLAYERS = {
+    "attention output": 1,
+    "feed-forward output": 4,
+    "feed-forward input": 4,
+    "attention input": 3,
+}
+
+
+def sublayers(model: str, hidden: int, tokens: int, tp: int) -> list[Sublayer]:
+    """The four products of a layer that end in an all-reduce of [tokens, hidden].
+
+    Raises:
+        ConfigError: sizes that ``tp`` devices cannot share.
+    """
+    require(tp >= 2, "t3.tp", tp, expected="at least 2: one device sends nothing")
+    require(
+        hidden >= 1 and hidden % tp == 0, "t3.hidden", hidden, expected=f"a multiple of tp = {tp}"
+    )
+    require(tokens >= tp, "t3.tokens", tokens, expected=f"at least {tp}, a row for each device")
+    return [
+        Sublayer(
+            model=model,
+            name=name,
+            product=Product(tokens=tokens, k=factor * hidden // tp, n=hidden, tp=tp),
+        )
+        for name, factor in _SUBLAYERS.items()
+    ]
+
+
+class Traffic(Value):
+    """Bytes between a device and its memory.
+
+    Args:
+        operand_reads: of the product.
+        product_writes: stores, or updates, of its output.
+        scatter_reads: of the reduce-scatter.
+        scatter_writes: of it: what comes over the link, and sums.
+        gather: reads and writes of the all-gather.
+    """
+
+    operand_reads: float
+    product_writes: float
+    scatter_reads: float
+    scatter_writes: float
+    gather: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return (
+            self.operand_reads
+            + self.product_writes
+            + self.scatter_reads
+            + self.scatter_writes
+            + self.gather
+        )
+
+
+class Overlapped(Value):
+    """What a simulation of product and reduce-scatter saw.
+
+    Args:
+        seconds: until every device has its rows of the sum.
+        product_s: until the last device's product is stored.
+        operand_reads: bytes read for the product, of one device.
+        product_writes: bytes of its own updates, of one device.
+        scatter_reads: bytes that DMAs read, of one device.
+        scatter_writes: bytes of updates that came over the link, of one device.
+        sent: bytes over the link, of one device.
+        updates: fewest and most updates that went into a tile of the result.
+        triggers: DMAs that the tracker started, of one device.
+    """
+
+    seconds: float
+    product_s: float
+    operand_reads: float
+    product_writes: float
+    scatter_reads: float
+    scatter_writes: float
+    sent: float
+    updates: tuple[float, float]
+    triggers: int
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The product, stage by stage.
+
+    Args:
+        reads: bytes of operands that each stage reads from memory.
+        tiles: first tile of each stage, and the end.
+        per_chunk: tiles of a chunk.
+        seconds: arithmetic of a stage.
+        tile_bytes: output of a tile, on average.
+    """
+
+    reads: list[float]
+    tiles: list[int]
+    per_chunk: int
+    seconds: float
+    tile_bytes: float
+
+
+def _grid(product: Product) -> tuple[int, int]:
+    """Chunks of the output by rows and by columns: the blocks that are nearest to square.
+
+    Squares share most of what they read. An all-reduce may scatter any blocks.
+    """
+    pairs = [(d, product.tp // d) for d in range(1, product.tp + 1) if product.tp % d == 0]
+    return min(pairs, key=lambda pair: product.tokens / pair[0] + product.n / pair[1])
+
+
+def _stages(product: Product, device: Device, *, bypass: bool) -> _Stages:
+    """Cut a product in stages, and say what each of them reads past the cache.
+
+    Tiles of a chunk are taken column by column in bands, so high that a stage is nearly square.
+    """
+    size = product.bytes_per_value
+    down, across = _grid(product)
+    rows, columns = product.tokens / down, product.n / across
+    high, wide = math.ceil(rows / device.tile_m), math.ceil(columns / device.tile_n)
+    per_chunk = high * wide
+    total = per_chunk * product.tp
+    tile_m, tile_n = rows / high, columns / wide
+    row_panel = tile_m * product.k * size
+    column_panel = tile_n * product.k * size
+    tile_bytes = product.chunk_bytes / per_chunk
+    band = max(1, round(math.sqrt(device.compute_units * tile_n / tile_m)))
+    inside = [
+        (row, column)
+        for top in range(0, high, band)
+        for column in range(wide)
+        for row in range(top, min(high, top + band))
+    ]
+    cache: OrderedDict[tuple[str, int], float] = OrderedDict()
+    held = 0.0
+
+    def touch(key: tuple[str, int], nbytes: float) -> float:
+        nonlocal held
+        if key in cache:
+            cache.move_to_end(key)
+            return 0.0
+        cache[key] = nbytes
+        held += nbytes
+        while held > device.cache_bytes and cache:
+            held -= cache.popitem(last=False)[1]
+        return nbytes
+
+    reads, starts = [], []
+    for start in range(0, total, device.compute_units):
+        starts.append(start)
+        tiles = range(start, min(total, start + device.compute_units))
+        places = []
+        for tile in tiles:
+            chunk, within = divmod(tile, per_chunk)
+            row, column = inside[within]
+            places.append((chunk // across * high + row, chunk % across * wide + column))
+        # Workgroups of a stage walk through k together: a panel is read for all of them once.
+        read = sum(touch(("row", row), row_panel) for row in sorted({p[0] for p in places}))
+        read += sum(touch(("column", c), column_panel) for c in sorted({p[1] for p in places}))
+        if not bypass:
+            for tile in tiles:
+                touch(("out", tile), tile_bytes)
+        reads.append(read)
+    rate = device.flop_per_cycle * device.clock_hz * device.efficiency
+    seconds = 2.0 * tile_m * tile_n * product.k / rate
+    return _Stages(reads, [*starts, total], per_chunk, seconds, tile_bytes)
+
+
+# Parts of a stage's inner dimension, read while the part before is computed; parts of a chunk that
+# the tracker knows; bytes of one request to memory.
+_SLICES = 4
+_REGIONS = 8
+_REQUEST = 256 * 1024
+
+
+@dataclass
+class _Memory:
+    """One device's memory: two queues and who was served last."""
+
+    compute: deque[tuple[float, float, Callable[[], None] | None]] = field(default_factory=deque)
+    communication: deque[tuple[float, float, Callable[[], None] | None]] = field(
+        default_factory=deque
+    )
+    waiting: float = 0.0
+    busy: bool = False
+    turn: bool = False
+
+
+@dataclass
+class _State:
+    """One device in a simulation."""
+
+    slow: float
+    memory: _Memory = field(default_factory=_Memory)
+    slice: int = 0
+    read: int = -1
+    computing: bool = False
+    link_free: float = 0.0
+    stores: int = 0
+    product_s: float = 0.0
+    # Of the region (step, number): tile updates that came, and the summands in them.
+    came: dict[tuple[int, int], int] = field(default_factory=dict)
+    summands: dict[tuple[int, int], int] = field(default_factory=dict)
+    counts: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("operands", "stores", "dma", "updates", "sent"), 0.0)
+    )
+    triggers: int = 0
+    done: int = 0
+
+
+class _Ring:
+    """The events of product and reduce-scatter on a ring.
+
+    Regions are named by the step at which a device computes them, so that what a device sends in
+    step i is what the next one needs in step i + 1.
+    """
+
+    def __init__(
+        self,
+        product: Product,
+        device: Device,
+        *,
+        overlapped: bool,
+        bypass: bool,
+        slow: Mapping[int, float],
+    ) -> None:
+        self.product, self.device, self.overlapped = product, device, overlapped
+        self.work = _stages(product, device, bypass=bypass)
+        self.devices = [_State(slow.get(r, 1.0)) for r in range(product.tp if slow else 1)]
+        per_chunk = self.work.per_chunk
+        regions = min(_REGIONS, per_chunk)
+        self.ends = [per_chunk * (i + 1) // regions for i in range(regions)]
+        self.sizes = [b - a for a, b in itertools.pairwise([0, *self.ends])]
+        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.number = 0
+        self.now = 0.0
+
+    def at(self, time: float, call: Callable[..., None], *arguments: Any) -> None:
+        self.number += 1
+        heapq.heappush(self.events, (time, self.number, call, arguments))
+
+    def run(self) -> None:
+        for r in range(len(self.devices)):
+            self.fetch(r)
+        while self.events:
+            self.now, _, call, arguments = heapq.heappop(self.events)
+            call(*arguments)
+
+    # Memory.
+
+    def ask(
+        self, r: int, nbytes: float, cost: float, then: Callable[[], None], *, compute: bool
+    ) -> None:
+        """Move bytes; ``then`` is called when the last of them have moved."""
+        memory = self.devices[r].memory
+        queue = memory.compute if compute else memory.communication
+        parts = max(1, math.ceil(nbytes / _REQUEST))
+        each = nbytes / parts
+        seconds = each * cost / self.device.dram_bandwidth
+        for i in range(parts):
+            queue.append((each, seconds, then if i == parts - 1 else None))
+        if compute:
+            memory.waiting += nbytes
+        if not memory.busy:
+            self.serve(r)
+
+    def serve(self, r: int) -> None:
+        memory = self.devices[r].memory
+        compute, communication = memory.compute, memory.communication
+        if not compute and not communication:
+            memory.busy = False
+            return
+        memory.busy = True
+        if compute and communication:
+            full = memory.waiting > self.device.threshold_bytes
+            first = self.device.policy == "compute_first" and full
+            memory.turn = first or not memory.turn
+            mine = memory.turn
+        else:
+            mine = bool(compute)
+        nbytes, seconds, then = (compute if mine else communication).popleft()
+        if mine:
+            memory.waiting -= nbytes
+        self.at(self.now + seconds, self.served, r, then)
+
+    def served(self, r: int, then: Callable[[], None] | None) -> None:
+        if then is not None:
+            then()
+        self.serve(r)
+
+    # The product.
+
+    def fetch(self, r: int) -> None:
+        """Read the operands of the next slice."""
+        state = self.devices[r]
+        wanted = state.read + 1
+        if wanted >= _SLICES * len(self.work.reads):
+            return
+        nbytes = self.work.reads[wanted // _SLICES] / _SLICES
+
+        def here() -> None:
+            state.read = wanted
+            self.compute(r)
+
+        state.counts["operands"] += nbytes
+        self.ask(r, nbytes, 1.0, here, compute=True)
+
+    def compute(self, r: int) -> None:
+        """Start the next slice if its operands are here and the units are free."""
+        state = self.devices[r]
+        if state.computing or state.slice > state.read:
+            return
+        state.computing = True
+        self.at(self.now + self.work.seconds * state.slow / _SLICES, self.computed, r)
+        self.fetch(r)
+
+    def computed(self, r: int) -> None:
+        state = self.devices[r]
+        state.computing = False
+        state.slice += 1
+        if state.slice % _SLICES == 0:
+            self.store(r, state.slice // _SLICES - 1)
+        self.compute(r)
+
+    def store(self, r: int, stage: int) -> None:
+        """A stage is computed: its tiles are stored, region by region."""
+        state, work = self.devices[r], self.work
+        tile, end = work.tiles[stage], work.tiles[stage + 1]
+        while tile < end:
+            step, inside = divmod(tile, work.per_chunk)
+            region = next(i for i, stop in enumerate(self.ends) if inside < stop)
+            tiles = min(end - tile, self.ends[region] - inside)
+            nbytes = tiles * work.tile_bytes
+            tile += tiles
+            if self.overlapped and step == 0:
+                self.send(r, 0, region, tiles, 1)
+                continue
+            state.counts["stores"] += nbytes
+            state.stores += 1
+
+            def stored(step: int = step, region: int = region, tiles: int = tiles) -> None:
+                state.stores -= 1
+                state.product_s = self.now
+                if self.overlapped:
+                    self.update(r, step, region, tiles, 1)
+
+            cost = self.device.update_cost if self.overlapped else 1.0
+            self.ask(r, nbytes, cost, stored, compute=True)
+        state.product_s = max(state.product_s, self.now)
+
+    # Tracking, triggering, sending.
+
+    def update(self, r: int, step: int, region: int, tiles: int, summands: int) -> None:
+        """Tiles of a region were updated; at the threshold the DMA starts."""
+        state, key = self.devices[r], (step, region)
+        state.came[key] = state.came.get(key, 0) + tiles
+        state.summands[key] = state.summands.get(key, 0) + tiles * summands
+        if state.came[key] < 2 * self.sizes[region]:
+            return
+        if step == self.product.tp - 1:
+            state.done += 1
+            return
+        state.triggers += 1
+        nbytes = self.sizes[region] * self.work.tile_bytes
+        state.counts["dma"] += nbytes
+        each = state.summands[key] // self.sizes[region]
+        self.ask(
+            r,
+            nbytes,
+            1.0,
+            lambda: self.send(r, step, region, self.sizes[region], each),
+            compute=False,
+        )
+
+    def send(self, r: int, step: int, region: int, tiles: int, summands: int) -> None:
+        """Tiles go over the link and update the next device's memory."""
+        state, device = self.devices[r], self.device
+        nbytes = tiles * self.work.tile_bytes
+        state.counts["sent"] += nbytes
+        state.link_free = max(self.now, state.link_free) + nbytes / device.link_bandwidth
+        target = (r - 1) % len(self.devices)
+
+        def arrive() -> None:
+            self.devices[target].counts["updates"] += nbytes
+            self.ask(
+                target,
+                nbytes,
+                device.update_cost,
+                lambda: self.update(target, step + 1, region, tiles, summands),
+                compute=False,
+            )
+
+        self.at(state.link_free + device.link_latency_s, arrive)
+
+
+def fuse(
+    product: Product, device: Device | None = None, *, slow: Mapping[int, float] | None = None
+) -> Overlapped:
+    """Simulate a product whose stores trigger its reduce-scatter.
+
+    Args:
+        product: of each device.
+        device: what all of them are.
+        slow: device -> how much longer its arithmetic takes; then all devices are simulated.
+
+    Raises:
+        ConfigError: fewer than two devices, or fewer rows than devices.
+    """
+    require(product.tp >= 2, "t3.tp", product.tp, expected="at least 2: one device sends nothing")
+    require(
+        product.tokens >= product.tp,
+        "t3.tokens",
+        product.tokens,
+        expected=f"at least {product.tp}, a row for each device",
+    )
+    ring = _Ring(product, device or Device(), overlapped=True, bypass=True, slow=slow or {})
+    ring.run()
+    last = product.tp - 1
+    updates = [
+        state.summands[last, region] / size
+        for state in ring.devices
+        for region, size in enumerate(ring.sizes)
+    ]
+    first = ring.devices[0]
+    return Overlapped(
+        seconds=ring.now,
+        product_s=max(state.product_s for state in ring.devices),
+        operand_reads=first.counts["operands"],
+        product_writes=first.counts["stores"],
+        scatter_reads=first.counts["dma"],
+        scatter_writes=first.counts["updates"],
+        sent=first.counts["sent"],
+        updates=(min(updates), max(updates)),
+        triggers=first.triggers,
+    )
+
+
+def product_alone(
+    product: Product, device: Device | None = None, *, bypass: bool = False
+) -> tuple[float, float]:
+    """Seconds and operand bytes of the product with nothing beside it.
+
+    Args:
+        product: of each device.
+        device: what all of them are.
+        bypass: its stores leave the cache to the operands.
+    """
+    ring = _Ring(product, device or Device(), overlapped=False, bypass=bypass, slow={})
+    ring.run()
+    return ring.now, ring.devices[0].counts["operands"]
+
+
+def reduce_scatter_s(product: Product, device: Device, *, near_memory: bool = False) -> float:
+    """Seconds of a ring reduce-scatter by itself.
+
+    Args:
+        product: whose output it is.
+        device: what all of them are.
+        near_memory: what comes is added by the memory; else a kernel reads both summands, and
+            writes the last sum.
+    """
+    chunk, steps = product.chunk_bytes, product.tp - 1
+    link = chunk / device.link_bandwidth
+    moved = (1 + device.update_cost) * chunk if near_memory else 3 * chunk
+    step = max(link, moved / device.dram_bandwidth) + device.link_latency_s
+    end = 0.0 if near_memory else 3 * chunk / device.dram_bandwidth
+    return steps * step + end
+
+
+def all_gather_s(product: Product, device: Device) -> float:
+    """Seconds of a ring all-gather of the summed rows."""
+    chunk = product.chunk_bytes
+    step = max(chunk / device.link_bandwidth, 2 * chunk / device.dram_bandwidth)
+    return (product.tp - 1) * (step + device.link_latency_s)
+
+
+class Compared(Value):
+    """A sublayer in every way: product, reduce-scatter and all-gather.
+
+    Args:
+        sublayer: what was simulated.
+        product_s: the product alone.
+        reduce_scatter_s: it alone.
+        all_gather_s: it alone, which nobody overlaps.
+        sequential_s: one after the other.
+        t3_s: simulated, with the all-gather behind it.
+        ideal_s: the longer of product and reduce-scatter, and the all-gather.
+        ideal_near_memory_s: the same with the reduce-scatter that memory helps.
+        bound_s: what product and link need, each alone, of what is fused: the longer of both.
+        sequential: traffic one after the other.
+        t3: traffic of T3.
+        fused: what the simulation saw.
+    """
+
+    sublayer: Sublayer
+    product_s: float
+    reduce_scatter_s: float
+    all_gather_s: float
+    sequential_s: float
+    t3_s: float
+    ideal_s: float
+    ideal_near_memory_s: float
+    bound_s: float
+    sequential: Traffic
+    t3: Traffic
+    fused: Overlapped
+
+    @property
+    def speedup(self) -> float:
+        """Of T3 over one after the other."""
+        return self.sequential_s / self.t3_s
+
+    @property
+    def movement(self) -> float:
+        """Traffic of T3 over that of one after the other, less one."""
+        return self.t3.total / self.sequential.total - 1.0
+
+
+def compare(sublayer: Sublayer, device: Device | None = None) -> Compared:
+    """Simulate a sublayer with T3, and price the ways without it.
+
+    Raises:
+        ConfigError: as for :func:`fuse`.
+    """
+    device = device or Device()
+    product = sublayer.product
+    chunk, tp = product.chunk_bytes, product.tp
+    fused = fuse(product, device)
+    alone, operands = product_alone(product, device)
+    bypassed, _ = product_alone(product, device, bypass=True)
+    scatter, gather = reduce_scatter_s(product, device), all_gather_s(product, device)
+    near = reduce_scatter_s(product, device, near_memory=True)
+    gathered = 2 * (tp - 1) * chunk
+    return Compared(
+        sublayer=sublayer,
+        product_s=alone,
+        reduce_scatter_s=scatter,
+        all_gather_s=gather,
+        sequential_s=alone + scatter + gather,
+        t3_s=fused.seconds + gather,
+        ideal_s=max(alone, scatter) + gather,
+        ideal_near_memory_s=max(alone, near) + gather,
+        bound_s=max(bypassed, (tp - 1) * chunk / device.link_bandwidth),
+        sequential=Traffic(
+            operand_reads=operands,
+            product_writes=tp * chunk,
+            scatter_reads=(2 * tp - 1) * chunk,
+            scatter_writes=tp * chunk,
+            gather=gathered,
+        ),
+        t3=Traffic(
+            operand_reads=fused.operand_reads,
+            product_writes=fused.product_writes,
+            scatter_reads=fused.scatter_reads,
+            scatter_writes=fused.scatter_writes,
+            gather=gathered,
+        ),
+        fused=fused,
+    )

@@ -1,0 +1,147 @@
+"""T3's simulator: conservation, closed forms, limits, and what contention costs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal.app.commands.plan import app
+from shoal.core.errors import ConfigError
+from shoal.cost.t3 import (
+    MODELS,
+    Device,
+    Product,
+    all_gather_s,
+    compare,
+    fuse,
+    product_alone,
+    reduce_scatter_s,
+    sublayers,
+)
+
+SMALL = Product(tokens=1000, k=300, n=700, tp=4)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+@pytest.mark.parametrize("tokens", [64, 1000])
+def test_every_tile_gets_one_update_of_every_device(tp, tokens):
+    product = Product(tokens=tokens, k=300, n=700, tp=tp)
+    found = fuse(product)
+    assert found.updates == (tp, tp)
+    regions = found.triggers / (tp - 2) if tp > 2 else 0
+    assert regions == int(regions)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+def test_bytes_follow_the_closed_forms(tp):
+    product = Product(tokens=1000, k=300, n=700, tp=tp)
+    chunk = product.chunk_bytes
+    found = fuse(product)
+    assert found.product_writes == pytest.approx((tp - 1) * chunk)
+    assert found.scatter_reads == pytest.approx((tp - 2) * chunk)
+    assert found.scatter_writes == pytest.approx((tp - 1) * chunk)
+    assert found.sent == pytest.approx((tp - 1) * chunk)
+    both = compare(sublayers("", 128 * tp, 512, tp)[0])
+    chunk = both.sublayer.product.chunk_bytes
+    assert both.sequential.total - both.sequential.operand_reads == pytest.approx(
+        (tp + 2 * tp - 1 + tp + 2 * (tp - 1)) * chunk
+    )
+
+
+def test_operands_that_fit_in_the_cache_are_read_once():
+    _, read = product_alone(SMALL, bypass=True)
+    assert read == pytest.approx(2 * 300 * (1000 + 700))
+    _, again = product_alone(SMALL, Device(cache_bytes=1e5, compute_units=4), bypass=True)
+    assert again > read
+
+
+def test_one_device_stands_for_equal_ones():
+    alone = fuse(SMALL)
+    every = fuse(SMALL, slow={0: 1.0})
+    assert every == alone
+
+
+def test_one_slow_device_holds_up_the_ring():
+    every = fuse(SMALL, slow={2: 3.0})
+    assert every.seconds > 1.3 * fuse(SMALL).seconds
+    assert every.updates == (4, 4)
+
+
+@pytest.mark.parametrize(("model", "tp"), [("T-NLG", 8), ("T-NLG", 16), ("GPT-3", 16)])
+def test_never_faster_than_product_or_link_alone(model, tp):
+    for layer in sublayers(model, *MODELS[model], tp):
+        found = compare(layer)
+        assert found.fused.seconds >= found.bound_s
+        assert 1.0 < found.speedup < 1.6
+        assert found.movement < 0
+
+
+def test_contention_is_simulated_and_not_the_longer_of_both():
+    """Balanced and with little arithmetic for each byte, both want the memory."""
+    layer = sublayers("T-NLG", *MODELS["T-NLG"], 16)[1]
+    found = compare(layer)
+    assert found.fused.seconds > 1.02 * found.bound_s
+    free = fuse(layer.product, Device(dram_bandwidth=1e15))
+    assert free.seconds < found.fused.seconds
+
+
+def test_a_link_that_binds_is_never_idle():
+    device = Device(link_bandwidth=1e9, dram_bandwidth=1e15)
+    found = fuse(SMALL, device)
+    link = 3 * SMALL.chunk_bytes / 1e9
+    assert link < found.seconds < 1.05 * link + found.product_s
+
+
+def test_a_product_that_binds_hides_everything():
+    device = Device(link_bandwidth=1e15, dram_bandwidth=1e15, link_latency_s=0.0)
+    assert fuse(SMALL, device).seconds == pytest.approx(
+        product_alone(SMALL, device, bypass=True)[0], rel=1e-3
+    )
+
+
+def test_what_slows_memory_or_link_slows_the_layer():
+    layer = sublayers("T-NLG", *MODELS["T-NLG"], 16)[1].product
+    base = fuse(layer).seconds
+    assert fuse(layer, Device(update_cost=3.0)).seconds > base
+    assert fuse(layer, Device(link_bandwidth=40e9)).seconds > base
+    assert fuse(layer, Device(compute_units=40)).seconds > base
+    turns = fuse(layer, Device(policy="round_robin"))
+    assert turns.product_s >= fuse(layer).product_s
+    assert turns.updates == (16, 16)
+
+
+def test_ring_collectives_in_closed_form():
+    device = Device(link_latency_s=0.0)
+    chunk = SMALL.chunk_bytes
+    assert all_gather_s(SMALL, device) == pytest.approx(3 * chunk / 75e9)
+    assert reduce_scatter_s(SMALL, device) == pytest.approx(3 * chunk / 75e9 + 3 * chunk / 1e12)
+    assert reduce_scatter_s(SMALL, device, near_memory=True) == pytest.approx(3 * chunk / 75e9)
+
+
+def test_bad_sizes_are_refused():
+    with pytest.raises(ConfigError, match=r"t3\.tp = 1"):
+        sublayers("", 64, 8, 1)
+    with pytest.raises(ConfigError, match=r"t3\.hidden = 65"):
+        sublayers("", 65, 8, 2)
+    with pytest.raises(ConfigError, match=r"t3\.tokens = 1"):
+        sublayers("", 64, 1, 2)
+    with pytest.raises(ConfigError, match=r"t3\.tp = 1"):
+        fuse(Product(tokens=8, k=8, n=8, tp=1))
+    with pytest.raises(ConfigError, match=r"t3\.tokens = 3"):
+        fuse(Product(tokens=3, k=8, n=8, tp=4))
+
+
+def test_the_command_shows_and_prints():
+    done = CliRunner().invoke(app, ["t3", "--hidden", "4256", "--tp", "8"])
+    assert done.exit_code == 0, done.output
+    assert "feed-forward output" in done.stdout
+    done = CliRunner().invoke(
+        app, ["t3", "--hidden", "1024", "--tp", "4", "--set", "link_bandwidth=1e10", "-o", "json"]
+    )
+    found = json.loads(done.stdout)
+    assert len(found) == 4
+    assert all(layer["speedup"] > 1 and layer["fused"]["updates"] == [4, 4] for layer in found)
+    done = CliRunner().invoke(app, ["t3", "--tp", "3"])
+    assert isinstance(done.exception, ConfigError)
