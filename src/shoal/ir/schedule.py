@@ -70,6 +70,10 @@ class Schedule:
         vocab_barriers: 0 keeps the embedding in the first and the output layer in the last
             stage; 1 or 2 split both over all ranks, shard r on rank r, with so many
             synchronisations of a micro-batch between its ``S`` pass and its first backward.
+        cells: by stage, which part of the model it computes; stages of one cell are replicas,
+            whose gradients are summed. Empty: stage s is cell s. Where they are given, so are the
+            routes of all micro-batches.
+        bare_head: the last cell is the final norm and the output layer, without a block.
     """
 
     name: str
@@ -78,6 +82,8 @@ class Schedule:
     microbatches: int
     routes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     vocab_barriers: int = 0
+    cells: tuple[int, ...] = ()
+    bare_head: bool = False
 
     @property
     def ranks(self) -> int:
@@ -90,8 +96,23 @@ class Schedule:
         return len(self.place)
 
     @cached_property
+    def cell_of(self) -> tuple[int, ...]:
+        """By stage, the part of the model that it computes."""
+        return self.cells or tuple(range(self.stages))
+
+    @cached_property
+    def num_cells(self) -> int:
+        """Parts that the model is cut into."""
+        return max(self.cell_of) + 1
+
+    @cached_property
     def _everywhere(self) -> tuple[int, ...]:
         return tuple(range(self.stages))
+
+    @cached_property
+    def whole_route(self) -> tuple[int, ...]:
+        """A route through the whole model, by the first replica of every cell."""
+        return tuple(self.cell_of.index(cell) for cell in range(self.num_cells))
 
     def route(self, mb: int) -> tuple[int, ...]:
         """Stages that micro-batch ``mb`` visits, in order."""
@@ -158,6 +179,14 @@ class Schedule:
         Raises:
             PlanError: names the first pass that is wrong and why.
         """
+        if self.cells and (
+            len(self.cells) != self.stages or set(self.routes) != set(range(self.microbatches))
+        ):
+            raise PlanError(
+                f"schedule {self.name}: {len(self.cells)} cells and {len(self.routes)} routes; "
+                f"expected a cell for each of {self.stages} stages, and a route for each of "
+                f"{self.microbatches} micro-batches"
+            )
         done: dict[Op, int] = {}
         for rank, ops in enumerate(self.ops):
             for op in ops:
@@ -209,11 +238,16 @@ class Schedule:
             )
 
     def in_flight(self) -> list[int]:
-        """Most micro-batches of a stage, summed over its stages, whose activations a rank holds."""
+        """Most micro-batches of a stage, summed over its stages, whose activations a rank holds.
+
+        An output layer alone holds nothing for long and does not count.
+        """
         peaks = []
         for ops in self.ops:
             held = peak = 0
             for op in ops:
+                if self.bare_head and self.cell_of[op.stage] == self.num_cells - 1:
+                    continue
                 if op.kind == "F":
                     held += 1
                     peak = max(peak, held)

@@ -13,5 +13,6 @@ SCHEDULES = PartTable(
         "zb_h1": "shoal.plan.schedules.zb_h1:ZeroBubbleH1",
         "zbv": "shoal.plan.schedules.zbv:ZeroBubbleV",
         "vhalf": "shoal.plan.schedules.vhalf:VHalf",
+        "skippipe": "shoal.plan.schedules.skippipe:SkipPipe",
     },
 )

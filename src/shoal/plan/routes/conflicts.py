@@ -1,0 +1,446 @@
+"""Routes of all micro-batches that do not get in each other's way: conflict-based search.
+
+The tree's root lets every micro-batch take its own best route. A node of the tree whose
+routes are in conflict is split: each of its children forbids one of those who take part
+what it did, and only that micro-batch is planned anew. Conflicts are looked for in this
+order: a stage that too many or too few micro-batches visit (C2), activations that a node
+cannot hold (T1), two passes on a node at one time (T2). The best node of the tree comes
+first, so the first one without conflict is the best plan there is.
+
+Since a tree can grow without end, the search stops after so many nodes, and a feasible
+plan is there before it begins: micro-batches one after the other around what is planned
+already, and again and again some of them anew, as long as that helps.
+
+Source: Sharon et al., Conflict-Based Search for Optimal Multi-Agent Pathfinding, 2015;
+Andreychuk et al., Multi-Agent Pathfinding with Continuous Time, 2019 (intervals of starts);
+Li et al., Anytime Multi-Agent Path Finding via Large Neighborhood Search, 2021;
+Blagoev et al., SkipPipe, 2025 (the constraints).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from shoal.core.errors import PlanError, require
+from shoal.core.random import generator
+from shoal.plan.routes.path import Limits, Pass, Problem, Windows, best_route
+
+__all__ = ["Routes", "plan_routes", "random_routes", "search", "violation"]
+
+# Micro-batches that are planned anew at a time.
+_NEIGHBOURHOOD = 5
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The passes of every micro-batch.
+
+    Args:
+        passes: by micro-batch, in order of time.
+        optimal: no other plan ends earlier.
+        expanded: nodes of the constraint tree that were looked at.
+    """
+
+    passes: tuple[tuple[Pass, ...], ...]
+    optimal: bool = False
+    expanded: int = 0
+
+    @cached_property
+    def makespan(self) -> int:
+        """Tick at which the last backward pass ends."""
+        return max(route[-1].end for route in self.passes)
+
+    @cached_property
+    def key(self) -> tuple[int, int]:
+        """What is made small: the end of the last micro-batch, then the sum of all ends."""
+        return self.makespan, sum(route[-1].end for route in self.passes)
+
+    def nodes(self, mb: int) -> tuple[int, ...]:
+        """Nodes that a micro-batch visits, in order."""
+        return tuple(p.node for p in self.passes[mb] if p.kind == "F")
+
+
+def plan_routes(problem: Problem, *, effort: int = 100, seed: int = 0) -> Routes:
+    """The best plan that so much effort finds.
+
+    Args:
+        problem: nodes and micro-batches.
+        effort: nodes of the constraint tree, and attempts to improve a plan.
+        seed: of the attempts.
+
+    Raises:
+        PlanError: no plan exists; names the constraint that cannot be met.
+    """
+    _check(problem)
+    best = _improved(problem, _one_by_one(problem), effort, seed)
+    return search(problem, most=effort, known=best)
+
+
+def random_routes(problem: Problem, *, seed: int = 0) -> Routes:
+    """Stages and nodes drawn at random, evenly, and passes as early as they then can be.
+
+    Raises:
+        PlanError: no plan exists; names the constraint that cannot be met.
+    """
+    _check(problem)
+    random = generator(seed, purpose="random routes")
+    counts = [0] * len(problem.stages)
+    passes: dict[int, tuple[Pass, ...]] = {}
+    for mb in range(problem.microbatches):
+        left = problem.microbatches - mb - 1
+        while True:
+            drawn = random.permutation(len(problem.stages) - 1)[: problem.keep - 1] + 1
+            chosen = frozenset(int(s) for s in drawn)
+            if _even(problem, counts, left)(chosen):
+                break
+        for stage in chosen:
+            counts[stage] += 1
+        start = problem.start(mb)
+        for _ in range(1000):
+            route = (
+                start,
+                *(int(random.choice(problem.stages[stage])) for stage in sorted(chosen)),
+            )
+            found = _after(problem, mb, passes, route=route)
+            if found is not None:
+                break
+        else:
+            raise PlanError(f"micro-batch {mb}: no linked nodes in stages {sorted(chosen)}")
+        passes[mb] = found
+    return Routes(tuple(passes[mb] for mb in range(problem.microbatches)))
+
+
+def _check(problem: Problem) -> None:
+    """Refuse what no plan can do."""
+    count, keep = len(problem.stages), problem.keep
+    require(
+        problem.microbatches >= 1,
+        "microbatches",
+        problem.microbatches,
+        expected="at least 1",
+        error=PlanError,
+    )
+    require(1 <= keep <= count, "keep", keep, expected=f"1 to {count}, the stages", error=PlanError)
+    low, high = problem.visits
+    for stage, nodes in enumerate(problem.stages):
+        needed = problem.microbatches if stage == 0 else low
+        blocked = nodes if stage else tuple(n for n in nodes if problem.in_flight[n] == 0)
+        room = max(problem.in_flight[n] for n in blocked) if blocked else 1
+        visited = (
+            "all micro-batches (C1)" if stage == 0 else f"{low} to {high} micro-batches each (C2)"
+        )
+        require(
+            room > 0 or needed == 0,
+            f"in_flight of the nodes of stage {stage}",
+            0,
+            expected=f"at least 1 on {'each' if stage == 0 else 'one'} of nodes "
+            f"{', '.join(map(str, nodes))}, because this stage is visited by {visited}; the "
+            "binding constraint is their memory (T1)",
+            hint="put the stage on nodes with more memory, or cut the model into more stages",
+            error=PlanError,
+        )
+    for mb in range(min(problem.microbatches, len(problem.stages[0]))):
+        start = problem.start(mb)
+        require(
+            problem.rest(start, keep - 1, start) < float("inf"),
+            f"routes from node {start} of stage 0",
+            "none",
+            expected=f"links through {keep} stages and back",
+            hint="give more links",
+            error=PlanError,
+        )
+
+
+def _even(problem: Problem, counts: Sequence[int], left: int) -> Callable[[frozenset[int]], bool]:
+    """Whether, after a visit to these stages, ``left`` micro-batches can still even out C2."""
+    low, high = problem.visits
+    hops = problem.keep - 1
+
+    def allowed(stages: frozenset[int]) -> bool:
+        least = most = 0
+        for stage in range(1, len(problem.stages)):
+            count = counts[stage] + (stage in stages)
+            if count > high or low - count > left:
+                return False
+            least += max(0, low - count)
+            most += min(high - count, left)
+        return least <= left * hops <= most
+
+    return allowed
+
+
+def _reserved(
+    problem: Problem, passes: Mapping[int, tuple[Pass, ...]]
+) -> tuple[dict[tuple[str, int], Windows], dict[int, Windows]]:
+    """When nodes are busy for a pass of each kind, and when they hold all that they can."""
+    taken: dict[int, list[Pass]] = {}
+    held: dict[int, list[tuple[int, int]]] = {}
+    for route in passes.values():
+        opened = {}
+        for one in route:
+            taken.setdefault(one.node, []).append(one)
+            if one.kind == "F":
+                opened[one.node] = one.start
+            elif one.kind == "B":
+                held.setdefault(one.node, []).extend([(opened[one.node], 1), (one.end, -1)])
+    busy: dict[tuple[str, int], Windows] = {}
+    for node, ones in taken.items():
+        lengths = {"F": problem.forward, "B": problem.backward, "H": problem.head}
+        for kind, length in lengths.items():
+            if length[node]:
+                busy[kind, node] = sorted(
+                    (one.start - length[node] + 1, one.end) for one in ones if one.end > one.start
+                )
+    full: dict[int, Windows] = {}
+    for node, changes in held.items():
+        inside, since = 0, None
+        for tick, change in sorted(changes, key=lambda c: (c[0], c[1])):
+            inside += change
+            if inside >= problem.in_flight[node] and since is None:
+                since = tick
+            elif inside < problem.in_flight[node] and since is not None:
+                if tick > since:
+                    full.setdefault(node, []).append((since, tick))
+                since = None
+    return busy, full
+
+
+def _after(
+    problem: Problem,
+    mb: int,
+    passes: Mapping[int, tuple[Pass, ...]],
+    *,
+    allowed: Callable[[frozenset[int]], bool] | None = None,
+    route: Sequence[int] | None = None,
+) -> tuple[Pass, ...] | None:
+    """The best route around those of others; where none is found soon, behind all of them."""
+    busy, full = _reserved(problem, passes)
+    start = problem.start(mb)
+    empty = frozenset(
+        s
+        for s, nodes in enumerate(problem.stages)
+        if s and not any(problem.in_flight[n] for n in nodes)
+    )
+    never = {n: [(0, 2**61)] for nodes in problem.stages for n in nodes if not problem.in_flight[n]}
+    limits = Limits(busy, {**full, **never}, empty)
+    found = best_route(problem, start, limits, allowed=allowed, route=route)
+    if found is None:
+        end = max((one[-1].end for one in passes.values()), default=0)
+        alone = Limits({("F", start): [(0, end)]}, never, empty)
+        found = best_route(problem, start, alone, allowed=allowed, route=route)
+    return found
+
+
+def _one_by_one(problem: Problem) -> Routes:
+    passes = _placed(problem, range(problem.microbatches), {})
+    if passes is None:
+        raise PlanError(
+            f"routes of {problem.microbatches} micro-batches through {problem.keep} of "
+            f"{len(problem.stages)} stages: none found whose stages are visited evenly (C2) by "
+            "way of the links and memories (T1) there are; give more links, or more memory"
+        )
+    return Routes(tuple(passes[mb] for mb in range(problem.microbatches)))
+
+
+def _placed(
+    problem: Problem, order: Sequence[int], passes: Mapping[int, tuple[Pass, ...]]
+) -> dict[int, tuple[Pass, ...]] | None:
+    """Those of ``order`` one after the other around what is placed."""
+    placed = dict(passes)
+    counts = [0] * len(problem.stages)
+    for route in placed.values():
+        for one in route:
+            counts[problem.stage_of[one.node]] += one.kind == "F"
+    for at, mb in enumerate(order):
+        found = _after(problem, mb, placed, allowed=_even(problem, counts, len(order) - at - 1))
+        if found is None:
+            return None
+        placed[mb] = found
+        for one in found:
+            counts[problem.stage_of[one.node]] += one.kind == "F"
+    return placed
+
+
+def _improved(problem: Problem, routes: Routes, effort: int, seed: int) -> Routes:
+    """Plan some micro-batches anew, the last ones more often, and keep what is not worse."""
+    random = generator(seed, purpose="improve routes")
+    best, count = routes, problem.microbatches
+    for _ in range(effort):
+        ends = np.array([route[-1].end for route in best.passes], float)
+        weight = ends - ends.min() + 0.2 * max(1.0, float(ends.max() - ends.min()))
+        chosen = random.choice(
+            count, size=min(count, _NEIGHBOURHOOD), replace=False, p=weight / weight.sum()
+        )
+        fixed = {mb: best.passes[mb] for mb in range(count) if mb not in chosen}
+        passes = _placed(problem, [int(mb) for mb in chosen], fixed)
+        if passes is not None:
+            found = Routes(tuple(passes[mb] for mb in range(count)))
+            if found.key <= best.key:
+                best = found
+    return best
+
+
+def search(problem: Problem, *, most: int, known: Routes | None = None) -> Routes:
+    """Conflict-based search.
+
+    Args:
+        problem: nodes and micro-batches.
+        most: nodes of the constraint tree.
+        known: a plan that is returned if no better one is found.
+
+    Raises:
+        PlanError: none was found, and none is known.
+    """
+    mbs = range(problem.microbatches)
+    never = {n: [(0, 2**61)] for nodes in problem.stages for n in nodes if not problem.in_flight[n]}
+    limits = Limits(full=never)
+    first: list[tuple[Pass, ...]] = []
+    for mb in mbs:
+        found = best_route(problem, problem.start(mb), limits)
+        if found is None:
+            break
+        first.append(found)
+    tree: list[tuple[tuple[int, int], int, Routes, tuple[Limits, ...]]] = []
+    if len(first) == len(mbs):
+        root = Routes(tuple(first))
+        tree.append((root.key, 0, root, (limits,) * len(mbs)))
+    number, expanded = 1, 0
+    while tree and expanded < most:
+        _, _, routes, limited = heapq.heappop(tree)
+        if known is not None and routes.makespan >= known.makespan:
+            return Routes(known.passes, True, expanded)
+        expanded += 1
+        split = list(_split(problem, routes, limited))
+        if not split:
+            return Routes(routes.passes, True, expanded)
+        for mb, stricter in split:
+            found = best_route(problem, problem.start(mb), stricter)
+            if found is None:
+                continue
+            passes = (*routes.passes[:mb], found, *routes.passes[mb + 1 :])
+            child = Routes(passes)
+            if known is None or child.makespan < known.makespan:
+                heapq.heappush(
+                    tree,
+                    (child.key, number, child, (*limited[:mb], stricter, *limited[mb + 1 :])),
+                )
+                number += 1
+    if known is None:
+        raise PlanError(f"no routes without conflict in {expanded} nodes of the constraint tree")
+    return Routes(known.passes, not tree, expanded)
+
+
+def _split(
+    problem: Problem, routes: Routes, limited: Sequence[Limits]
+) -> Iterator[tuple[int, Limits]]:
+    """(micro-batch, its stricter limits) of each child; nothing where there is no conflict."""
+    low, high = problem.visits
+    mbs = range(problem.microbatches)
+    visited = [frozenset(problem.stage_of[n] for n in routes.nodes(mb)) for mb in mbs]
+    for stage in range(1, len(problem.stages)):
+        inside = [mb for mb in mbs if stage in visited[mb]]
+        if len(inside) > high:
+            # One of any high + 1 micro-batches stays away, whatever the plan.
+            yield from ((mb, limited[mb].without(stage)) for mb in inside[: high + 1])
+            return
+        outside = [mb for mb in mbs if stage not in visited[mb]]
+        if len(inside) < low:
+            need = len(mbs) - low + 1
+            yield from ((mb, limited[mb].through(stage)) for mb in outside[:need])
+            return
+    crowd = _crowd(problem, routes)
+    if crowd is not None:
+        node, tick, who = crowd
+        # One of them is elsewhere at the moment before the first one leaves.
+        yield from ((mb, limited[mb].also_full(node, (tick, tick + 1))) for mb in who)
+        return
+    meeting = _meeting(routes)
+    if meeting is not None:
+        (a, one), (b, other) = meeting
+        # Whenever both begin in these intervals, they overlap.
+        yield a, limited[a].also_busy(one.kind, one.node, (one.start, other.end))
+        yield b, limited[b].also_busy(other.kind, other.node, (other.start, one.end))
+
+
+def _crowd(problem: Problem, routes: Routes) -> tuple[int, int, list[int]] | None:
+    """(node, tick, micro-batches) of the first activations too many."""
+    found: tuple[int, int, list[int]] | None = None
+    held: dict[int, list[tuple[int, int, int]]] = {}
+    for mb, route in enumerate(routes.passes):
+        opened = {one.node: one.start for one in route if one.kind == "F"}
+        for one in route:
+            if one.kind == "B":
+                held.setdefault(one.node, []).append((opened[one.node], one.end, mb))
+    for node, spans in sorted(held.items()):
+        room = problem.in_flight[node]
+        for since, _, _ in sorted(spans):
+            inside = [(end, mb) for begin, end, mb in spans if begin <= since < end]
+            if len(inside) > room:
+                chosen = sorted(inside)[-(room + 1) :]
+                tick = chosen[0][0] - 1
+                if found is None or tick < found[1]:
+                    found = node, tick, [mb for _, mb in chosen]
+                break
+    return found
+
+
+def _meeting(routes: Routes) -> tuple[tuple[int, Pass], tuple[int, Pass]] | None:
+    """The first two passes of different micro-batches on one node at one time."""
+    taken: dict[int, list[tuple[int, int, int, Pass]]] = {}
+    for mb, route in enumerate(routes.passes):
+        for one in route:
+            if one.end > one.start:
+                taken.setdefault(one.node, []).append((one.start, one.end, mb, one))
+    first: tuple[int, tuple[int, Pass], tuple[int, Pass]] | None = None
+    for _, rows in sorted(taken.items()):
+        rows.sort()
+        latest = rows[0]
+        for row in rows[1:]:
+            if row[0] < latest[1]:
+                if first is None or row[0] < first[0]:
+                    first = row[0], (latest[2], latest[3]), (row[2], row[3])
+                break
+            latest = row
+    return None if first is None else (first[1], first[2])
+
+
+def violation(problem: Problem, routes: Routes) -> str:
+    """What is wrong with a plan, in words; empty if nothing is."""
+    low, high = problem.visits
+    counts = [0] * len(problem.stages)
+    for mb, route in enumerate(routes.passes):
+        nodes = routes.nodes(mb)
+        stages = [problem.stage_of[n] for n in nodes]
+        if nodes[0] != problem.start(mb) or len(set(stages)) != problem.keep:
+            return f"micro-batch {mb} visits stages {stages}"
+        for stage in stages:
+            counts[stage] += 1
+        order = stages[1:]
+        at = 0
+        while at + 1 < len(order):
+            if order[at] > order[at + 1]:
+                if not problem.swap or order[at] != order[at + 1] + 1:
+                    return f"micro-batch {mb} visits stages {stages} out of order"
+                order[at], order[at + 1] = order[at + 1], order[at]
+                at += 1
+            at += 1
+        if order != sorted(order):
+            return f"micro-batch {mb} visits stages {stages} out of order"
+        for one, after in pairwise(route):
+            link = problem.links[one.node][after.node]
+            if link is None or after.start < one.end + link:
+                return f"micro-batch {mb}: {after} comes too early after {one}"
+    for stage, count in enumerate(counts[1:], 1):
+        if not low <= count <= high:
+            return f"stage {stage} is visited by {count} micro-batches"
+    if _crowd(problem, routes) is not None:
+        return f"a node holds too much: {_crowd(problem, routes)}"
+    if _meeting(routes) is not None:
+        return f"two passes at one time: {_meeting(routes)}"
+    return ""
