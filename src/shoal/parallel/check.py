@@ -194,7 +194,9 @@ def on_rank(
     schedule = check_split(job, weights.config.shape())
     engine = Engine(job, schedule, weights, comm, dtype=dtype)
     owned = engine.sharded.owned()
-    optimizer = _adamw([_local(p) for p in owned.values()]) if owned else None
+    # Detached: the local part of a distributed tensor is no leaf, and shares its memory.
+    updated = {name: _local(p).detach() for name, p in owned.items()}
+    optimizer = _adamw(list(updated.values())) if updated else None
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
     shapes = {n: tuple(p.shape) for n, p in _meta(weights.config).items()}
@@ -211,10 +213,8 @@ def on_rank(
             gradients = assemble(engine.boxes(found), shapes, comm, dtype)
         factor = (job.grad_clip / (norm + 1e-6)).clamp(max=1.0)
         engine.sharded.scale_gradients(factor)
-        for parameter in owned.values():
-            local = _local(parameter)
-            if parameter.grad is not None and local is not parameter:
-                local.grad = _local(parameter.grad)
+        for name, parameter in owned.items():
+            updated[name].grad = None if parameter.grad is None else _local(parameter.grad)
         if optimizer is not None:
             optimizer.step()
         engine.sharded.publish()

@@ -1,0 +1,25 @@
+"""What each of four real ranks does for ``test_same_as_one_ranks``: every listed split."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from shoal.parallel.check import same_as_one
+from shoal.parallel.comm import TorchComm
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from parallel_splits import FOUR, config, job
+
+
+def every_split(comm: TorchComm) -> list[dict[str, Any]]:
+    """Whether each split equals one process, and by how much it does not."""
+    found = []
+    for parallel, extra in FOUR:
+        result = same_as_one(
+            job(parallel, **extra), config(), documents=True, run=lambda on: on(comm)
+        )
+        found.append({"split": str(parallel), "same": result.same, "said": str(result)})
+    return found
