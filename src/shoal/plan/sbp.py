@@ -1,0 +1,661 @@
+"""Placement of a graph of operations: which signature each one takes, and what is boxed.
+
+A user writes the placement of some tensors; the rest is chosen so that the time of boxing
+and of computing is least. Chains and trees are solved by dynamic programming from the
+leaves on; graphs in which a result has several users, and graphs under a memory limit, as an
+integer linear program (HiGHS). Both are exact.
+
+What is counted:
+
+- a tensor is brought into each placement that its users want once, however many want it;
+- time = boxing bytes / (ranks x ``bytes_per_s``) + operations of the rank that has most to
+  do / ``flops_per_s``;
+- memory of a rank: every tensor as it was made or given, and every copy that boxing made;
+  all of them stay, as they do for a backward pass.
+
+Source: Yuan et al., OneFlow, 2021, sections 3.2 and 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, model_validator
+
+from shoal.core.config import Value
+from shoal.core.errors import PlanError, nearest, require
+from shoal.cost.boxing import Boxing, boxing, is_view
+from shoal.ir.placement import (
+    Mesh,
+    Placement,
+    Reduction,
+    check_placement,
+    largest_part,
+    local_box,
+    parse_placement,
+    show_placement,
+)
+from shoal.ir.signatures import Legal, legal, operation, result_shape
+
+__all__ = ["Leaf", "Move", "Node", "OpGraph", "Rates", "SbpPlan", "place"]
+
+Choice = dict[str, Legal]
+Given = dict[str, Placement]
+
+
+class Leaf(Value):
+    """A tensor that is given: an input, or a weight.
+
+    Args:
+        name: how operations and pins call it.
+        shape: sizes.
+        itemsize: bytes of an element.
+    """
+
+    name: str
+    shape: tuple[PositiveInt, ...]
+    itemsize: PositiveInt = 4
+
+
+class Node(Value):
+    """An operation; its result has its name.
+
+    Args:
+        name: of the operation and of its result.
+        kind: a row of :data:`~shoal.ir.signatures.OPERATIONS`.
+        inputs: names of leaves and of operations before this one.
+        attributes: options of the operation, such as ``dim``.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    attributes: dict[str, JsonValue] = {}
+
+
+class OpGraph(Value):
+    """Operations in an order in which they can be done.
+
+    Args:
+        leaves: what is given.
+        ops: what is done.
+    """
+
+    leaves: tuple[Leaf, ...]
+    ops: tuple[Node, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> OpGraph:
+        known: set[str] = set()
+        items: tuple[Leaf | Node, ...] = (*self.leaves, *self.ops)
+        for item in items:
+            require(
+                item.name not in known and ":" not in item.name and bool(item.name),
+                "graph: name",
+                item.name,
+                expected="a name of its own, without ':'",
+                error=PlanError,
+            )
+            for name in item.inputs if isinstance(item, Node) else ():
+                require(
+                    name in known,
+                    f"graph: inputs of {item.name}",
+                    name,
+                    expected="a leaf, or an operation listed before",
+                    hint=nearest(name, known),
+                    error=PlanError,
+                )
+            known.add(item.name)
+        return self
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor.
+
+        Raises:
+            PlanError: an operation does not take what it is given; names it.
+        """
+        found = {leaf.name: tuple(leaf.shape) for leaf in self.leaves}
+        for op in self.ops:
+            try:
+                found[op.name] = result_shape(
+                    op.kind, [found[name] for name in op.inputs], op.attributes
+                )
+            except PlanError as cause:
+                raise PlanError(f"{op.name}: {cause}") from cause
+        return found
+
+    @cached_property
+    def itemsizes(self) -> dict[str, int]:
+        """Bytes of an element of every tensor; a result has that of its widest input."""
+        found = {leaf.name: int(leaf.itemsize) for leaf in self.leaves}
+        for op in self.ops:
+            # Tokens are wide integers, what is looked up for them is not.
+            inputs = op.inputs[1:] if op.kind == "embedding" else op.inputs
+            found[op.name] = max(found[name] for name in inputs)
+        return found
+
+    @cached_property
+    def users(self) -> dict[str, tuple[Node, ...]]:
+        """Operations that take a tensor, each once."""
+        return {name: tuple(op for op in self.ops if name in op.inputs) for name in self.shapes}
+
+
+class Rates(Value):
+    """How fast the ranks are.
+
+    Args:
+        flops_per_s: operations a second that a rank computes.
+        bytes_per_s: bytes a second that a rank sends.
+    """
+
+    flops_per_s: PositiveFloat = 4e14
+    bytes_per_s: PositiveFloat = 5e10
+
+
+class Move(Value):
+    """A tensor brought into another placement.
+
+    Args:
+        tensor: its name.
+        source: placement that it has.
+        target: placement that a user, or a pin, wants.
+        steps: what is done, in order: collective, and the placement after it.
+        bytes: that travel between ranks, all ranks together.
+    """
+
+    tensor: str
+    source: str
+    target: str
+    steps: tuple[str, ...]
+    bytes: int
+
+
+class SbpPlan(Value):
+    """Placement of a whole graph.
+
+    Args:
+        mesh: ranks of each axis.
+        inputs: operation -> placement in which it takes each input.
+        placements: tensor -> placement in which it is given or made, after its pin.
+        results: operation -> placement that its signature makes, before its pin.
+        moves: all boxing.
+        boxing_bytes: bytes that travel, all ranks together.
+        flops: of the rank that computes most.
+        memory_bytes: of the rank that holds most.
+        seconds: boxing and computing.
+        method: how it was found.
+    """
+
+    mesh: tuple[int, ...]
+    inputs: dict[str, tuple[str, ...]]
+    placements: dict[str, str]
+    results: dict[str, str]
+    moves: tuple[Move, ...]
+    boxing_bytes: int
+    flops: float
+    memory_bytes: int
+    seconds: float
+    method: Literal["dynamic programming", "integer program", "given"]
+
+
+def place(
+    graph: OpGraph,
+    mesh: Mesh,
+    *,
+    pins: Mapping[str, str] | None = None,
+    rates: Rates | None = None,
+    memory_limit: float | None = None,
+    method: Literal["auto", "dynamic", "ilp"] = "auto",
+    time_limit_s: float = 120.0,
+) -> SbpPlan:
+    """The placement of least time.
+
+    Args:
+        graph: what is computed.
+        mesh: ranks of each axis, slowest first.
+        pins: tensor -> placement it shall have, boxed into it where nothing makes it so;
+            ``OPERATION:i`` -> placement in which the operation takes its input i.
+        rates: how fast the ranks are.
+        memory_limit: bytes of a rank.
+        method: which search; ``auto`` takes the one that is exact for this graph.
+        time_limit_s: the integer program gives up after.
+
+    Raises:
+        PlanError: a pin that cannot be, a graph that does not fit, or no time to find out.
+    """
+    problem = Problem(graph, mesh, pins or {}, rates or Rates())
+    tree = all(len(users) <= 1 for users in graph.users.values())
+    require(
+        method != "dynamic" or (tree and memory_limit is None),
+        "method",
+        method,
+        expected="ilp: a tensor of this graph has several users, or memory is limited",
+        error=PlanError,
+    )
+    if tree and method != "ilp":
+        chosen = _dynamic(problem)
+        plan = problem.plan(*chosen, method="dynamic programming")
+        if memory_limit is None or plan.memory_bytes <= memory_limit:
+            return plan
+    return problem.plan(*_integer(problem, memory_limit, time_limit_s), method="integer program")
+
+
+class Options(NamedTuple):
+    """What one operation can do.
+
+    Args:
+        legal: its signatures.
+        seconds: [n], compute time of each, and of boxing its result into its pin.
+        output: [n], number of the placement that the result has.
+    """
+
+    legal: list[Legal]
+    seconds: NDArray[np.float64]
+    output: NDArray[np.int64]
+
+
+class Problem:
+    """Costs of every choice of a graph on a mesh.
+
+    Raises:
+        PlanError: a pin names nothing, is no placement, or no operation takes it.
+    """
+
+    def __init__(self, graph: OpGraph, mesh: Mesh, pins: Mapping[str, str], rates: Rates) -> None:
+        require(
+            bool(mesh) and all(size >= 1 for size in mesh),
+            "mesh",
+            mesh,
+            expected="ranks of each axis, at least 1",
+            error=PlanError,
+        )
+        self.graph = graph
+        self.mesh = tuple(mesh)
+        self.rates = rates
+        self.world = math.prod(mesh)
+        self.tensors: Given = {}
+        self.uses: dict[tuple[str, int], Placement] = {}
+        for name, text in pins.items():
+            self._pin(name, text)
+        written = [*self.tensors.values(), *self.uses.values()]
+        maxima = any(op.kind == "amax" for op in graph.ops) or "max" in {
+            getattr(axis, "op", "") for placement in written for axis in placement
+        }
+        self.reductions: tuple[Reduction, ...] = ("sum", "max") if maxima else ("sum",)
+        self.options = {op.name: self._options(op) for op in graph.ops}
+
+    def boxing(self, tensor: str) -> Boxing:
+        """Transitions of a tensor."""
+        return boxing(self.graph.shapes[tensor], self.mesh, self.reductions)
+
+    def transit_s(self, tensor: str) -> NDArray[np.float64]:
+        """[n, n]: seconds from each placement to each other one."""
+        size = self.graph.itemsizes[tensor]
+        rate = self.world * self.rates.bytes_per_s
+        return self.boxing(tensor).elements * (size / rate)
+
+    def given(self, leaf: str) -> NDArray[np.int64]:
+        """Numbers of the placements that a leaf can be given in."""
+        found = self.boxing(leaf)
+        if leaf in self.tensors:
+            return np.array([found.index[self.tensors[leaf]]])
+        return np.arange(len(found.placements))
+
+    def wanted(self, op: Node, tensor: str) -> list[tuple[int, ...]]:
+        """Numbers of the placements in which each signature takes ``tensor``."""
+        index = self.boxing(tensor).index
+        places = [i for i, name in enumerate(op.inputs) if name == tensor]
+        return [
+            tuple(sorted({index[signature.inputs[i]] for i in places}))
+            for signature in self.options[op.name].legal
+        ]
+
+    def memory(self, tensor: str) -> NDArray[np.float64]:
+        """[n]: bytes of the rank that holds most, in each placement."""
+        size, shape = self.graph.itemsizes[tensor], self.graph.shapes[tensor]
+        placements = self.boxing(tensor).placements
+        return np.array([float(size * largest_part(shape, p, self.mesh)) for p in placements])
+
+    def copied(self, tensor: str) -> NDArray[np.float64]:
+        """[n, n]: bytes of memory that boxing from i to j takes; none where it only slices."""
+        placements, memory = self.boxing(tensor).placements, self.memory(tensor)
+        views = np.array([[is_view(p, q) for q in placements] for p in placements])
+        return np.where(views, 0.0, memory[None, :])
+
+    def plan(
+        self,
+        chosen: Choice,
+        given: Given,
+        *,
+        method: Literal["dynamic programming", "integer program", "given"] = "given",
+    ) -> SbpPlan:
+        """What a choice costs, recomputed from the choice alone."""
+        graph = self.graph
+        held: Given = dict(given)
+        for op in graph.ops:
+            held[op.name] = self.tensors.get(op.name, chosen[op.name].output)
+        moves: dict[tuple[str, Placement, Placement], None] = {}
+        for op in graph.ops:
+            for name, wanted in zip(op.inputs, chosen[op.name].inputs, strict=True):
+                moves[name, held[name], wanted] = None
+            moves[op.name, chosen[op.name].output, held[op.name]] = None
+        made = [self._move(*key) for key in moves if key[1] != key[2]]
+        kept = [*given.items(), *((name, signature.output) for name, signature in chosen.items())]
+        kept += [(name, target) for name, old, target in moves if not is_view(old, target)]
+        memory = sum(
+            graph.itemsizes[name] * largest_part(graph.shapes[name], placement, self.mesh)
+            for name, placement in kept
+        )
+        flops = sum(self._flops(op, chosen[op.name]) for op in graph.ops)
+        moved = sum(move.bytes for move in made)
+        return SbpPlan(
+            mesh=self.mesh,
+            inputs={
+                name: tuple(show_placement(p) for p in signature.inputs)
+                for name, signature in chosen.items()
+            },
+            placements={name: show_placement(p) for name, p in held.items()},
+            results={name: show_placement(s.output) for name, s in chosen.items()},
+            moves=tuple(made),
+            boxing_bytes=moved,
+            flops=flops,
+            memory_bytes=memory,
+            seconds=moved / (self.world * self.rates.bytes_per_s) + flops / self.rates.flops_per_s,
+            method=method,
+        )
+
+    def _move(self, tensor: str, source: Placement, target: Placement) -> Move:
+        table, size = self.boxing(tensor), self.graph.itemsizes[tensor]
+        return Move(
+            tensor=tensor,
+            source=show_placement(source),
+            target=show_placement(target),
+            steps=tuple(
+                f"{step.name} -> {show_placement(step.target)}"
+                for step in table.route(source, target)
+            ),
+            bytes=table.cost(source, target) * size,
+        )
+
+    def _flops(self, op: Node, signature: Legal) -> float:
+        first = (0,) * len(self.mesh)
+        shapes = [
+            local_box(self.graph.shapes[name], placement, self.mesh, first).shape
+            for name, placement in zip(op.inputs, signature.inputs, strict=True)
+        ]
+        out = local_box(self.graph.shapes[op.name], signature.output, self.mesh, first).shape
+        return operation(op.kind).flops(shapes, out)
+
+    def _pin(self, name: str, text: str) -> None:
+        shapes = self.graph.shapes
+        owner, colon, place = name.partition(":")
+        ops = {op.name: op for op in self.graph.ops}
+        known = name in shapes
+        if colon and owner in ops and place.isdecimal():
+            known = int(place) < len(ops[owner].inputs)
+        require(
+            known,
+            "pins",
+            name,
+            expected=f"a tensor ({', '.join(shapes)}), or OPERATION:i for its input i",
+            hint=nearest(name, shapes),
+            error=PlanError,
+        )
+        where = f"pins: {name}"
+        tensor = ops[owner].inputs[int(place)] if colon else name
+        placement = check_placement(
+            parse_placement(text, where=where), shapes[tensor], self.mesh, where=where
+        )
+        if colon:
+            self.uses[owner, int(place)] = placement
+        else:
+            self.tensors[name] = placement
+
+    def _options(self, op: Node) -> Options:
+        shapes = [self.graph.shapes[name] for name in op.inputs]
+        everything = [
+            signature
+            for signature in legal(op.kind, shapes, op.attributes, self.mesh)
+            if all(
+                p in self.boxing(name).index
+                for name, p in zip(
+                    (*op.inputs, op.name), (*signature.inputs, signature.output), strict=True
+                )
+            )
+        ]
+        found = everything
+        for i, name in enumerate(op.inputs):
+            pin = self.uses.get((op.name, i))
+            if pin is None:
+                continue
+            found = [signature for signature in found if signature.inputs[i] == pin]
+            if not found:
+                accepted = sorted({show_placement(s.inputs[i]) for s in everything})
+                raise PlanError(
+                    f"pins: {op.name}:{i} = {show_placement(pin)!r}: {op.kind} cannot take "
+                    f"{name} so (with its other pins); expected one of {', '.join(accepted)}; "
+                    f"pin the tensor {name!r} instead, and it is boxed for this operation"
+                )
+        index = self.boxing(op.name).index
+        seconds = np.array([self._flops(op, s) / self.rates.flops_per_s for s in found])
+        output = np.array([index[s.output] for s in found])
+        if op.name in self.tensors:
+            pinned = index[self.tensors[op.name]]
+            seconds = seconds + self.transit_s(op.name)[output, pinned]
+            output = np.full(len(found), pinned)
+        return Options(found, seconds, output)
+
+
+def _dynamic(problem: Problem) -> tuple[Choice, Given]:
+    """Trees: best[p] of a tensor is the least time of everything before it, and of it in p."""
+    graph = problem.graph
+    best: dict[str, NDArray[np.float64]] = {}
+    for leaf in graph.leaves:
+        cost = np.full(len(problem.boxing(leaf.name).placements), np.inf)
+        cost[problem.given(leaf.name)] = 0.0
+        best[leaf.name] = cost
+    sources: dict[tuple[str, str], NDArray[np.int64]] = {}
+    pick: dict[str, NDArray[np.int64]] = {}
+    for op in graph.ops:
+        options = problem.options[op.name]
+        total = options.seconds.copy()
+        for tensor in dict.fromkeys(op.inputs):
+            # [from, signature]: of a tensor that is taken twice in one placement, once.
+            moved = _moved_s(problem, op, tensor)
+            whole = best[tensor][:, None] + moved
+            sources[op.name, tensor] = whole.argmin(axis=0)
+            total += whole.min(axis=0)
+        cost = np.full(len(problem.boxing(op.name).placements), np.inf)
+        choice = np.full(len(cost), -1)
+        for s in np.argsort(-total, kind="stable"):
+            cost[options.output[s]], choice[options.output[s]] = total[s], s
+        best[op.name], pick[op.name] = cost, choice
+    chosen: Choice = {}
+    given: Given = {}
+    wanted = {op.name: int(best[op.name].argmin()) for op in graph.ops if not graph.users[op.name]}
+    for op in reversed(graph.ops):
+        signature = int(pick[op.name][wanted[op.name]])
+        chosen[op.name] = problem.options[op.name].legal[signature]
+        for tensor in dict.fromkeys(op.inputs):
+            wanted[tensor] = int(sources[op.name, tensor][signature])
+    for leaf in graph.leaves:
+        at = wanted.get(leaf.name, int(problem.given(leaf.name)[0]))
+        given[leaf.name] = problem.boxing(leaf.name).placements[at]
+    return chosen, given
+
+
+def _moved_s(problem: Problem, op: Node, tensor: str) -> NDArray[np.float64]:
+    """[n, signatures]: seconds to bring ``tensor`` from each placement to what ``op`` takes."""
+    transit = problem.transit_s(tensor)
+    columns = [transit[:, list(w)].sum(axis=1) for w in problem.wanted(op, tensor)]
+    return np.stack(columns, axis=1)
+
+
+class _Program:
+    """Rows and columns of an integer linear program, as they come."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.integral: list[int] = []
+        self.rows: list[tuple[dict[int, float], float, float]] = []
+
+    def variable(self, cost: float, *, integral: bool = False) -> int:
+        self.costs.append(cost)
+        self.integral.append(int(integral))
+        return len(self.costs) - 1
+
+    def row(self, terms: Mapping[int, float], low: float, high: float) -> None:
+        self.rows.append((dict(terms), low, high))
+
+    def solve(self, time_limit_s: float) -> Any:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        data, rows, columns = [], [], []
+        for number, (terms, _, _) in enumerate(self.rows):
+            for column, factor in terms.items():
+                data.append(factor)
+                rows.append(number)
+                columns.append(column)
+        shape = (len(self.rows), len(self.costs))
+        matrix = csr_array((data, (rows, columns)), shape=shape)
+        low = [row[1] for row in self.rows]
+        high = [row[2] for row in self.rows]
+        # Costs near 1, so that tolerances mean what they should.
+        scale = max(self.costs) or 1.0
+        return milp(
+            np.array(self.costs) / scale,
+            constraints=LinearConstraint(matrix, low, high),
+            integrality=np.array(self.integral),
+            bounds=Bounds(0, 1),
+            options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
+        )
+
+
+def _integer(
+    problem: Problem, memory_limit: float | None, time_limit_s: float
+) -> tuple[Choice, Given]:
+    """Any graph: one binary for each signature and each placement of a leaf.
+
+    Between a tensor and each of its users flows one unit from the placement that it has to
+    the one that the user takes; a copy exists if any user's unit flows there. Given the
+    binaries the flows are those of transport problems, so they need not be integral.
+    """
+    graph, program = problem.graph, _Program()
+    memory: defaultdict[int, float] = defaultdict(float)
+    # Tensor -> placement -> the binaries of which one is 1 if the tensor has it.
+    has: dict[str, dict[int, list[int]]] = {}
+    binaries: dict[str, list[int]] = {}
+    for leaf in graph.leaves:
+        places = problem.given(leaf.name).tolist()
+        binaries[leaf.name] = [program.variable(0.0, integral=True) for _ in places]
+        has[leaf.name] = {p: [v] for p, v in zip(places, binaries[leaf.name], strict=True)}
+    for op in graph.ops:
+        options = problem.options[op.name]
+        binaries[op.name] = [program.variable(s, integral=True) for s in options.seconds.tolist()]
+        has[op.name] = defaultdict(list)
+        for variable, out in zip(binaries[op.name], options.output.tolist(), strict=True):
+            has[op.name][out].append(variable)
+        if memory_limit is not None and op.name in problem.tensors:
+            table = problem.boxing(op.name).index
+            copied = problem.copied(op.name)
+            for variable, signature in zip(binaries[op.name], options.legal, strict=True):
+                made, held = table[signature.output], table[problem.tensors[op.name]]
+                memory[variable] += copied[made, held] + problem.memory(op.name)[made]
+                memory[variable] -= problem.memory(op.name)[held]
+    for variables in binaries.values():
+        program.row(dict.fromkeys(variables, 1.0), 1.0, 1.0)
+    for tensor, users in graph.users.items():
+        own = problem.memory(tensor)
+        for p, variables in has[tensor].items():
+            for variable in variables:
+                memory[variable] += float(own[p])
+        _flows(problem, program, tensor, users, has[tensor], binaries, memory)
+    if memory_limit is not None:
+        scaled = {v: size / memory_limit for v, size in memory.items() if size}
+        program.row(scaled, -np.inf, 1.0)
+    found = program.solve(time_limit_s)
+    if found.x is None:
+        _unsolved(problem, memory_limit, found, time_limit_s)
+    if found.status != 0:
+        raise PlanError(
+            f"the integer program was not solved within {time_limit_s:g} s; pin some "
+            "tensors, or allow more time"
+        )
+    chosen = {
+        op.name: problem.options[op.name].legal[int(found.x[binaries[op.name]].argmax())]
+        for op in graph.ops
+    }
+    given = {
+        leaf.name: problem.boxing(leaf.name).placements[
+            int(problem.given(leaf.name)[int(found.x[binaries[leaf.name]].argmax())])
+        ]
+        for leaf in graph.leaves
+    }
+    return chosen, given
+
+
+def _flows(
+    problem: Problem,
+    program: _Program,
+    tensor: str,
+    users: Sequence[Node],
+    has: Mapping[int, Sequence[int]],
+    binaries: Mapping[str, Sequence[int]],
+    memory: defaultdict[int, float],
+) -> None:
+    """The units that flow from a tensor to its users, and the copies that they share."""
+    transit, copied = problem.transit_s(tensor), problem.copied(tensor)
+    copies: dict[tuple[int, int], int] = {}
+
+    def copy(p: int, q: int) -> int | None:
+        """The variable of the copy in q of a tensor in p; None if it is free."""
+        if transit[p, q] == 0 and copied[p, q] == 0:
+            return None
+        if (p, q) not in copies:
+            copies[p, q] = program.variable(float(transit[p, q]))
+            memory[copies[p, q]] = float(copied[p, q])
+        return copies[p, q]
+
+    for op in users:
+        for i, name in enumerate(op.inputs):
+            if name != tensor:
+                continue
+            index = problem.boxing(tensor).index
+            wants: dict[int, list[int]] = defaultdict(list)
+            for variable, signature in zip(
+                binaries[op.name], problem.options[op.name].legal, strict=True
+            ):
+                wants[index[signature.inputs[i]]].append(variable)
+            flow = {(p, q): program.variable(0.0) for p in has for q in wants}
+            for p, variables in has.items():
+                row = {flow[p, q]: 1.0 for q in wants} | dict.fromkeys(variables, -1.0)
+                program.row(row, 0.0, 0.0)
+            for q, variables in wants.items():
+                row = {flow[p, q]: 1.0 for p in has} | dict.fromkeys(variables, -1.0)
+                program.row(row, 0.0, 0.0)
+            for (p, q), variable in flow.items():
+                made = copy(p, q)
+                if made is not None:
+                    program.row({made: 1.0, variable: -1.0}, 0.0, np.inf)
+
+
+def _unsolved(
+    problem: Problem, memory_limit: float | None, found: Any, time_limit_s: float
+) -> None:
+    if memory_limit is not None and found.status == 2:
+        raise PlanError(
+            f"no placement on {'x'.join(map(str, problem.mesh))} ranks holds this graph in "
+            f"{memory_limit:,.0f} bytes a rank; take more ranks or remove pins"
+        )
+    raise PlanError(
+        f"no placement was found within {time_limit_s:g} s ({found.message}); pin some "
+        "tensors, or allow more time"
+    )
