@@ -14,5 +14,6 @@ CLAIMS = PartTable(
     {
         "dissect": "shoal.claims.experiments.dissect:Dissect",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
+        "t3": "shoal.claims.experiments.t3:T3",
     },
 )

@@ -1,0 +1,286 @@
+"""[6] T3: does a product hide the reduce-scatter of its own output?
+
+Source: Pati et al., T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &
+Collectives, 2024.
+
+Simulated: the hardware of the paper on the sublayers of four published models, on 8 and 16
+devices: how much faster than one after the other, how many bytes less, never faster than
+product or link alone, and every tile updated once by every device. Really run: the software
+form on two processes, a thread each, joined by a link so slow that messages take as long as
+the product. The A/A run puts one after the other in its place.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.meter import Meter
+from shoal.core.parts import part
+from shoal.cost.t3 import MODELS, Compared, compare, sublayers
+from shoal.machine.emulate import emulate, unavailable
+
+__all__ = ["DEGREES", "T3"]
+
+DEGREES = (8, 16)
+_RANKS = "shoal.claims.experiments.t3_ranks"
+_REAL = ("scatter_speedup", "gather_speedup")
+
+
+@part
+class T3:
+    """Simulated sublayers of T-NLG, GPT-3, PaLM and MT-NLG; two real processes with a slow link.
+
+    Args:
+        tokens: rows of the product that is really run.
+        width: its columns, and its inner dimension on each process.
+        repeats: pairs of timings.
+    """
+
+    tokens: int = 4096
+    width: int = 1024
+    repeats: int = 15
+
+    rows: ClassVar[tuple[int, ...]] = (6,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="simulated_speedup",
+            unit="x",
+            statistic="value",
+            comparison="within",
+            threshold=1.2,
+            upper=1.4,
+            baseline="sequential",
+            evidence="simulated",
+            paper="30 % faster in the geometric mean, at most 47 %",
+        ),
+        Metric(
+            name="simulated_movement",
+            unit="1",
+            statistic="value",
+            comparison="within",
+            threshold=-0.30,
+            upper=-0.15,
+            baseline="sequential",
+            evidence="simulated",
+            paper="22 % less data moved in the geometric mean, at most 36 %",
+        ),
+        Metric(
+            name="over_bound",
+            unit="x",
+            statistic="min",
+            comparison=">=",
+            threshold=1.0,
+            baseline="sequential",
+            evidence="simulated",
+        ),
+        Metric(
+            name="missing_updates",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.0,
+            baseline="sequential",
+            evidence="simulated",
+        ),
+        Metric(
+            name="bytes_over_ring",
+            unit="x",
+            statistic="max",
+            comparison="<=",
+            threshold=1.0,
+            baseline="sequential",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="scatter_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.25,
+            baseline="sequential",
+            evidence="mechanism",
+            timing=True,
+            peer="gloo reduce_scatter after the product",
+            paper="30 % faster in the geometric mean, at most 47 %",
+        ),
+        Metric(
+            name="gather_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.25,
+            baseline="sequential",
+            evidence="mechanism",
+            timing=True,
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="simulated_movement",
+            tried="chunks of whole rows and stages two tiles high, which read operands again and "
+            "again whatever the cache; now chunks and stages near square",
+            value=-0.126,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in (("tokens", self.tokens), ("width", self.width)):
+            require(
+                value >= 64 and value % 2 == 0,
+                f"claim.t3.{name}",
+                value,
+                expected="an even number of at least 64",
+            )
+        require(self.repeats >= 3, "claim.t3.repeats", self.repeats, expected="at least 3")
+
+    def refuses(self, context: Context) -> str | None:
+        """The simulator runs everywhere; what cannot be run is skipped by itself."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Simulate, and count bytes; the full run also times two processes, for a minute."""
+        found = context.remember("simulated", lambda: _simulated(context))
+        metrics = {
+            "simulated_speedup": Paired(
+                method=(1.0 if as_baseline else _geomean([c.speedup for c in found]),)
+            ),
+            "simulated_movement": Paired(
+                method=(0.0 if as_baseline else _geomean([1 + c.movement for c in found]) - 1,)
+            ),
+            "over_bound": Paired(
+                method=tuple(
+                    (c.product_s + c.reduce_scatter_s if as_baseline else c.fused.seconds)
+                    / c.bound_s
+                    for c in found
+                )
+            ),
+            "missing_updates": Paired(
+                method=tuple(
+                    max(abs(n - c.sublayer.product.tp) for n in c.fused.updates) for c in found
+                )
+            ),
+            "bytes_over_ring": Paired(method=tuple(_bytes_over_ring(n) for n in (2, 3, 4))),
+        }
+        details: dict[str, JsonValue] = {"sublayers": [_row(c) for c in found]}
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        reason = unavailable()
+        if reason is not None:
+            return Samples(metrics=metrics, details=details, skipped=dict.fromkeys(_REAL, reason))
+        return self._real(context, metrics, details, as_baseline)
+
+    def _real(
+        self,
+        context: Context,
+        metrics: dict[str, Paired],
+        details: dict[str, JsonValue],
+        as_baseline: bool,
+    ) -> Samples:
+        from shoal.parallel.overlap import TILES
+        from shoal.parallel.processes import run_processes
+
+        shape = {"rows": self.tokens, "inner": self.width, "outer": self.width}
+        context.progress("the product alone", 0.2)
+        alone = context.remember(
+            "product",
+            lambda: run_processes(f"{_RANKS}:product_s", 2, {**shape, "repeats": self.repeats}),
+        )
+        product = max(statistics.median(times) for times in alone)
+        sent = self.tokens // 2 * self.width * 4
+        bandwidth = sent / product
+        context.progress("products and messages", 0.3)
+        with emulate(2, bandwidth=bandwidth) as network:
+            ranks = run_processes(
+                f"{_RANKS}:pairs",
+                2,
+                {**shape, "repeats": self.repeats, "tiled": not as_baseline},
+                ranks_per_node=1,
+                start=network.start,
+                timeout_s=120.0 + 30.0 * product * self.repeats,
+            )
+
+        def seconds(form: str) -> tuple[float, ...]:
+            return tuple(max(turn) for turn in zip(*(r[form] for r in ranks), strict=True))
+
+        after, library = seconds("scatter_after"), seconds("library")
+        metrics["scatter_speedup"] = Paired(method=seconds("scatter"), baseline=after)
+        metrics["gather_speedup"] = Paired(
+            method=seconds("gather"), baseline=seconds("gather_after")
+        )
+        # Messages begin after the first tile, or end before the last.
+        bound = 2.0 / (1.0 + 1.0 / (2 * TILES))
+        middle = {name: statistics.median(seconds(name)) for name in ranks[0] if name != _APART}
+        details |= {
+            "product_s": product,
+            "bandwidth": bandwidth,
+            "sent_bytes": sent,
+            "medians_s": {name: float(value) for name, value in middle.items()},
+            "difference": max(float(r[_APART]) for r in ranks),
+        }
+        messages = middle["scatter_after"] - product
+        return Samples(
+            metrics=metrics,
+            details=details,
+            bounds=dict.fromkeys(_REAL, bound),
+            peers={
+                "scatter_speedup": Paired(
+                    method=tuple(1 / s for s in after), baseline=tuple(1 / s for s in library)
+                )
+            },
+            profile=f"product {1e3 * product:.0f} ms, messages after it {1e3 * messages:.0f} ms, "
+            f"tiled {1e3 * middle['scatter']:.0f} ms, gathered {1e3 * middle['gather']:.0f} ms",
+        )
+
+
+_APART = "difference"
+
+
+def _simulated(context: Context) -> list[Compared]:
+    found = []
+    for index, (model, sizes) in enumerate(MODELS.items()):
+        context.progress(f"simulating {model}", 0.2 * index / len(MODELS))
+        for tp in DEGREES:
+            found += [compare(layer) for layer in sublayers(model, *sizes, tp)]
+    return found
+
+
+def _geomean(values: list[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def _bytes_over_ring(world: int) -> float:
+    """Bytes that threads in place of ranks really sent, over those of a ring."""
+    import torch
+
+    from shoal.parallel.overlap.tile import scattered_product
+    from shoal.parallel.thread_comm import run_ranks
+
+    rows, width = 4 * world, 8
+    meter = Meter([])
+
+    def on(comm: object) -> None:
+        product = scattered_product(torch.ones(rows, 3), torch.ones(3, width), comm)  # type: ignore[arg-type]
+        product[1].wait()
+
+    run_ranks(world, on, meter=meter)
+    sent = sum(v for name, v in meter.totals().items() if name.startswith("wire_bytes"))
+    return sent / ((world - 1) * rows * width * 4)
+
+
+def _row(found: Compared) -> dict[str, JsonValue]:
+    layer = found.sublayer
+    return {
+        "model": layer.model,
+        "sublayer": layer.name,
+        "tp": layer.product.tp,
+        "speedup": found.speedup,
+        "ideal_speedup": found.sequential_s / found.ideal_s,
+        "ideal_near_memory_speedup": found.sequential_s / found.ideal_near_memory_s,
+        "movement": found.movement,
+    }
