@@ -12,7 +12,7 @@ gradients is a sum. Every random number is a function of seed, step and place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -130,6 +130,9 @@ class Engine:
         self._partial: frozenset[str] = frozenset()
         self._copies: frozenset[str] = frozenset()
         self._tied: Comm | None = None
+        self._replicas: Comm | None = None
+        self._cell: dict[str, int] = {}
+        self._shares: list[float] = []
         self._slices: dict[str, Slices] = {}
         stages: Mapping[int, Any] = {}
         if self.split:
@@ -168,15 +171,19 @@ class Engine:
         """This rank's stages, their values, and what is shared with other ranks."""
         from shoal.parallel.slices import take
         from shoal.parallel.stage import LocalModel
-        from shoal.plan.partition import stages_for
+        from shoal.plan.partition import cells_for
 
         parallel, place = self.job.parallel, self.schedule.place
-        layers = stages_for(self.config.shape(), len(place), vocab_split=parallel.vocab_split)
-        mine = {s: layers[s] for s in range(len(place)) if place[s] == self.ranks.pp.rank}
+        layers = cells_for(self.config.shape(), self.schedule, vocab_split=parallel.vocab_split)
+        cells = {
+            stage: cell
+            for stage, cell in enumerate(self.schedule.cell_of)
+            if place[stage] == self.ranks.pp.rank
+        }
         local = LocalModel(
             self.config,
-            mine,
-            num_stages=len(place),
+            {cell: layers[cell] for cell in cells.values()},
+            num_stages=len(layers),
             parallel=parallel,
             ranks=self.ranks,
             context=self.context,
@@ -192,7 +199,7 @@ class Engine:
         local.train()
         self.local = local
         self._partial = frozenset(n for n, s in self._slices.items() if s.partial)
-        ends = sorted({place[0], place[-1]})
+        ends = sorted({place[0], place[-1]} if not self.schedule.cells else {0})
         if self.config.tied and not self.schedule.vocab_barriers and len(ends) == 2:
             # Both ends of the pipeline hold the embedding; their gradients are one sum.
             others = [r for r in range(self.ranks.pp.world) if r not in ends]
@@ -201,7 +208,30 @@ class Engine:
                 self._tied = tied
                 if self.ranks.pp.rank == place[-1]:
                     self._copies = frozenset({"embed.weight"})
-        return local.stages
+        if self.schedule.cells:
+            self._share_replicas(layers)
+        return {stage: local.stages[cell] for stage, cell in cells.items()}
+
+    def _share_replicas(self, layers: Sequence[range]) -> None:
+        """Find the ranks that hold the same stage, and the cell of every block."""
+        held: dict[frozenset[int], list[int]] = {}
+        pairs = list(zip(self.schedule.place, self.schedule.cell_of, strict=True))
+        for rank in range(self.ranks.pp.world):
+            held.setdefault(frozenset(c for r, c in pairs if r == rank), []).append(rank)
+        self._replicas = self.ranks.pp.split(list(held.values()))
+        if self._replicas.rank:
+            self._copies = frozenset(self._slices)
+        self._cell = {f"blocks.{n}.": cell for cell, blocks in enumerate(layers) for n in blocks}
+
+    def _visitors(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Counted tokens that visit each cell, in all replicas of the pipeline."""
+        visited = torch.zeros(self.schedule.num_cells, dtype=torch.float64, device=self.device)
+        for mb, batch in enumerate(batches):
+            tokens = (batch.targets != -100).sum()
+            for stage in self.schedule.route(mb):
+                visited[self.schedule.cell_of[stage]] += tokens
+        self.ranks.data.all_reduce(visited, tag="count").wait()
+        return visited.clamp(min=1.0)
 
     def _vocabulary(self, local: LocalModel) -> VocabShard:
         """This rank's shard of embedding and output layer, as part of the local model."""
@@ -288,7 +318,12 @@ class Engine:
         Returns:
             What this rank adds to the global sum of token losses.
         """
-        loss = self.runtime.step(self.microbatches(rows, size), 1.0 / count, record=record)
+        batches = self.microbatches(rows, size)
+        if self.schedule.cells:
+            self._shares = (count / self._visitors(batches)).tolist()
+            with self.sharded.accumulate(last=False):
+                pass  # a rank that no micro-batch visits has zeros to add
+        loss = self.runtime.step(batches, 1.0 / count, record=record)
         return loss if self.counts else torch.zeros_like(loss)
 
     def finish(self) -> None:
@@ -301,6 +336,13 @@ class Engine:
         self._sum([here[n] for n in sorted(self._partial & here.keys())], self.ranks.tp)
         if self._tied is not None and "embed.weight" in here:
             self._sum([here["embed.weight"]], self._tied)
+        if self._replicas is not None:
+            self._sum([here[n] for n in sorted(here)], self._replicas)
+            for name, parameter in here.items():
+                # A block's gradient is the mean over the tokens that visited it.
+                cell = self._cell.get(".".join(name.split(".", 2)[:2]) + ".")
+                if cell is not None and parameter.grad is not None:
+                    parameter.grad.mul_(self._shares[cell])
 
     @staticmethod
     def _sum(parameters: list[Tensor], comm: Comm) -> None:

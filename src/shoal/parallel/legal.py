@@ -35,6 +35,14 @@ def schedule_of(job: TrainJob) -> Schedule:
     passes = max(1, job.global_batch // parallel.dp // microbatch_of(job))
     schedule: Schedule = part.build(parallel.pp, passes, parallel.vpp)
     if parallel.vocab_split == "pp":
+        require(
+            not schedule.cells,
+            "parallel.vocab",
+            parallel.vocab,
+            expected=f"auto, none or tp with schedule {parallel.schedule.name}, where stage 0 has "
+            "embedding and output layer",
+            error=PlanError,
+        )
         from shoal.plan.schedules.vocab import with_vocabulary
 
         schedule = with_vocabulary(schedule, parallel.vocab_barriers)
@@ -85,7 +93,7 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     require(
-        schedule.stages <= shape.num_layers,
+        schedule.num_cells - schedule.bare_head <= shape.num_layers,
         "parallel.pp",
         pp,
         expected=f"at most {shape.num_layers} stages, one for each layer",
@@ -124,6 +132,14 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         job.shard.name,
         expected=f"replicated or zero1 with schedule {p.schedule.name}, which writes the "
         "gradients of weights in passes of their own",
+        error=PlanError,
+    )
+    require(
+        "gradients" not in shard.divides or not schedule.cells,
+        "shard",
+        job.shard.name,
+        expected=f"replicated or zero1 with schedule {p.schedule.name}, whose stages divide their "
+        "gradients by numbers of their own",
         error=PlanError,
     )
     require(

@@ -261,7 +261,8 @@ class Runtime:
         device = self.boundary.device
         exact = torch.promote_types(self.boundary.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=device)
-        last = self.schedule.stages - 1
+        route = self.schedule.whole_route
+        last = route[-1]
         sends: list[Pending] = []
         with torch.no_grad():
             for batch in batches:
@@ -270,10 +271,10 @@ class Runtime:
                     handed = self.vocab.forward_embed(batch.tokens)
                     if handed is not None:
                         handed = self.boundary.share(handed).to(self.boundary.dtype)
-                for stage in range(self.schedule.stages):
+                for at, stage in enumerate(route):
                     if self.schedule.place[stage] != self.pp.rank:
                         continue
-                    source = self.schedule.place[stage - 1] if stage else self.pp.rank
+                    source = self.schedule.place[route[at - 1]] if at else self.pp.rank
                     if source != self.pp.rank:
                         buffer = self.boundary.buffer(batch)
                         self.pp.receive(buffer, source, tag="activations").wait()
@@ -283,7 +284,7 @@ class Runtime:
                     handed = out
                     if stage == last:
                         break
-                    target = self.schedule.place[stage + 1]
+                    target = self.schedule.place[route[at + 1]]
                     if target != self.pp.rank:
                         part = self.boundary.outgoing(out)
                         sends.append(self.pp.send(part, target, tag="activations"))

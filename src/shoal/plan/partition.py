@@ -16,9 +16,9 @@ from typing import Literal
 
 from shoal.core.errors import PlanError, require
 from shoal.cost.arithmetic import linears
-from shoal.ir import ModelShape
+from shoal.ir import ModelShape, Schedule
 
-__all__ = ["block_costs", "partition", "stages_for", "uniform_stages"]
+__all__ = ["block_costs", "cells_for", "partition", "stages_for", "uniform_stages"]
 
 
 def partition(costs: Sequence[float], cells: int) -> tuple[range, ...]:
@@ -190,3 +190,28 @@ def stages_for(
     if vocab_split != "pp":
         blocks = (*blocks[:-1], blocks[-1] + output)
     return partition(blocks, stages)
+
+
+def cells_for(
+    shape: ModelShape,
+    schedule: Schedule,
+    *,
+    vocab_split: Literal["none", "tp", "pp"] = "pp",
+) -> tuple[range, ...]:
+    """Blocks of each cell of a schedule: those of its stages, or of the stages' replicas.
+
+    A cell that is the output layer alone has none, and the others share the blocks as if there
+    were no output layer.
+
+    Args:
+        shape: the model.
+        schedule: of which the cells are taken.
+        vocab_split: as for :func:`stages_for`.
+
+    Raises:
+        PlanError: more stages than blocks.
+    """
+    if not schedule.bare_head:
+        return stages_for(shape, schedule.num_cells, vocab_split=vocab_split)
+    last = range(shape.num_layers, shape.num_layers)
+    return (*stages_for(shape, schedule.num_cells - 1, vocab_split="pp"), last)

@@ -113,7 +113,7 @@ class SkipPipe:
             ConfigError: the network's file cannot be read.
         """
         check_numbers("skippipe", pp, microbatches, vpp, self.chunks)
-        if self._plain:
+        if self._plain or pp == 1:
             return OneFOneB().build(pp, microbatches, vpp)
         stages = self.of or pp
         require(
@@ -128,6 +128,15 @@ class SkipPipe:
             "schedule.skippipe.keep",
             self.keep,
             expected=f"1 to {stages}, the stages",
+            error=PlanError,
+        )
+        keep = self.keep or stages
+        require(
+            microbatches * (keep - 1) >= stages - 1,
+            "microbatches",
+            microbatches,
+            expected=f"enough for every stage to be visited, with keep = {keep} of {stages} stages: "
+            + (f"at least {-(-(stages - 1) // (keep - 1))}" if keep > 1 else "keep at least 2"),
             error=PlanError,
         )
         network = Network.load(Path(self.network)) if self.network else None
@@ -146,7 +155,7 @@ class SkipPipe:
 
         Below zero where skipping saves more than waiting costs.
         """
-        if self._plain:
+        if self._plain or pp == 1:
             return OneFOneB().bubble(pp, microbatches, vpp)
         schedule = self.build(pp, microbatches, vpp)
         head = schedule.num_cells - 1
@@ -156,14 +165,14 @@ class SkipPipe:
 
     def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
         """The most of any rank."""
-        if self._plain:
+        if self._plain or pp == 1:
             return OneFOneB().in_flight(pp, microbatches, vpp)
         return float(max(self.build(pp, microbatches, vpp).in_flight()))
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes of the boundaries that the busiest rank sends, over the links of the routes."""
         job = work.job
-        if self._plain:
+        if self._plain or job.parallel.pp == 1:
             return boundary_estimate(work, machine, looped(job.parallel.pp, 1))
         microbatch = microbatch_of(job)
         passes = max(1, job.global_batch // job.parallel.dp // microbatch)
