@@ -14,7 +14,6 @@ from shoal.core.errors import ConfigError
 from shoal.ir.mask import BlockMap, Mask, Range
 
 T = 24
-KIND = cast(Any, "diagonal")
 IDS = np.array([0] * 5 + [1] * 9 + [2] + [3] * 9)
 PIECES = np.array([7] * 3 + [1] * 6 + [7] * 9 + [-1] * 6)  # one document in two pieces, padding
 
@@ -152,7 +151,7 @@ def test_disjoint_cells_of_meeting_rectangles_are_allowed() -> None:
         (lambda: Mask(8, 8, (Range(0, 4, 0, 8), Range(3, 8, 7, 8))), "do not overlap"),
         (lambda: Mask(8, 8, (Range(0, 4, 0, 9),)), r"inside \[8, 8\]"),
         (lambda: Mask(8, 8, (Range(4, 4, 0, 8),)), "rising"),
-        (lambda: Mask(8, 8, (Range(0, 4, 0, 4, KIND),)), "one of full, causal"),
+        (lambda: Mask(8, 8, (Range(0, 4, 0, 4, cast(Any, "diagonal")),)), "one of full, causal"),
         (lambda: Mask(0, 8), "at least 1"),
         (lambda: Mask(8, 8, (Range(0, 2, 0, 2),), (BlockMap(0, 8, 0, 8, 4, b"0"),)), "overlap"),
         (lambda: Mask(8, 8, (), (BlockMap(0, 6, 0, 8, 4, b"0"),)), "multiple of the block of 4"),
