@@ -104,8 +104,8 @@ def test_a_part_of_a_mask_is_that_part(name: str) -> None:
 def test_ranges_of_any_kind(data: st.DataObject) -> None:
     q0, q1 = sorted(data.draw(st.lists(st.integers(0, 12), min_size=2, max_size=2, unique=True)))
     k0, k1 = sorted(data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=2, unique=True)))
-    kind = data.draw(st.sampled_from(["full", "causal", "inv_causal", "bicausal"]))
-    dense = Mask(12, 9, (Range(q0, q1, k0, k1, kind),)).dense()
+    kind: Any = data.draw(st.sampled_from(["full", "causal", "inv_causal", "bicausal"]))
+    dense = Mask(12, 9, (Range(q0, q1, k0, k1, cast(Any, kind)),)).dense()
     for q in range(12):
         for k in range(9):
             see = q0 <= q < q1 and k0 <= k < k1
