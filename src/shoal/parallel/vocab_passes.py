@@ -28,10 +28,14 @@ vocab_dx      (p - 1) C D b + (C - t) D b            (p - 1) C D b
 vocab_dembed  (N - o) D b                            the same
 ============  =====================================  =============================
 
-What a rank keeps between its passes of a micro-batch: the hidden states [C, D] and its columns
-of the softmax [C, V / p] from S to T, which the gradient of its rows needs; with one barrier the
-last stage's rank also p messages [C, D] until the backward pass. Nothing of size [C, V] is ever
-in one place.
+What a rank keeps between its passes of a micro-batch: the hidden states [C, D] and the
+exponentials of its logits [C, V / p] from S to T, which the gradient of its rows needs; with one
+barrier the last stage's rank also p messages [C, D] until the backward pass. Nothing of size
+[C, V] is ever in one place.
+
+The large matrix is read and written as seldom as can be: the exponentials stay relative to the
+rank's own largest logit, and what turns them into probabilities, one scalar a token, is applied
+to the small factors and results of the products [C, D]; so are the targets' ones.
 
 Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism, 2024.
 """
@@ -108,7 +112,7 @@ class _Flight:
     targets: Tensor  # [C]
     x: Tensor  # [C, D]
     factor: float | Tensor | None
-    softmax: Tensor | None = None  # [C, R]
+    exponentials: Tensor | None = None  # [C, R], relative to the largest logit of a row
     own: Tensor | None = None  # [2, C]
     # On the last stage's rank: target logits by place, and what the ranks send of dX.
     hits: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -258,11 +262,11 @@ class VocabShard(nn.Module):
         self._flights[mb] = flight
         logits_CR = x_CD @ weight.to(self.dtype).T
         here = self._owned(targets_C, rank)
-        flight.own, hit = self._softmax(logits_CR, here, targets_C[here] - self.rows.start)
+        flight.own, hit = self._exponentials(logits_CR, here, targets_C[here] - self.rows.start)
         self._exchange_stats(flight, mb, last, here, hit)
         if factor is None:
             return
-        flight.softmax = logits_CR
+        flight.exponentials = logits_CR
         if self.schedule.vocab_barriers == 1:
             self._half_gradient(flight, mb, last, targets_C[here])
 
@@ -270,20 +274,22 @@ class VocabShard(nn.Module):
     def t(self, mb: int) -> None:
         """The gradient of this rank's rows; with two barriers also that of the hidden states."""
         flight = self._flights[mb]
-        softmax_CR = flight.softmax
-        if softmax_CR is None or flight.factor is None:
+        exponentials_CR = flight.exponentials
+        if exponentials_CR is None or flight.factor is None:
             raise PlanError(
                 f"vocabulary pass T of micro-batch {mb}: it needs S with a factor before it, once"
             )
         rank, last = self.comm.rank, self._last(mb)
         top, total = self._totals(flight)
         assert flight.own is not None
-        softmax_CR.mul_(self._share(flight.own, top, total).to(self.dtype).unsqueeze(1))
+        share_C1 = self._share(flight.own, top, total).unsqueeze(1)
         here = self._owned(flight.targets, rank)
-        softmax_CR[here, flight.targets[here] - self.rows.start] -= 1
+        rows = flight.targets[here] - self.rows.start
         weight = self.output_weight
         if self.schedule.vocab_barriers == 2:
-            dx_CD = softmax_CR @ weight.to(self.dtype)
+            compute = weight.to(self.dtype)
+            dx_CD = (exponentials_CR @ compute).mul_(share_C1.to(self.dtype))
+            dx_CD[here] -= compute[rows]
             if rank != last:
                 self._send(dx_CD, last, "vocab_dx", mb)
             else:
@@ -291,13 +297,17 @@ class VocabShard(nn.Module):
                 for other in self._others():
                     flight.dx[other] = torch.empty_like(dx_CD)
                     flight.dx_under_way.append(self._receive(flight.dx[other], other, "vocab_dx"))
-        step = (softmax_CR.T @ flight.x).to(weight.dtype).mul_(flight.factor)
-        _accumulate(weight, step)
+        x_CD = flight.x.to(self.exact)
+        scaled_CD = (x_CD * (share_C1 * flight.factor)).to(self.dtype)
+        _accumulate_product(weight, exponentials_CR, scaled_CD)
+        assert weight.grad is not None
+        hits = (x_CD[here] * flight.factor).neg_()
+        weight.grad.index_add_(0, rows, hits.to(weight.dtype))
         # All S passes are done, so all statistics have been asked for.
         self._release("vocab_stats", mb)
         if self.schedule.vocab_barriers == 1:
             self._release("vocab_dx", mb)
-        flight.softmax = None
+        flight.exponentials = None
         if rank != last or not flight.dx:
             del self._flights[mb]
 
@@ -343,7 +353,7 @@ class VocabShard(nn.Module):
             out = whole
         # Every rank has asked for the hidden states in its S pass.
         self._release("vocab_hidden", mb)
-        if flight.softmax is None:
+        if flight.exponentials is None:
             del self._flights[mb]
         return loss, out
 
@@ -424,14 +434,14 @@ class VocabShard(nn.Module):
                 "the end of the step; run every pass of the schedule"
             )
 
-    def _softmax(
+    def _exponentials(
         self, logits_CR: Tensor, hit_rows: Tensor, hit_columns: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Turn logits into the softmax over this rank's columns, in place.
+        """Turn logits into their exponentials relative to the largest of a row, in place.
 
         Returns:
-            [2, C]: largest logit, and sum of the exponentials relative to it; and the logits of
-            the targets that this rank owns.
+            [2, C]: largest logit, and sum of the exponentials; and the logits of the targets
+            that this rank owns.
         """
         count, width = logits_CR.shape
         stats = torch.empty(2, count, dtype=self.exact, device=logits_CR.device)
@@ -443,13 +453,13 @@ class VocabShard(nn.Module):
         rows = max(1, _EXACT_ELEMENTS // width)
         for begin in range(0, count, rows):
             part = logits_CR[begin : begin + rows]
-            exact = part.to(self.exact, copy=True)
-            top = exact.amax(1, keepdim=True)
-            exact.sub_(top).exp_()
-            total = exact.sum(1, keepdim=True)
-            stats[0, begin : begin + rows] = top.squeeze(1)
-            stats[1, begin : begin + rows] = total.squeeze(1)
-            part.copy_(exact.div_(total))
+            exact = part.to(self.exact)
+            top = exact.amax(1)
+            exact = exact.sub_(top.unsqueeze(1)).exp_()
+            stats[0, begin : begin + rows] = top
+            stats[1, begin : begin + rows] = exact.sum(1)
+            if exact.dtype != part.dtype:
+                part.copy_(exact)
         return stats, hit
 
     def _exchange_stats(
@@ -480,8 +490,8 @@ class VocabShard(nn.Module):
     def _half_gradient(self, flight: _Flight, mb: int, last: int, hits: Tensor) -> None:
         """One barrier: dX but for one scalar a token, which is known when all ranks are done."""
         weight = self.output_weight.to(self.dtype)
-        assert flight.softmax is not None
-        made = torch.cat([flight.softmax @ weight, weight[hits - self.rows.start]])
+        assert flight.exponentials is not None
+        made = torch.cat([flight.exponentials @ weight, weight[hits - self.rows.start]])
         rank = self.comm.rank
         if rank != last:
             self._send(made, last, "vocab_dx", mb)
@@ -507,8 +517,8 @@ class VocabShard(nn.Module):
 
     @staticmethod
     def _share(stats_2C: Tensor, top: Tensor, total: Tensor) -> Tensor:
-        """Probability [C] of a rank's columns together."""
-        return stats_2C[1] * (stats_2C[0] - top).exp() / total
+        """What turns a rank's exponentials into probabilities, [C]."""
+        return (stats_2C[0] - top).exp() / total
 
     def _counted(self, targets: Tensor) -> tuple[Tensor | None, Tensor]:
         """Places of the targets that count, None where all do; and those targets [C]."""
@@ -560,8 +570,11 @@ class VocabShard(nn.Module):
             pending.wait()
 
 
-def _accumulate(weight: nn.Parameter, step: Tensor) -> None:
+def _accumulate_product(weight: nn.Parameter, left_CR: Tensor, right_CD: Tensor) -> None:
+    """Add ``left.T @ right`` [R, D] to the gradient, without a copy of its size if types agree."""
     if weight.grad is None:
-        weight.grad = step
+        weight.grad = (left_CR.T @ right_CD).to(weight.dtype)
+    elif weight.dtype == left_CR.dtype:
+        weight.grad.addmm_(left_CR.T, right_CD)
     else:
-        weight.grad.add_(step)
+        weight.grad.add_((left_CR.T @ right_CD).to(weight.dtype))
