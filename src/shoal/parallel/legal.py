@@ -100,7 +100,9 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     if cp > 1:
-        table("context").build(p.context, where="parallel.context").positions(job.seq_len, cp)
+        context = table("context").build(p.context, where="parallel.context")
+        context.positions(job.seq_len, cp)
+        context.check(shape.num_heads // tp, shape.num_kv_heads // tp, cp)
     rows = microbatch_of(job) * job.seq_len // cp
     require(
         not p.sp or rows % tp == 0,

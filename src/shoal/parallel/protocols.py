@@ -165,6 +165,14 @@ class MicroBatch(NamedTuple):
 class ContextPart(Protocol):
     """A part of kind ``context``: attention over sequences that ``cp`` ranks share."""
 
+    def check(self, heads: int, kv_heads: int, world: int) -> None:
+        """Refuse heads of one rank that ``world`` ranks cannot work with.
+
+        Raises:
+            ConfigError: names the number and those that would do.
+        """
+        ...
+
     def positions(self, length: int, world: int) -> list[np.ndarray]:
         """Positions int64 [length / world] of each rank.
 

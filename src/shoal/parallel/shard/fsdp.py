@@ -153,6 +153,7 @@ class FsdpModel:
         self.model = model
         self.comm = comm
         self.across = across if across is not None and across.world > 1 else None
+        self._reshard = reshard
         blocks, around = units(model)
         self._around = around
         inside = {id(p) for block in blocks for p in block.parameters()}
@@ -192,6 +193,8 @@ class FsdpModel:
         for module in self._around:
             module.set_requires_gradient_sync(last)  # type: ignore[operator]
             module.set_is_last_backward(last)  # type: ignore[operator]
+            # Stage 2 gathers once a step: what one micro-batch has gathered serves the next.
+            module.set_reshard_after_backward(last or self._reshard)  # type: ignore[operator]
         yield
 
     def finish(self) -> None:

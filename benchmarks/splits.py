@@ -1,0 +1,155 @@
+"""The demo's model under every kind of split on four real ranks: one loss curve.
+
+Usage: python benchmarks/splits.py [--steps N] [--only NAME ...]
+
+Each split is a run of its own, as ``shoal train`` makes it: planned, started, measured.
+Their losses are compared with those of one rank; step time, memory and bytes are what a
+reader of "Which split should I choose" compares, on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, Row, record, require_quiet
+
+from shoal.core.files import write_atomic, write_json
+from shoal.core.meter import read_events
+from shoal.core.svg import Chart, Series
+from shoal.ir import TrainJob
+from shoal.machine.described import load
+from shoal.train.run import execute, plan_job
+
+CURVES = RESULTS.parent / "curves" / "splits.json"
+PICTURE = Path(__file__).parents[1] / "docs" / "assets" / "splits.svg"
+AXES = ("dp", "tp", "pp", "cp")
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "one rank": {"parallel": {"dp": 1}},
+    "dp4 zero1": {"parallel": {"dp": 4}, "shard": "zero1"},
+    "dp4 zero3": {"parallel": {"dp": 4}, "shard": "zero3"},
+    "dp4 hybrid": {"parallel": {"dp": 4}, "shard": {"name": "hybrid", "within": 2}},
+    "dp2 tp2": {"parallel": {"dp": 2, "tp": 2}},
+    "dp2 tp2 sp zero2": {"parallel": {"dp": 2, "tp": 2, "sp": True}, "shard": "zero2"},
+    "dp2 pp2": {"parallel": {"dp": 2, "pp": 2}},
+    "dp2 cp2 ring": {"parallel": {"dp": 2, "cp": 2, "context": "ring"}},
+    "tp2 pp2 sp interleaved": {
+        "parallel": {"tp": 2, "pp": 2, "vpp": 2, "sp": True, "schedule": "interleaved"}
+    },
+    "tp2 cp2 tokenring": {"parallel": {"tp": 2, "cp": 2, "sp": True, "context": "tokenring"}},
+    "pp2 cp2 zigzag zb_h1": {"parallel": {"pp": 2, "cp": 2, "schedule": "zb_h1"}},
+    "pp4 gpipe": {"parallel": {"pp": 4, "schedule": "gpipe"}, "recompute": "stage"},
+    "pp4 vocab": {"parallel": {"pp": 4, "vocab": "pp"}},
+    "pp2 dp2 zbv": {"parallel": {"pp": 2, "vpp": 2, "dp": 2, "schedule": "zbv"}},
+    "pp2 tp2 vhalf vocab": {
+        "parallel": {"pp": 2, "vpp": 2, "tp": 2, "schedule": "vhalf", "vocab": "pp"}
+    },
+    "cp4 zigzag": {"parallel": {"cp": 4}},
+}
+
+
+def run(name: str, steps: int, folder: Path) -> dict[str, Any]:
+    """Train one split and return its curve and what it cost."""
+    job = TrainJob.model_validate(
+        {
+            "name": "split",
+            "model": "shoal-4m",
+            "steps": steps,
+            "seq_len": 128,
+            "global_batch": 16,
+            "microbatch": 2,
+            "precision": "fp32",
+            "threads": 1,
+            "evaluation": {"every": 0, "final": False},
+            "checkpoint": {"every": 0},
+            **SPLITS[name],
+        }
+    )
+    place = folder / name.replace(" ", "-")
+    report = execute(plan_job(job, load("local")), place)
+    losses = [e["loss"] for e in read_events(place / "events.jsonl") if e["kind"] == "step"]
+    shutil.rmtree(place)
+    kept = ("step_s", "memory_bytes", "wire_bytes")
+    return {
+        "split": SPLITS[name],
+        "losses": losses,
+        "measured": {key: report.measured[key] for key in kept if key in report.measured},
+        "errors": {key: report.errors[key] for key in kept if key in report.errors},
+    }
+
+
+def draw(found: dict[str, dict[str, Any]]) -> str:
+    """All curves above each other; where they are one, one is seen."""
+    series = [
+        Series(name, list(range(len(row["losses"]))), row["losses"]) for name, row in found.items()
+    ]
+    chart = Chart(
+        title=f"{len(found)} runs of one model: one rank, and every split of four",
+        x_label="step",
+        y_label="nats per token",
+        series=series,
+    )
+    return chart.render()
+
+
+def main() -> None:
+    """Train every split and record how far apart the losses are."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", nargs="*", default=list(SPLITS))
+    arguments = parser.parse_args()
+    require_quiet()
+    with tempfile.TemporaryDirectory(prefix="shoal-splits-") as folder:
+        found = {}
+        for name in arguments.only:
+            found[name] = run(name, arguments.steps, Path(folder))
+            print(f"{name}: last loss {found[name]['losses'][-1]:.5f}", flush=True)
+    if set(found) != set(SPLITS):
+        print(json.dumps({name: row["measured"] for name, row in found.items()}, indent=1))
+        return
+    one = found["one rank"]["losses"]
+    apart = {
+        name: max(abs(a - b) for a, b in zip(row["losses"], one, strict=True))
+        for name, row in found.items()
+    }
+    worst = max(apart, key=lambda name: apart[name])
+    splits = [row["split"].get("parallel", {}) for row in found.values()]
+    pairs = {
+        pair
+        for split in splits
+        for pair in itertools.combinations(AXES, 2)
+        if all(split.get(axis, 1) > 1 for axis in pair)
+    }
+    write_json(CURVES, found)
+    write_atomic(PICTURE, draw(found))
+    record(
+        [
+            Row(
+                "splits of 4 real ranks: loss curves apart",
+                apart[worst],
+                "nats",
+                "<=",
+                1e-3,
+                f"largest difference from one rank over {arguments.steps} steps of shoal-4m in "
+                f"fp32, {len(found) - 1} splits; the worst is {worst}",
+            ),
+            Row(
+                "splits of 4 real ranks: pairs of axes covered",
+                float(len(pairs)),
+                "",
+                ">=",
+                6.0,
+                ", ".join(f"{a} x {b}" for a, b in sorted(pairs)),
+            ),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
