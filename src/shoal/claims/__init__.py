@@ -14,6 +14,7 @@ CLAIMS = PartTable(
     {
         "dissect": "shoal.claims.experiments.dissect:Dissect",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
+        "megatron": "shoal.claims.experiments.megatron:Megatron",
         "t3": "shoal.claims.experiments.t3:T3",
     },
 )

@@ -1,0 +1,236 @@
+"""Megatron-LM: more stages a rank make a shorter bubble, and a boundary crosses nodes once.
+
+- Four ranks, eight micro-batches, four stages a rank: the passes of every stage are measured on
+  this machine, and both schedules are simulated with them and with the measured cost of a
+  message between two processes.
+- Two processes, four micro-batches, two stages a rank: both schedules train the same model in
+  turn, and whole steps are timed.
+- The bytes that cross between nodes, counted while t tensor-parallel ranks train with and
+  without sending one share each.
+- The days of the paper's 175B-parameter run by its own formula.
+
+Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM, 2021.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.experiments.pipeline_ranks import profile, time_steps
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.cost.megatron import training_days
+from shoal.cost.pipeline import simulate
+from shoal.ir import TrainJob
+from shoal.parallel.legal import schedule_of
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+    from shoal.parallel.thread_comm import ThreadComm
+
+__all__ = ["Megatron", "internode_bytes"]
+
+# The run of the paper's section 5.1: parameters, tokens, devices, FLOP/s of a device.
+_RUN = (175e9, 300e9, 1024, 140e12)
+_TENSOR = (2, 4)
+
+
+@part
+class Megatron:
+    """Interleaved stages, shares of boundaries, and the calculator.
+
+    Args:
+        rounds: measured steps of each simulated schedule.
+        pairs: timed steps of each schedule on two processes.
+    """
+
+    rounds: int = 9
+    pairs: int = 20
+
+    rows: ClassVar[tuple[int, ...]] = (22,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="simulated_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.15,
+            baseline="1f1b",
+            evidence="simulated",
+            timing=True,
+            paper="interleaving adds 10 % or more",
+        ),
+        Metric(
+            name="two_process_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.04,
+            baseline="1f1b",
+            evidence="mechanism",
+            timing=True,
+            paper="interleaving adds 10 % or more",
+        ),
+        Metric(
+            name="internode_share",
+            unit="x",
+            statistic="ratio",
+            comparison="within",
+            threshold=1.0,
+            upper=1.0,
+            baseline="every tensor-parallel rank sends the whole boundary",
+            evidence="mechanism",
+            paper="scatter/gather adds up to 11 %",
+        ),
+        Metric(
+            name="days_175b",
+            unit="days",
+            statistic="value",
+            comparison="within",
+            threshold=33.85,
+            upper=33.95,
+            baseline="6 FLOP a parameter and token",
+            evidence="arithmetic",
+            paper="34 days for 300B tokens on 1024 GPUs at 140 TFLOP/s",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(self.rounds >= 1, "claim.megatron.rounds", self.rounds, expected="at least 1")
+        require(self.pairs >= 1, "claim.megatron.pairs", self.pairs, expected="at least 1")
+
+    def refuses(self, context: Context) -> str | None:
+        """Runs everywhere."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Count bytes and compute days; the full run also times schedules, for about 2 min."""
+        context.progress("bytes between nodes", 0.0)
+        shares = [t * internode_bytes(t, scatter=not as_baseline) for t in _TENSOR]
+        whole = [internode_bytes(t, scatter=False) for t in _TENSOR]
+        days = training_days(*_RUN) * (6 / 8 if as_baseline else 1)
+        metrics = {
+            "internode_share": Paired(method=tuple(shares), baseline=tuple(whole)),
+            "days_175b": Paired(method=(days,)),
+        }
+        if quick:
+            return Samples(metrics=metrics)
+        details: dict[str, JsonValue] = {}
+        metrics["simulated_speedup"] = self._simulated(context, details, as_baseline)
+        context.progress("steps of two processes", 0.4)
+        metrics["two_process_speedup"], told = self._processes(context, as_baseline)
+        return Samples(
+            metrics=metrics,
+            bounds={"simulated_speedup": 33 / 26.25, "two_process_speedup": 20 / 18},
+            profile=told,
+            details=details,
+        )
+
+    def _simulated(
+        self, context: Context, details: dict[str, JsonValue], as_baseline: bool
+    ) -> Paired:
+        """Simulated steps with measured passes, round by round."""
+        from shoal.parallel.measure_passes import measure_link, measure_passes
+
+        config = _model(num_layers=16, hidden=256)
+        # Four micro-batches are timed; eight are simulated.
+        timed = [_job(4, pp=4), _job(4, pp=4, vpp=4)]
+        context.progress("passes of every stage", 0.1)
+        plain, interleaved = context.remember(
+            "passes", lambda: measure_passes(timed, config, rounds=self.rounds)
+        )
+        nbytes = int(plain.rounds[0].boundary_bytes)
+        link = context.remember("link", lambda: measure_link(nbytes))
+        first, second = schedule_of(_job(8, pp=4)), schedule_of(_job(8, pp=4, vpp=4))
+        baseline = [simulate(first, costs, link).makespan for costs in plain.rounds]
+        method = [simulate(second, costs, link).makespan for costs in interleaved.rounds]
+        details["passes_s"] = {
+            "1f1b": {k: list(v) for k, v in plain.median.seconds.items()},
+            "interleaved": {k: list(v) for k, v in interleaved.median.seconds.items()},
+        }
+        details["message_s"] = link.seconds(0, 1, nbytes)
+        details["message_bytes"] = nbytes
+        return Paired(method=tuple(baseline if as_baseline else method), baseline=tuple(baseline))
+
+    def _processes(self, context: Context, as_baseline: bool) -> tuple[Paired, str]:
+        """Steps of two processes, in turn."""
+        config = _model(num_layers=8, hidden=384)
+        jobs = [_job(4, pp=2), _job(4, pp=2, vpp=1 if as_baseline else 2)]
+        found = time_steps(jobs, config, pairs=self.pairs, seed=context.seed)
+        baseline, method = found.seconds
+        told = [
+            profile(events, title=job.parallel.schedule.name)
+            for job, events in zip(jobs, found.events, strict=True)
+        ]
+        return Paired(method=method, baseline=baseline), "\n".join(told)
+
+
+def _model(**changes: Any) -> ModelConfig:
+    from shoal.model.config import ModelConfig
+
+    hidden = int(changes["hidden"])
+    heads = max(4, hidden // 64)
+    # A vocabulary of bytes keeps the first and the last stage like the others.
+    return ModelConfig(
+        family="llama",
+        vocab_size=256,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_hidden=3 * hidden,
+        max_position=256,
+        **changes,
+    )
+
+
+def _job(microbatches: int, *, vpp: int = 1, seq_len: int = 256, **parallel: Any) -> TrainJob:
+    split: dict[str, Any] = {**parallel, "vpp": vpp}
+    split["schedule"] = "interleaved" if vpp > 1 else "1f1b"
+    return TrainJob.model_validate(
+        {
+            "model": "shoal-0.3m",
+            "seq_len": seq_len,
+            "global_batch": microbatches,
+            "microbatch": 1,
+            "precision": "fp32",
+            "steps": 1,
+            "parallel": split,
+        }
+    )
+
+
+def internode_bytes(tp: int, *, scatter: bool) -> float:
+    """Bytes of one step between two nodes of ``tp`` ranks, each of which has one stage.
+
+    Args:
+        tp: tensor-parallel ranks of a stage.
+        scatter: each sends its share of a boundary; else each sends all of it.
+    """
+    from shoal.core.meter import Meter
+    from shoal.parallel.engine import Engine
+    from shoal.parallel.legal import check_split
+    from shoal.parallel.measure_passes import Cheap, batch
+    from shoal.parallel.thread_comm import run_ranks
+
+    config = _model(num_layers=2, hidden=32)
+    job = _job(4, pp=2, tp=tp, seq_len=16, scatter_gather=scatter)
+    schedule = check_split(job, config.shape())
+
+    def step(comm: ThreadComm) -> None:
+        engine = Engine(job, schedule, Cheap(config), comm)
+        rows = batch(job, config.vocab_size)
+        engine.backward(rows, 1, rows.targets.numel())
+        engine.finish()
+
+    meter = Meter([])
+    run_ranks(2 * tp, step, meter=meter, ranks_per_node=tp)
+    return sum(
+        total
+        for name, total in meter.totals().items()
+        if name.startswith("wire_bytes{") and "scope=node" in name
+    )
