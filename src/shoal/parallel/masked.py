@@ -93,17 +93,16 @@ def masked_backward(
     count = int((rows.targets != -100).sum())
     visited = [0] * len(model.blocks)
     total = 0.0
-    for number in range(replicas * len(routes)):
-        part = slice(number * size, (number + 1) * size)
-        layers = routes[number % len(routes)]
+    for layers, parts in _together(len(rows.inputs), size, routes, apart=dropout is not None):
+        targets = rows.targets[parts]
         for layer in layers:
-            visited[layer] += int((rows.targets[part] != -100).sum())
+            visited[layer] += int((targets != -100).sum())
         with visiting(model, layers):
             loss = model.loss_sum(
-                rows.inputs[part],
-                rows.targets[part],
-                documents_BT=None if rows.documents is None else rows.documents[part],
-                dropout=None if dropout is None else dropout.at(rows.step, part.start),
+                rows.inputs[parts],
+                targets,
+                documents_BT=None if rows.documents is None else rows.documents[parts],
+                dropout=None if dropout is None else dropout.at(rows.step, parts[0]),
             )
         (loss / count).backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
@@ -112,6 +111,20 @@ def masked_backward(
             if parameter.grad is not None:
                 parameter.grad.mul_(count / max(1, seen))
     return total / count
+
+
+def _together(
+    count: int, size: int, routes: Sequence[Sequence[int]], *, apart: bool
+) -> Iterator[tuple[Sequence[int], list[int]]]:
+    """(layers, rows) of micro-batches, those of one route as one; dropout keeps them apart."""
+    rows: dict[object, list[int]] = {}
+    layers: dict[object, Sequence[int]] = {}
+    for number, start in enumerate(range(0, count, size)):
+        route = routes[number % len(routes)]
+        key = number if apart else tuple(route)
+        layers[key] = route
+        rows.setdefault(key, []).extend(range(start, start + size))
+    return ((layers[key], found) for key, found in rows.items())
 
 
 def one_process_masked(

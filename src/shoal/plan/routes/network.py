@@ -4,7 +4,7 @@ The table of regions is a fact about public clouds: one-way numbers of a machine
 region to one in the other, as published with the simulation of decentralised training.
 
 Source: Yuan et al., Decentralized Training of Foundation Models in Heterogeneous
-Environments, 2022 (delays in ms and bandwidths in Gbit/s between nine regions).
+Environments, 2022 (delays in ms and bandwidths in Gbit/s between ten regions).
 """
 
 from __future__ import annotations

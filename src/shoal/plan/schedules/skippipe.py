@@ -13,6 +13,7 @@ in Heterogeneous Networks, 2025.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -87,6 +88,15 @@ class SkipPipe:
                 value,
                 expected="at least 1, or nothing",
             )
+        for name in ("forward_s", "backward_s", "head_s", "boundary_bytes", "sync_bytes"):
+            number = getattr(self, name)
+            free = name not in ("forward_s", "backward_s")
+            require(
+                math.isfinite(number) and (number > 0 or (free and number == 0)),
+                f"schedule.skippipe.{name}",
+                number,
+                expected="0 or more" if free else "more than 0",
+            )
         require(
             self.of is None or self.keep is None or self.keep <= self.of,
             "schedule.skippipe.keep",
@@ -135,7 +145,7 @@ class SkipPipe:
             microbatches * (keep - 1) >= stages - 1,
             "microbatches",
             microbatches,
-            expected=f"enough for every stage to be visited, with keep = {keep} of {stages} stages: "
+            expected=f"enough for every stage to be visited, with keep = {keep} of {stages}: "
             + (f"at least {-(-(stages - 1) // (keep - 1))}" if keep > 1 else "keep at least 2"),
             error=PlanError,
         )
