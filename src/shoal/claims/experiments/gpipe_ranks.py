@@ -1,0 +1,148 @@
+"""What the ranks of claim [139] GPipe do: steps of equal layers, their times and saved bytes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.parallel.gpipe import Pipeline, gpipe
+from shoal.parallel.protocols import Comm
+
+__all__ = ["Saved", "equal_layers", "pass_times", "saved_bytes", "times"]
+
+
+class Saved:
+    """Counts the bytes that autograd keeps for backward passes, those of parameters aside.
+
+    Args:
+        parameters: what is kept anyway.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._known = {p.untyped_storage().data_ptr() for p in parameters}
+        self._held: Counter[int] = Counter()
+        self.now = self.peak = 0
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context around passes."""
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda x: _Kept(self, x), lambda kept: kept.tensor
+        )
+
+    def add(self, x: Tensor, by: int) -> None:
+        """A node of the graph takes (1) or releases (-1) a tensor."""
+        at = x.untyped_storage().data_ptr()
+        if at in self._known:
+            return
+        before = self._held[at]
+        self._held[at] += by
+        if (before == 0) == (by > 0) and (before == 0 or self._held[at] == 0):
+            self.now += by * x.untyped_storage().nbytes()
+            self.peak = max(self.peak, self.now)
+
+
+class _Kept:
+    """A tensor that a node keeps; it is released with the node."""
+
+    def __init__(self, counts: Saved, tensor: Tensor) -> None:
+        self._counts, self.tensor = counts, tensor
+        counts.add(tensor, 1)
+
+    def __del__(self) -> None:
+        self._counts.add(self.tensor, -1)
+
+
+def equal_layers(number: int, width: int) -> list[nn.Module]:
+    """Equal layers: each a product and a nonlinearity, both of which keep their input."""
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(number)]
+
+
+def _loss(out: Tensor, target: Tensor) -> Tensor:
+    return (out * target).mean()
+
+
+def _made(comm: Comm, layers: int, width: int, m: int, recompute: bool) -> Pipeline:
+    made = equal_layers(layers, width)
+    return gpipe(made, comm.world, m, recompute, [1.0] * layers, comm=comm, loss=_loss)
+
+
+def saved_bytes(
+    comm: Comm, *, layers: int, width: int, batch: int, m: int, recompute: bool
+) -> float:
+    """Most bytes that a rank keeps for the backward pass: what autograd holds, and inputs."""
+    pipeline = _made(comm, layers, width, m, recompute)
+    x = torch.ones(batch, width)
+    pipeline.step(x, x)
+    saved = Saved([*pipeline.parameters(), x])
+    with saved.hooks():
+        pipeline.step(x, x)
+    # The runtime holds the inputs of cells, which no node of a graph has while it is computed
+    # again later.
+    return saved.peak + (x.nbytes if recompute else 0.0)
+
+
+def times(
+    comm: Comm,
+    *,
+    layers: int,
+    width: int,
+    batch: int,
+    ms: list[int],
+    recompute: bool,
+    repeats: int,
+) -> dict[str, list[float]]:
+    """Seconds of steps with each number of micro-batches, in turn.
+
+    Args:
+        comm: a rank for each cell.
+        layers: equal ones.
+        width: of each.
+        batch: samples of a mini-batch.
+        ms: numbers of micro-batches.
+        recompute: keep inputs of cells alone.
+        repeats: turns.
+    """
+    pipelines = [_made(comm, layers, width, m, recompute) for m in ms]
+    x = torch.ones(batch, width)
+    found: dict[str, list[float]] = {str(at): [] for at in range(len(ms))}
+    for turn in range(-1, repeats):
+        for at in list(range(len(ms)))[:: 1 if turn % 2 else -1]:
+            comm.barrier()
+            begin = time.perf_counter()
+            pipelines[at].step(x, x)
+            comm.barrier()
+            if turn >= 0:
+                found[str(at)].append(time.perf_counter() - begin)
+    return found
+
+
+def pass_times(
+    comm: Comm, *, layers: int, width: int, rows: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of forward passes, and of backward passes with recomputation, of ``rows`` samples.
+
+    On one rank, through all layers; a cell of a kth of them takes a kth.
+    """
+    made = nn.Sequential(*equal_layers(layers, width))
+    x = torch.ones(rows, width, requires_grad=True)
+    found: dict[str, list[float]] = {"forward": [], "backward": []}
+
+    def timed(name: str, call: Callable[[], Any]) -> None:
+        begin = time.perf_counter()
+        call()
+        found[name].append(time.perf_counter() - begin)
+
+    def forward() -> None:
+        with torch.no_grad():
+            made(x)
+
+    for _ in range(repeats + 1):
+        timed("forward", forward)
+        timed("backward", lambda: made(x).sum().backward())
+    return {name: values[1:] for name, values in found.items()}
