@@ -16,5 +16,6 @@ CLAIMS = PartTable(
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
         "megatron": "shoal.claims.experiments.megatron:Megatron",
         "t3": "shoal.claims.experiments.t3:T3",
+        "vocab_parallel": "shoal.claims.experiments.vocab_parallel:VocabParallel",
     },
 )

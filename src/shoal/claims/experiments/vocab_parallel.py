@@ -1,0 +1,426 @@
+"""Vocabulary parallelism: all ranks of a pipeline share embedding and output layer.
+
+- Four ranks, sixteen micro-batches, an output layer as large as two stages: every pass is
+  measured on this machine, and the steps are simulated with these times and with the measured
+  cost of a message. Against 1F1B with equal stages, and against the best cut of blocks and
+  output layer that leaves the vocabulary whole.
+- The share of the fullest rank in parameters, and of the busiest in seconds, over its ranks'
+  mean, for vocabularies of 32k to 256k.
+- Two processes train a model with a vocabulary of 32k in turn, with the vocabulary split and
+  with 1F1B over blocks that are cut as evenly as the output layer allows; peak memory is that of
+  processes of their own.
+- Micro-batches in flight, counted in the passes that ranks really did.
+
+The baseline's loss is :func:`~shoal.model.loss.token_loss_sum`, which never keeps all logits.
+
+Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism, 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.experiments.pipeline_ranks import peak_memory, profile, time_steps
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.cost.pipeline import simulate
+from shoal.ir import TrainJob
+from shoal.ir.schedule import Event, OpCosts
+from shoal.parallel.legal import check_split, schedule_of
+from shoal.plan.partition import partition, stages_for, uniform_stages
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+    from shoal.parallel.measure_passes import Measured
+
+__all__ = ["VocabParallel", "in_flight", "parameter_share", "recut"]
+
+_RANKS, _MICROBATCHES, _BLOCKS = 4, 16, 5
+_HIDDEN, _LENGTH = 256, 128
+_VOCABULARIES = (32 * 1024, 64 * 1024, 128 * 1024, 256 * 1024)
+
+
+@part
+class VocabParallel:
+    """Passes of the vocabulary on all ranks, against output layers in one place.
+
+    Args:
+        rounds: measured steps of every rank.
+        pairs: timed steps of two processes, each way.
+    """
+
+    rounds: int = 7
+    pairs: int = 20
+
+    rows: ClassVar[tuple[int, ...]] = (113,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="simulated_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.4,
+            baseline="1f1b, equal stages",
+            evidence="simulated",
+            timing=True,
+            paper="5 to 51 % more throughput",
+        ),
+        Metric(
+            name="redistributed_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.10,
+            baseline="1f1b, best cut of blocks and output layer",
+            evidence="simulated",
+            timing=True,
+            paper="5 to 51 % more throughput",
+        ),
+        Metric(
+            name="two_process_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.15,
+            baseline="1f1b, best cut of blocks beside the output layer",
+            evidence="mechanism",
+            timing=True,
+            paper="5 to 51 % more throughput",
+        ),
+        Metric(
+            name="peak_memory",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.99,
+            baseline="1f1b, best cut of blocks beside the output layer",
+            evidence="mechanism",
+            quick=False,
+            paper="a much lower peak",
+        ),
+        Metric(
+            name="parameter_imbalance",
+            unit="x",
+            statistic="max",
+            comparison="<=",
+            threshold=1.05,
+            baseline="1f1b, equal stages",
+            evidence="mechanism",
+            paper="perfectly balanced with V-Half",
+        ),
+        Metric(
+            name="busy_imbalance",
+            unit="x",
+            statistic="max",
+            comparison="<=",
+            threshold=1.05,
+            baseline="1f1b, equal stages",
+            evidence="mechanism",
+            timing=True,
+            paper="perfectly balanced with V-Half",
+        ),
+        Metric(
+            name="in_flight_one_barrier",
+            unit="micro-batches",
+            statistic="max",
+            comparison="<=",
+            threshold=_RANKS + 1.0,
+            baseline="passes of the vocabulary in gpipe",
+            evidence="mechanism",
+            paper="p + 1",
+        ),
+        Metric(
+            name="in_flight_two_barriers",
+            unit="micro-batches",
+            statistic="max",
+            comparison="<=",
+            threshold=_RANKS + 2.0,
+            baseline="passes of the vocabulary in gpipe",
+            evidence="mechanism",
+            paper="p + 2",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        where = "claim.vocab_parallel"
+        require(self.rounds >= 1, f"{where}.rounds", self.rounds, expected="at least 1")
+        require(self.pairs >= 1, f"{where}.pairs", self.pairs, expected="at least 1")
+
+    def refuses(self, context: Context) -> str | None:
+        """Runs everywhere."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Count parameters and micro-batches; the full run also times, for about 3 min."""
+        context.progress("parameters and micro-batches in flight", 0.0)
+        vocab = "none" if as_baseline else "pp"
+        shares = [parameter_share(size, vocab) for size in _VOCABULARIES]
+        schedule = "gpipe" if as_baseline else "1f1b"
+        metrics = {"parameter_imbalance": Paired(method=tuple(shares))}
+        for barriers, name in ((1, "in_flight_one_barrier"), (2, "in_flight_two_barriers")):
+            most = in_flight(schedule, barriers)
+            metrics[name] = Paired(method=tuple(float(number) for number in most))
+        if quick:
+            return Samples(metrics=metrics)
+        details: dict[str, JsonValue] = {}
+        metrics |= self._simulated(context, details, as_baseline)
+        context.progress("passes by size of the vocabulary", 0.3)
+        metrics["busy_imbalance"] = self._busy(context, details, vocab)
+        context.progress("steps of two processes", 0.5)
+        told = self._processes(context, metrics, details, as_baseline)
+        bound = _bound(details["passes_s"])
+        return Samples(metrics=metrics, profile=told, details=details, bounds=bound)
+
+    def _simulated(
+        self, context: Context, details: dict[str, JsonValue], as_baseline: bool
+    ) -> dict[str, Paired]:
+        """Simulated steps with measured passes, round by round."""
+        from shoal.parallel.measure_passes import measure_link
+
+        context.progress("passes of every rank", 0.1)
+        naive, split = self._passes(context, _VOCABULARIES[0])
+        nbytes = int(naive.rounds[0].boundary_bytes)
+        link = context.remember("link", lambda: measure_link(nbytes))
+        # The last stage's rank sends its output to all others, one message after the other.
+        meet = (_RANKS - 1) * link.seconds(0, 1, nbytes)
+        whole, parts = schedule_of(_job(_MICROBATCHES)), schedule_of(_job(_MICROBATCHES, "pp"))
+        cells = _cells(_VOCABULARIES[0])
+        plain, uneven, method = [], [], []
+        for before, after in zip(naive.rounds, split.rounds, strict=True):
+            plain.append(simulate(whole, recut(before, cells, best=False), link).makespan)
+            uneven.append(simulate(whole, recut(before, cells, best=True), link).makespan)
+            costs = after.model_copy(update={"barrier_s": meet})
+            method.append(simulate(parts, costs, link).makespan)
+        details["passes_s"] = {
+            name: {kind: list(seconds) for kind, seconds in costs.seconds.items()}
+            for name, costs in (
+                ("1f1b", recut(naive.median, cells, best=False)),
+                ("1f1b, best cut", recut(naive.median, cells, best=True)),
+                ("vocabulary split", split.median),
+            )
+        }
+        details["message_s"] = link.seconds(0, 1, nbytes)
+        found = {}
+        for name, baseline in (("simulated_speedup", plain), ("redistributed_speedup", uneven)):
+            samples = baseline if as_baseline else method
+            found[name] = Paired(method=tuple(samples), baseline=tuple(baseline))
+        return found
+
+    def _passes(self, context: Context, vocab_size: int) -> list[Measured]:
+        """Measured passes without and with a split vocabulary."""
+        from shoal.parallel.measure_passes import measure_passes
+
+        config = _model(vocab_size, _RANKS * _BLOCKS)
+        # Four micro-batches are timed; sixteen are simulated.
+        jobs = [_job(4), _job(4, "pp")]
+        return context.remember(
+            f"passes {vocab_size}",
+            lambda: measure_passes(jobs, config, rounds=self.rounds),
+        )
+
+    def _busy(self, context: Context, details: dict[str, JsonValue], vocab: str) -> Paired:
+        """Busy seconds of the busiest rank over the mean, by size of the vocabulary."""
+        found = []
+        for size in _VOCABULARIES:
+            costs = self._passes(context, size)[vocab == "pp"].median
+            if vocab == "none":
+                costs = recut(costs, _cells(size), best=False)
+            busy = simulate(schedule_of(_job(_MICROBATCHES, vocab)), costs).busy
+            details[f"busy_s {size}"] = list(busy)
+            found.append(max(busy) / float(np.mean(busy)))
+        return Paired(method=tuple(found))
+
+    def _processes(
+        self,
+        context: Context,
+        metrics: dict[str, Paired],
+        details: dict[str, JsonValue],
+        as_baseline: bool,
+    ) -> str:
+        """Steps and peak memory of two processes."""
+        config = _model(_VOCABULARIES[0], 6)
+        jobs = [_job(_MICROBATCHES, vocab, pp=2) for vocab in ("none", "pp")]
+        if as_baseline:
+            jobs[1] = jobs[0]
+        found = time_steps(jobs, config, pairs=self.pairs, seed=context.seed)
+        baseline, method = found.seconds
+        metrics["two_process_speedup"] = Paired(method=method, baseline=baseline)
+        context.progress("peak memory", 0.9)
+        peaks = [[peak_memory(job, config) for job in jobs] for _ in range(3)]
+        details["peak_bytes"] = [[list(peak) for peak in pair] for pair in peaks]
+        worst = [[float(max(peak)) for peak in pair] for pair in peaks]
+        metrics["peak_memory"] = Paired(
+            method=tuple(after for _, after in worst), baseline=tuple(before for before, _ in worst)
+        )
+        return "\n".join(
+            profile(events, title=f"vocabulary: {job.parallel.vocab}")
+            for job, events in zip(jobs, found.events, strict=True)
+        )
+
+
+def recut(costs: OpCosts, cells: Sequence[range], *, best: bool) -> OpCosts:
+    """Costs of another cut into stages, from measured stages of 1F1B.
+
+    A block costs what one of the middle stages takes for each of its blocks; the output layer
+    what the last stage takes beyond its blocks. The embedding is left to the baseline for nothing.
+
+    Args:
+        costs: of the measured stages.
+        cells: blocks of each measured stage.
+        best: cut blocks and output layer as evenly as can be; otherwise equally many blocks.
+    """
+    stages, number = len(cells), cells[-1].stop
+    parts = []
+    for kind in "FB":
+        seconds = costs.seconds[kind]
+        each = [seconds[i] / len(cells[i]) for i in range(1, stages - 1)]
+        block = float(np.median(each))
+        parts.append([block] * number + [max(0.0, seconds[-1] - block * len(cells[-1]))])
+    cut = uniform_stages(number, stages)
+    cut = (*cut[:-1], range(cut[-1].start, number + 1))
+    if best:
+        cut = partition([f + b for f, b in zip(*parts, strict=True)], stages)
+    forward, backward = (tuple(sum(of[i] for i in cell) for cell in cut) for of in parts)
+    return costs.model_copy(update={"seconds": {"F": forward, "B": backward}})
+
+
+def _cells(vocab_size: int) -> tuple[range, ...]:
+    """How the engine cuts the blocks where the vocabulary is not split."""
+    shape = _model(vocab_size, _RANKS * _BLOCKS).shape()
+    return stages_for(shape, _RANKS, vocab_split="none")
+
+
+def _bound(passes: Any) -> dict[str, float]:
+    """Speedups over the baselines of ranks that share their work equally and never wait.
+
+    The work is that of the baseline with equal stages; the pipeline still fills and empties.
+    """
+    plain = passes["1f1b"]
+    shared = (_MICROBATCHES + _RANKS - 1) * (sum(plain["F"]) + sum(plain["B"])) / _RANKS
+    found = {}
+    for metric, name in (
+        ("simulated_speedup", "1f1b"),
+        ("redistributed_speedup", "1f1b, best cut"),
+    ):
+        seconds = {kind: tuple(passes[name][kind]) for kind in "FB"}
+        step = simulate(schedule_of(_job(_MICROBATCHES)), OpCosts(seconds=seconds)).makespan
+        found[metric] = step / shared
+    return found
+
+
+def _model(vocab_size: int, num_layers: int) -> ModelConfig:
+    from shoal.model.config import ModelConfig
+
+    return ModelConfig(
+        family="llama",
+        vocab_size=vocab_size,
+        hidden=_HIDDEN,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=_HIDDEN // 4,
+        ffn_hidden=3 * _HIDDEN,
+        max_position=_LENGTH,
+    )
+
+
+def _job(
+    microbatches: int,
+    vocab: str = "none",
+    *,
+    pp: int = _RANKS,
+    schedule: str = "1f1b",
+    barriers: int = 1,
+    seq_len: int = _LENGTH,
+) -> TrainJob:
+    return TrainJob.model_validate(
+        {
+            "model": "shoal-0.3m",
+            "seq_len": seq_len,
+            "global_batch": microbatches,
+            "microbatch": 1,
+            "precision": "fp32",
+            "steps": 1,
+            "parallel": {
+                "pp": pp,
+                "vocab": vocab,
+                "vocab_barriers": barriers,
+                "schedule": schedule,
+            },
+        }
+    )
+
+
+def parameter_share(vocab_size: int, vocab: str) -> float:
+    """Parameters of the fullest of four ranks over their mean; equal blocks, nothing allocated.
+
+    Args:
+        vocab_size: V.
+        vocab: who splits the vocabulary: pp or none.
+    """
+    import torch
+
+    from shoal.parallel.measure_passes import Alone
+    from shoal.parallel.ranks import ranks_of
+    from shoal.parallel.stage import LocalModel
+    from shoal.parallel.vocab_passes import VocabShard
+
+    config, job = _model(vocab_size, _RANKS * _BLOCKS), _job(_MICROBATCHES, vocab)
+    schedule = check_split(job, config.shape())
+    layers = uniform_stages(config.num_layers, _RANKS)
+    sizes = []
+    for rank in range(_RANKS):
+        comms = ranks_of(Alone(rank, _RANKS), job.parallel)
+        local = LocalModel(
+            config,
+            {rank: layers[rank]},
+            num_stages=_RANKS,
+            parallel=job.parallel,
+            ranks=comms,
+        )
+        size = sum(p.numel() for p in local.parameters())
+        if schedule.vocab_barriers:
+            with torch.device("meta"):
+                shard = VocabShard(config, comms.pp, schedule, device="meta")
+            size += sum(p.numel() for p in shard.parameters())
+        sizes.append(size)
+    return max(sizes) / (sum(sizes) / _RANKS)
+
+
+def in_flight(schedule: str, barriers: int) -> list[int]:
+    """By rank, most micro-batches between forward and backward at once, in passes really done.
+
+    Args:
+        schedule: the schedule to which the vocabulary's passes are added.
+        barriers: meetings of the ranks in a micro-batch.
+    """
+    from shoal.parallel.engine import Engine
+    from shoal.parallel.measure_passes import Cheap, batch
+    from shoal.parallel.thread_comm import ThreadComm, run_ranks
+
+    config = _model(256, _RANKS)
+    job = _job(_MICROBATCHES, "pp", schedule=schedule, barriers=barriers, seq_len=8)
+    plan = check_split(job, config.shape())
+
+    def step(comm: ThreadComm) -> int:
+        engine = Engine(job, plan, Cheap(config), comm)
+        rows = batch(job, config.vocab_size)
+        engine.backward(rows, 1, rows.targets.numel(), record=True)
+        engine.finish()
+        return _most(engine.runtime.events or [])
+
+    return run_ranks(_RANKS, step)
+
+
+def _most(events: Sequence[Event]) -> int:
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start):
+        held += {"F": 1, "B": -1}.get(event.op.kind, 0)
+        most = max(most, held)
+    return most
