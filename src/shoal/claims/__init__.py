@@ -15,7 +15,9 @@ CLAIMS = PartTable(
         "dissect": "shoal.claims.experiments.dissect:Dissect",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
         "megatron": "shoal.claims.experiments.megatron:Megatron",
+        "gpipe": "shoal.claims.experiments.gpipe:GPipeClaim",
         "t3": "shoal.claims.experiments.t3:T3",
         "vocab_parallel": "shoal.claims.experiments.vocab_parallel:VocabParallel",
+        "tokenring": "shoal.claims.experiments.tokenring:TokenRing",
     },
 )

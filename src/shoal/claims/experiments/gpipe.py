@@ -1,0 +1,257 @@
+"""[139] GPipe: do micro-batches keep the ranks of a pipeline busy, and recomputation small?
+
+Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline
+Parallelism, 2018.
+
+Counted: how many equal layers fit under a number of bytes that autograd may keep, on four cells
+with recomputation and on one without. Simulated: the makespan against its closed form, and the
+speed-up of four and eight cells with times of passes that were measured here. Really run: two
+processes, a thread each, with eight micro-batches and with one. The A/A run takes one
+micro-batch, and one cell without recomputation, in their place.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+from typing import Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.cost.pipeline import simulate
+from shoal.ir.schedule import OpCosts
+from shoal.plan.schedules.gpipe import GPipe
+
+__all__ = ["GPipeClaim", "makespan", "most_layers"]
+
+_RANKS = "shoal.claims.experiments.gpipe_ranks"
+_MANY = 32
+
+
+@part
+class GPipeClaim:
+    """Equal layers on two real processes, four and eight simulated ones, and bytes kept.
+
+    Args:
+        layers: of the network that is timed.
+        width: of its layers.
+        batch: samples of a mini-batch, a multiple of 32.
+        repeats: pairs of timings.
+        budget: activations of one layer, for the whole mini-batch, that may be kept.
+    """
+
+    layers: int = 8
+    width: int = 768
+    batch: int = 1024
+    repeats: int = 15
+    budget: int = 6
+
+    rows: ClassVar[tuple[int, ...]] = (139,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="layers_in_budget",
+            unit="x",
+            statistic="ratio",
+            comparison=">=",
+            threshold=3.5,
+            baseline="one cell without recomputation",
+            evidence="mechanism",
+            paper="models up to 25 times larger on 8 devices",
+        ),
+        Metric(
+            name="makespan_error",
+            unit="1",
+            statistic="relative_error",
+            comparison="<=",
+            threshold=1e-9,
+            baseline="one micro-batch",
+            evidence="simulated",
+        ),
+        Metric(
+            name="two_ranks",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.4,
+            baseline="one micro-batch",
+            evidence="mechanism",
+            timing=True,
+            paper="1.8 times on 2 devices with 32 micro-batches",
+        ),
+        Metric(
+            name="four_ranks",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=3.0,
+            baseline="one micro-batch",
+            evidence="simulated",
+            timing=True,
+            paper="3.4 times on 4 devices with 32 micro-batches",
+        ),
+        Metric(
+            name="eight_ranks",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=6.0,
+            baseline="one micro-batch",
+            evidence="simulated",
+            timing=True,
+            paper="6.3 times on 8 devices with 32 micro-batches",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            self.layers >= 8 and self.layers % 8 == 0,
+            "claim.gpipe.layers",
+            self.layers,
+            expected="a multiple of 8, the most cells",
+        )
+        require(
+            self.batch >= _MANY and self.batch % _MANY == 0,
+            "claim.gpipe.batch",
+            self.batch,
+            expected=f"a multiple of {_MANY}, the most micro-batches",
+        )
+        require(self.width >= 8, "claim.gpipe.width", self.width, expected="at least 8")
+        require(self.repeats >= 3, "claim.gpipe.repeats", self.repeats, expected="at least 3")
+        require(self.budget >= 4, "claim.gpipe.budget", self.budget, expected="at least 4")
+
+    def refuses(self, context: Context) -> str | None:
+        """It runs wherever torch does."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Count and simulate; the full run also times processes, for a minute."""
+        context.progress("layers in a budget", 0.0)
+        alone = context.remember("alone", lambda: most_layers(self.budget, 1, 1, recompute=False))
+        split = alone if as_baseline else most_layers(self.budget, 4, 8, recompute=True)
+        cases = list(itertools.product((2, 4, 8), (1, 8, _MANY)))
+        simulated = tuple(
+            # One micro-batch has the work of all of them.
+            makespan(k, 1, float(m), 3.0 * m) if as_baseline else makespan(k, m, 1.0, 3.0)
+            for k, m in cases
+        )
+        metrics = {
+            "layers_in_budget": Paired(method=(float(split),), baseline=(float(alone),)),
+            "makespan_error": Paired(
+                method=simulated, baseline=tuple((m + k - 1) * 4.0 for k, m in cases)
+            ),
+        }
+        if quick:
+            return Samples(metrics=metrics)
+        return self._timed(context, metrics, as_baseline)
+
+    def _timed(self, context: Context, metrics: dict[str, Paired], as_baseline: bool) -> Samples:
+        from shoal.parallel.processes import run_processes
+
+        shape = {"layers": self.layers, "width": self.width}
+        many = 1 if as_baseline else 8
+        context.progress("two processes", 0.2)
+        ranks = run_processes(
+            f"{_RANKS}:times",
+            2,
+            {
+                **shape,
+                "batch": self.batch,
+                "ms": [1, many],
+                "recompute": True,
+                "repeats": self.repeats,
+            },
+            timeout_s=300.0,
+        )
+
+        def seconds(at: int) -> tuple[float, ...]:
+            return tuple(max(turn) for turn in zip(*(r[str(at)] for r in ranks), strict=True))
+
+        metrics["two_ranks"] = Paired(method=seconds(1), baseline=seconds(0))
+        context.progress("passes", 0.7)
+        most = 1 if as_baseline else _MANY
+        (whole,), (small,) = (
+            run_processes(
+                f"{_RANKS}:pass_times",
+                1,
+                {**shape, "rows": self.batch // m, "repeats": self.repeats},
+                timeout_s=300.0,
+            )
+            for m in (1, most)
+        )
+        base = tuple(map(functools.partial(_split, 2, 1), whole["forward"], whole["backward"]))
+        for name, k in (("four_ranks", 4), ("eight_ranks", 8)):
+            metrics[name] = Paired(
+                method=tuple(
+                    map(functools.partial(_split, k, most), small["forward"], small["backward"])
+                ),
+                baseline=base,
+            )
+        middle = [statistics.median(seconds(at)) for at in (0, 1)]
+        details: dict[str, JsonValue] = {
+            "seconds_m1": middle[0],
+            "seconds_m8": middle[1],
+            "forward_s": {
+                "1": statistics.median(whole["forward"]),
+                str(most): statistics.median(small["forward"]),
+            },
+            "backward_s": {
+                "1": statistics.median(whole["backward"]),
+                str(most): statistics.median(small["backward"]),
+            },
+        }
+        return Samples(
+            metrics=metrics,
+            details=details,
+            bounds={
+                "two_ranks": 2 * 8 / (8 + 1),
+                "four_ranks": 4 * _MANY / (_MANY + 3),
+                "eight_ranks": 8 * _MANY / (_MANY + 7),
+            },
+            profile=f"two ranks: {1e3 * middle[0]:.0f} ms with 1 micro-batch, "
+            f"{1e3 * middle[1]:.0f} ms with {many}",
+        )
+
+
+def makespan(k: int, m: int, forward: float, backward: float) -> float:
+    """Simulated time of a step of k equal cells with m micro-batches."""
+    costs = OpCosts.uniform(k, forward=forward, backward=backward)
+    return float(simulate(GPipe().build(k, m), costs).makespan)
+
+
+def _split(k: int, m: int, forward: float, backward: float) -> float:
+    """The same, of passes that were measured through all layers."""
+    return makespan(k, m, forward / k, backward / k)
+
+
+def most_layers(budget: int, k: int, m: int, *, recompute: bool) -> int:
+    """Most equal layers of which no rank keeps more than ``budget`` activations of one layer.
+
+    Counted from what autograd really keeps in a step; ranks are threads.
+    """
+    from shoal.claims.experiments.gpipe_ranks import saved_bytes
+    from shoal.parallel.thread_comm import run_ranks
+
+    batch, width = 4 * m, 4
+    allowed = 4.0 * budget * batch * width
+
+    @functools.cache
+    def peak(layers: int) -> float:
+        how: dict[str, Any] = {"layers": layers, "width": width, "batch": batch}
+        run = functools.partial(saved_bytes, **how, m=m, recompute=recompute)
+        return max(run_ranks(k, run))
+
+    # It grows evenly with the layers of a cell: two counts say where to look.
+    few, more = k, 5 * k
+    slope = (peak(more) - peak(few)) / (more - few)
+    found = max(k, k * math.floor((few + (allowed - peak(few)) / slope) / k))
+    while found > k and peak(found) > allowed:
+        found -= k
+    while peak(found + k) <= allowed:
+        found += k
+    return found
