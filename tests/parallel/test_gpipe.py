@@ -6,12 +6,14 @@ import copy
 import functools
 
 import pytest
+import ranks_gpipe
 import torch
 from torch import nn
 
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.random import seed64
 from shoal.parallel.gpipe import Pipeline, Save, Use, gpipe, held_bytes
+from shoal.parallel.processes import run_processes
 from shoal.parallel.thread_comm import run_ranks
 
 WIDTH, CLASSES, BATCH = 6, 5, 11
@@ -289,3 +291,15 @@ def test_skips_without_their_other_end_are_refused(layers, message):
 def test_a_loss_that_is_no_scalar_is_refused():
     with pytest.raises(ConfigError, match=r"gpipe\.loss = \[6, 5\]"):
         gpipe(_layers(), 1, 2, loss=lambda out, _: out).step(*_data())
+
+
+def test_processes_do_what_threads_do():
+    (both,) = run_ranks(1, functools.partial(ranks_gpipe.step, m=3))
+    first, last = run_processes(f"{ranks_gpipe.__file__}:step", 2, {"m": 3}, timeout_s=60.0)
+    assert first["loss"] == pytest.approx(both["loss"], rel=1e-6)
+    assert last["loss"] == first["loss"]
+    gradients = {**first["gradients"], **last["gradients"]}
+    assert gradients.keys() == both["gradients"].keys()
+    for name, gradient in both["gradients"].items():
+        torch.testing.assert_close(torch.tensor(gradients[name]), torch.tensor(gradient))
+    torch.testing.assert_close(torch.tensor(last["out"]), torch.tensor(both["out"]))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,26 +121,29 @@ def times(
 
 
 def pass_times(
-    comm: Comm, *, layers: int, width: int, rows: int, repeats: int
-) -> dict[str, list[float]]:
-    """Seconds of forward passes, and of backward passes with recomputation, of ``rows`` samples.
+    comm: Comm, *, layers: int, width: int, batch: int, ms: list[int], repeats: int
+) -> dict[str, list[list[float]]]:
+    """Seconds of a forward pass, and of a backward pass with recomputation, of a micro-batch.
 
-    On one rank, through all layers; a cell of a kth of them takes a kth.
+    On one rank, through all layers; a cell of a kth of them takes a kth. All micro-batches of a
+    mini-batch are taken, in turn with other numbers of them.
+
+    Returns:
+        Number of micro-batches -> forward and backward seconds of each turn.
     """
     made = nn.Sequential(*equal_layers(layers, width))
-    x = torch.ones(rows, width, requires_grad=True)
-    found: dict[str, list[float]] = {"forward": [], "backward": []}
-
-    def timed(name: str, call: Callable[[], Any]) -> None:
-        begin = time.perf_counter()
-        call()
-        found[name].append(time.perf_counter() - begin)
-
-    def forward() -> None:
-        with torch.no_grad():
-            made(x)
-
-    for _ in range(repeats + 1):
-        timed("forward", forward)
-        timed("backward", lambda: made(x).sum().backward())
-    return {name: values[1:] for name, values in found.items()}
+    found: dict[str, list[list[float]]] = {str(m): [] for m in ms}
+    parts = {m: torch.ones(batch // m, width, requires_grad=True) for m in set(ms)}
+    for turn in range(-1, repeats):
+        for m in ms[:: 1 if turn % 2 else -1]:
+            begin = time.perf_counter()
+            with torch.no_grad():
+                for _ in range(m):
+                    made(parts[m])
+            middle = time.perf_counter()
+            for _ in range(m):
+                made(parts[m]).mean().backward()
+            if turn >= 0:
+                end = time.perf_counter()
+                found[str(m)].append([(middle - begin) / m, (end - middle) / m])
+    return found
