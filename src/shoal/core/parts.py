@@ -64,6 +64,7 @@ KINDS: dict[str, str] = {
     "kv": "shoal.plan.batching:KV_MANAGERS",
     "schedule": "shoal.plan.schedules:SCHEDULES",
     "family": "shoal.model:FAMILIES",
+    "attention_kernel": "shoal.model:ATTENTION_KERNELS",
     "corpus": "shoal.corpora:CORPORA",
     "packing": "shoal.corpora:PACKINGS",
     "optimizer": "shoal.train:OPTIMIZERS",

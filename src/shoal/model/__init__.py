@@ -2,13 +2,14 @@
 
 Read in this order: ``config`` (what fixes a model), ``transformer`` (its arithmetic;
 ``attention``, ``feedforward``, ``rope``, ``norm`` and ``loss`` beside it), ``families``
-and ``huggingface`` (directories), ``initialise`` and ``generate``. Only ``config``,
-``protocols`` and ``families`` can be imported without torch.
+and ``huggingface`` (directories), ``initialise`` and ``generate``; ``attention_kernels`` are what
+attention can be computed with. Only ``config``, ``protocols``, ``families`` and the parts in
+``attention_kernels`` can be imported without torch.
 """
 
 from shoal.core.parts import PartTable
 
-__all__ = ["FAMILIES"]
+__all__ = ["ATTENTION_KERNELS", "FAMILIES"]
 
 FAMILIES = PartTable(
     "family",
@@ -17,5 +18,18 @@ FAMILIES = PartTable(
         "qwen2": "shoal.model.families.qwen2:Qwen2",
         "qwen3": "shoal.model.families.qwen3:Qwen3",
         "mixtral": "shoal.model.families.mixtral:Mixtral",
+    },
+)
+
+ATTENTION_KERNELS = PartTable(
+    "attention_kernel",
+    {
+        "naive": "shoal.model.attention_kernels.naive:Naive",
+        "sdpa": "shoal.model.attention_kernels.sdpa:SDPA",
+        "flash_cpu": "shoal.model.attention_kernels.flash_cpu:FlashCPU",
+        "flex": "shoal.model.attention_kernels.flex:Flex",
+        "tiled": "shoal.model.attention_kernels.tiled:Tiled",
+        "varlen": "shoal.model.attention_kernels.varlen:Varlen",
+        "chunked": "shoal.model.attention_kernels.chunked:Chunked",
     },
 )

@@ -33,26 +33,43 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, total: Tensor) -> None:
     """Add the loss to ``total`` and turn ``logits`` into their gradient, in place."""
     exact = total.dtype
     rows = max(1, _EXACT_ELEMENTS // logits.shape[1])
-    scratch = torch.empty(min(rows, len(logits)), logits.shape[1], dtype=exact)
-    softmax = torch.empty_like(scratch)
     for first in range(0, len(logits), rows):
         part = logits[first : first + rows]
         target = targets[first : first + rows].unsqueeze(1)
         counted = target != IGNORE
         target = target.where(counted, 0)
-        exact_part, p = scratch[: len(part)], softmax[: len(part)]
-        exact_part.copy_(part)
-        torch.softmax(exact_part, -1, out=p)
+        p = part.to(exact)  # the logits themselves where they are exact already
         hit = p.gather(1, target)
-        if bool((hit < 1e-30).any()):  # the logarithm would lose digits or be infinite
-            loss = exact_part.logsumexp(-1, keepdim=True) - exact_part.gather(1, target)
-        else:
-            loss = hit.log().neg_()
+        top = p.amax(-1, keepdim=True)
+        p.sub_(top).exp_()
+        scale = p.sum(-1, keepdim=True)
+        # Of two large numbers first the difference: it is exact.
+        loss = scale.log() + (top - hit)
         total += loss.where(counted, 0.0).sum()
-        p.scatter_(1, target, hit - 1)
+        p.div_(scale)
+        p.scatter_add_(1, target, p.new_full((1, 1), -1.0).expand(len(p), 1))
         if not bool(counted.all()):
             p.mul_(counted)
-        part.copy_(p)
+        if p.dtype != part.dtype:
+            part.copy_(p)
+
+
+def _all(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss sum, and its gradients by hidden states and output matrix."""
+    exact = torch.promote_types(hidden_ND.dtype, torch.float32)
+    weight = weight_VD.to(hidden_ND.dtype)
+    total = torch.zeros((), dtype=exact)
+    grad_hidden = torch.empty_like(hidden_ND)
+    grad_weight: Tensor | None = None
+    rows = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    for first in range(0, len(hidden_ND), rows):
+        part = hidden_ND[first : first + rows]
+        logits = part @ weight.T
+        _loss_and_gradient(logits, targets_N[first : first + rows], total)
+        torch.mm(logits, weight, out=grad_hidden[first : first + rows])
+        step = (logits.T @ part).to(weight_VD.dtype)
+        grad_weight = step if grad_weight is None else grad_weight.add_(step)
+    return total, grad_hidden, torch.zeros_like(weight_VD) if grad_weight is None else grad_weight
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -60,27 +77,19 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
-        exact = torch.promote_types(hidden_ND.dtype, torch.float32)
-        weight = weight_VD.to(hidden_ND.dtype)
-        total = torch.zeros((), dtype=exact)
-        grad_hidden = torch.empty_like(hidden_ND)
-        grad_weight: Tensor | None = None
-        rows = max(1, _CHUNK_ELEMENTS // weight.shape[0])
-        for first in range(0, len(hidden_ND), rows):
-            part = hidden_ND[first : first + rows]
-            logits = part @ weight.T
-            _loss_and_gradient(logits, targets_N[first : first + rows], total)
-            torch.mm(logits, weight, out=grad_hidden[first : first + rows])
-            step = (logits.T @ part).to(weight_VD.dtype)
-            grad_weight = step if grad_weight is None else grad_weight.add_(step)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        total, *gradients = _all(hidden_ND, weight_VD, targets_N)
+        # Scaled in place and handed on without a copy by the first backward pass; a second one
+        # through the same graph, which is rare, computes them again.
+        ctx.gradients = gradients
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad, None
+        grad_hidden, grad_weight = ctx.gradients or _all(*ctx.saved_tensors)[1:]
+        ctx.gradients = None
+        return grad_hidden.mul_(grad.to(grad_hidden.dtype)), grad_weight.mul_(grad), None
 
 
 def token_loss_sum(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:

@@ -1,18 +1,23 @@
-"""What a family is: the correspondence between one Hugging Face architecture and ours.
+"""What families and attention kernels promise.
 
-A family keeps no state and needs no torch. It is called when a directory is read or
-written, and when fresh weights are drawn: their streams are keyed by the stored names.
+A family is the correspondence between one Hugging Face architecture and ours. It keeps no
+state and needs no torch. It is called when a directory is read or written, and when fresh
+weights are drawn: their streams are keyed by the stored names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from shoal.ir.mask import Mask
 from shoal.model.config import ModelConfig
 from shoal.model.families.common import Names
 
-__all__ = ["Family"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["AttentionKernelPart", "Family"]
 
 
 @runtime_checkable
@@ -36,4 +41,30 @@ class Family(Protocol):
 
     def names(self, config: ModelConfig) -> Names:
         """Our parameter -> the stored tensors that make it up, in memory order."""
+        ...
+
+
+class AttentionKernelPart(Protocol):
+    """A part of kind ``attention_kernel``: one way to compute attention under a typed mask."""
+
+    name: str
+
+    def refuses(
+        self, mask: Mask, *, dtype: str = "fp32", device: str = "cpu", backward: bool = True
+    ) -> str | None:
+        """Why this kernel cannot compute that, or None if it can."""
+        ...
+
+    def prepare(
+        self, mask: Mask, *, dtype: str = "fp32", device: str = "cpu"
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Attention of q [B, H, T, d] over k and v [B, K, S, d] under ``mask``.
+
+        Raises:
+            ConfigError: this kernel cannot compute that; says why.
+        """
+        ...
+
+    def cells(self, mask: Mask) -> int:
+        """Cells whose score is computed; the seen ones and those that are wasted."""
         ...
