@@ -70,3 +70,14 @@ def test_nothing_counts():
     loss = token_loss_sum(hidden, weight, torch.full_like(targets, -100))
     assert loss.item() == 0
     assert all(not g.any() for g in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def test_a_second_backward_pass_gives_the_same_gradients(chunks):
+    hidden, weight, targets = data(torch.float64)
+    loss = token_loss_sum(hidden, weight, targets) * 0.3
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(loss, (hidden, weight))
+    for a, b, c in zip(first, second, kept, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
