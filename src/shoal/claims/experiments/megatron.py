@@ -27,6 +27,7 @@ from shoal.cost.megatron import training_days
 from shoal.cost.pipeline import simulate
 from shoal.ir import TrainJob
 from shoal.parallel.legal import schedule_of
+from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
@@ -120,6 +121,7 @@ class Megatron:
         }
         if quick:
             return Samples(metrics=metrics)
+        keep_freed_memory()  # as the ranks of a training run do
         details: dict[str, JsonValue] = {}
         metrics["simulated_speedup"] = self._simulated(context, details, as_baseline)
         context.progress("steps of two processes", 0.4)

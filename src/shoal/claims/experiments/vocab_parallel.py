@@ -33,6 +33,7 @@ from shoal.ir import TrainJob
 from shoal.ir.schedule import Event, OpCosts
 from shoal.parallel.legal import check_split, schedule_of
 from shoal.plan.partition import partition, stages_for, uniform_stages
+from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
@@ -168,6 +169,7 @@ class VocabParallel:
             metrics[name] = Paired(method=tuple(float(number) for number in most))
         if quick:
             return Samples(metrics=metrics)
+        keep_freed_memory()  # as the ranks of a training run do
         details: dict[str, JsonValue] = {}
         metrics |= self._simulated(context, details, as_baseline)
         context.progress("passes by size of the vocabulary", 0.3)
