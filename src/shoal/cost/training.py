@@ -28,7 +28,7 @@ from shoal.cost.arithmetic import (
 from shoal.cost.collectives import all_reduce_s
 from shoal.cost.ops import MOST_PLAIN_SCORES, Op, Style, ledger, stage_share
 from shoal.cost.rates import REPACKED, Curve, Rates, data_link, tensor_link
-from shoal.ir import Estimate, Interval, Machine, OpCosts, TrainJob, Work
+from shoal.ir import Estimate, Interval, Machine, OpCosts, Schedule, TrainJob, Work
 
 __all__ = ["Pricer", "estimate", "microbatch_of", "steps_of"]
 
@@ -317,11 +317,16 @@ class Pricer:
                 own = found.device / split.cp + found.calls * launch
                 seconds[key] = seconds.get(key, 0.0) + own
         tensor = _tensor_parallel(work, self.machine, microbatch, {}) / 2
-        stages = split.pp * split.vpp
-        ahead = [(seconds["body", False] + tensor) / split.vpp] * stages
-        behind = [(seconds["body", True] + tensor) / split.vpp] * stages
+        part = self._part("schedule", split.schedule)
+        steps = max(1, job.global_batch // split.dp // microbatch)
+        schedule: Schedule = part.build(split.pp, steps, split.vpp)
+        cells = schedule.num_cells - schedule.bare_head
         again = 0.0 if job.recompute == "none" else 1.0
-        behind = [behind[0] + again * ahead[0]] * stages
+        forward = (seconds["body", False] + tensor) * split.pp / cells
+        backward = (seconds["body", True] + tensor) * split.pp / cells + again * forward
+        ahead, behind = [forward] * cells, [backward] * cells
+        if schedule.bare_head:
+            ahead, behind = [*ahead, 0.0], [*behind, 0.0]
         table: dict[str, tuple[float, ...]] = {}
         ahead[-1] += seconds["norm", False]
         behind[-1] += seconds["norm", True]
@@ -335,8 +340,9 @@ class Pricer:
             behind[0] += seconds["embed", True]
             ahead[-1] += seconds["head", False]
             behind[-1] += seconds["head", True]
-        table |= {"F": tuple(ahead), "B": tuple(behind)}
-        table |= dict.fromkeys(("I", "W"), tuple(b / 2 for b in behind))
+        each = schedule.cell_of
+        table |= {"F": tuple(ahead[c] for c in each), "B": tuple(behind[c] for c in each)}
+        table |= dict.fromkeys(("I", "W"), tuple(b / 2 for b in table["B"]))
         width = 2.0 if job.precision == "bf16" else 4.0
         tokens = microbatch * job.seq_len / split.cp
         return OpCosts(seconds=table, boundary_bytes=width * tokens * shape.hidden / split.tp)

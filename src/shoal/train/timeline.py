@@ -32,7 +32,9 @@ def gather(engine: Engine, directory: RunDir, step: int) -> None:
     longest = max(len(ops) for ops in engine.schedule.ops)
     mine = torch.zeros(1, longest, 2, dtype=torch.float64)
     for place, event in enumerate(runtime.events or ()):
-        mine[0, place] = torch.tensor([event.start, event.end]) + runtime.began
+        # In float64: seconds since 1970 have no fractions in float32.
+        times = (runtime.began + event.start, runtime.began + event.end)
+        mine[0, place] = torch.tensor(times, dtype=torch.float64)
     everyone = torch.empty(pp.world, longest, 2, dtype=torch.float64)
     pp.all_gather(everyone, mine, tag="timeline").wait()
     if engine.ranks.world.rank != 0:
