@@ -13,11 +13,13 @@ CLAIMS = PartTable(
     "claim",
     {
         "dissect": "shoal.claims.experiments.dissect:Dissect",
+        "oneflow": "shoal.claims.experiments.oneflow:OneFlow",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
         "megatron": "shoal.claims.experiments.megatron:Megatron",
         "gpipe": "shoal.claims.experiments.gpipe:GPipeClaim",
         "t3": "shoal.claims.experiments.t3:T3",
         "vocab_parallel": "shoal.claims.experiments.vocab_parallel:VocabParallel",
         "tokenring": "shoal.claims.experiments.tokenring:TokenRing",
+        "skippipe": "shoal.claims.experiments.skippipe:SkipPipeClaim",
     },
 )

@@ -46,10 +46,21 @@ from shoal.ir.placement import (
     show_placement,
 )
 
-__all__ = ["Boxing", "Step", "boxing", "disjoint_elements", "is_view", "step_elements"]
+__all__ = [
+    "Boxing",
+    "Step",
+    "boxing",
+    "disjoint_elements",
+    "is_view",
+    "step_elements",
+    "step_weight",
+    "weighed",
+]
 
-# Elements are weighed so much more than steps that steps only break ties.
-_WEIGHT = 1024
+# Among ways of equal bytes the one with fewest steps is taken: elements weigh most, then steps
+# that send, of which an exchange between all ranks is worth one on each axis and between.
+_WEIGHT = 4096
+_SENDS = 64
 
 
 class Step(NamedTuple):
@@ -84,6 +95,18 @@ class Step(NamedTuple):
         if isinstance(old, Broadcast):
             return "slice"
         return "all_gather" if isinstance(new, Broadcast) else "all_to_all"
+
+
+def step_weight(source: Placement, target: Placement, elements: float) -> float:
+    """What a step adds to the weight of a way; see ``Boxing.elements`` and ``Boxing.sends``."""
+    steps = 2 * len(Step(source, target, 0).axes) - 1
+    return elements * _WEIGHT + (steps * _SENDS if elements else 1)
+
+
+def weighed(weight: float) -> tuple[int, int]:
+    """(elements, steps that send) of the weight of a way."""
+    elements, steps = divmod(int(weight), _WEIGHT)
+    return elements, steps // _SENDS
 
 
 def step_elements(
@@ -151,6 +174,8 @@ class Boxing:
         self._before: NDArray[np.int32] = found[1]
         self.elements: NDArray[np.float64] = np.floor(self._cost / _WEIGHT)
         """[n, n]: elements that travel from placement i to j, all ranks together."""
+        self.sends: NDArray[np.float64] = np.floor(self._cost % _WEIGHT / _SENDS)
+        """[n, n]: collectives on the way, one after the other."""
 
     def cost(self, source: Placement, target: Placement) -> int:
         """Elements that travel.
@@ -203,8 +228,7 @@ class Boxing:
                 else:
                     moved = exchanged[i, j]
                 if moved is not None:
-                    # An exchange between all ranks is worth one step on each of two axes.
-                    weights[i, j] = moved * _WEIGHT + 2 * len(axes) - 1
+                    weights[i, j] = step_weight(source, target, moved)
         return weights
 
     def _exchanged(self) -> NDArray[np.float64]:

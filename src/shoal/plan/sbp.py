@@ -8,10 +8,12 @@ integer linear program (HiGHS). Both are exact.
 What is counted:
 
 - a tensor is brought into each placement that its users want once, however many want it;
-- time = boxing bytes / (ranks x ``bytes_per_s``) + operations of the rank that has most to
-  do / ``flops_per_s``;
+- time = boxing bytes / (ranks x ``bytes_per_s``) + collectives x ``latency_s`` + operations of
+  the rank that has most to do / ``flops_per_s`` + bytes of leaves that it reads, once, /
+  ``read_bytes_per_s``;
 - memory of a rank: every tensor as it was made or given, and every copy that boxing made;
-  all of them stay, as they do for a backward pass.
+  all of them stay, as they do for a backward pass. Results of another shape or order are
+  views of what they are made of.
 
 Source: Yuan et al., OneFlow, 2021, sections 3.2 and 3.3.
 """
@@ -26,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from shoal.core.config import Value
 from shoal.core.errors import PlanError, nearest, require
@@ -44,6 +46,9 @@ from shoal.ir.placement import (
 from shoal.ir.signatures import Legal, legal, operation, result_shape
 
 __all__ = ["Leaf", "Move", "Node", "OpGraph", "Rates", "SbpPlan", "place"]
+
+# What makes no copy of what it takes.
+VIEWS = ("permute", "reshape", "narrow")
 
 Choice = dict[str, Legal]
 Given = dict[str, Placement]
@@ -141,6 +146,16 @@ class OpGraph(Value):
             found[op.name] = max(found[name] for name in inputs)
         return found
 
+    @property
+    def bytes_alone(self) -> int:
+        """Bytes of everything where one rank has it all; a view takes none."""
+        views = {op.name for op in self.ops if op.kind in VIEWS}
+        return sum(
+            self.itemsizes[name] * math.prod(shape)
+            for name, shape in self.shapes.items()
+            if name not in views
+        )
+
     @cached_property
     def users(self) -> dict[str, tuple[Node, ...]]:
         """Operations that take a tensor, each once."""
@@ -153,10 +168,14 @@ class Rates(Value):
     Args:
         flops_per_s: operations a second that a rank computes.
         bytes_per_s: bytes a second that a rank sends.
+        latency_s: seconds of a collective besides its bytes.
+        read_bytes_per_s: bytes a second that a rank reads of its memory.
     """
 
     flops_per_s: PositiveFloat = 4e14
     bytes_per_s: PositiveFloat = 5e10
+    latency_s: NonNegativeFloat = 5e-6
+    read_bytes_per_s: PositiveFloat = 3e12
 
 
 class Move(Value):
@@ -168,6 +187,7 @@ class Move(Value):
         target: placement that a user, or a pin, wants.
         steps: what is done, in order: collective, and the placement after it.
         bytes: that travel between ranks, all ranks together.
+        collectives: steps that send; an exchange on two axes is worth three.
     """
 
     tensor: str
@@ -175,6 +195,7 @@ class Move(Value):
     target: str
     steps: tuple[str, ...]
     bytes: int
+    collectives: int
 
 
 class SbpPlan(Value):
@@ -289,6 +310,7 @@ class Problem:
             getattr(axis, "op", "") for placement in written for axis in placement
         }
         self.reductions: tuple[Reduction, ...] = ("sum", "max") if maxima else ("sum",)
+        self.views = frozenset(op.name for op in graph.ops if op.kind in VIEWS)
         self.options = {op.name: self._options(op) for op in graph.ops}
 
     def boxing(self, tensor: str) -> Boxing:
@@ -299,7 +321,13 @@ class Problem:
         """[n, n]: seconds from each placement to each other one."""
         size = self.graph.itemsizes[tensor]
         rate = self.world * self.rates.bytes_per_s
-        return self.boxing(tensor).elements * (size / rate)
+        found = self.boxing(tensor)
+        return found.elements * (size / rate) + found.sends * self.rates.latency_s
+
+    def read_s(self, leaf: str) -> NDArray[np.float64]:
+        """[n]: seconds to read a leaf from memory, in each placement; 0 if nobody takes it."""
+        used = bool(self.graph.users[leaf])
+        return self.memory(leaf) * used / self.rates.read_bytes_per_s
 
     def given(self, leaf: str) -> NDArray[np.int64]:
         """Numbers of the placements that a leaf can be given in."""
@@ -322,6 +350,10 @@ class Problem:
         size, shape = self.graph.itemsizes[tensor], self.graph.shapes[tensor]
         placements = self.boxing(tensor).placements
         return np.array([float(size * largest_part(shape, p, self.mesh)) for p in placements])
+
+    def made(self, tensor: str) -> NDArray[np.float64]:
+        """[n]: bytes that a tensor takes where it is given or made; a view takes none."""
+        return self.memory(tensor) * (tensor not in self.views)
 
     def copied(self, tensor: str) -> NDArray[np.float64]:
         """[n, n]: bytes of memory that boxing from i to j takes; none where it only slices."""
@@ -347,7 +379,8 @@ class Problem:
                 moves[name, held[name], wanted] = None
             moves[op.name, chosen[op.name].output, held[op.name]] = None
         made = [self._move(*key) for key in moves if key[1] != key[2]]
-        kept = [*given.items(), *((name, signature.output) for name, signature in chosen.items())]
+        made_as = {name: signature.output for name, signature in chosen.items()}
+        kept = [*given.items(), *((n, p) for n, p in made_as.items() if n not in self.views)]
         kept += [(name, target) for name, old, target in moves if not is_view(old, target)]
         memory = sum(
             graph.itemsizes[name] * largest_part(graph.shapes[name], placement, self.mesh)
@@ -367,7 +400,12 @@ class Problem:
             boxing_bytes=moved,
             flops=flops,
             memory_bytes=memory,
-            seconds=moved / (self.world * self.rates.bytes_per_s) + flops / self.rates.flops_per_s,
+            seconds=moved / (self.world * self.rates.bytes_per_s)
+            + sum(move.collectives for move in made) * self.rates.latency_s
+            + flops / self.rates.flops_per_s
+            + sum(
+                float(self.read_s(name)[self.boxing(name).index[p]]) for name, p in given.items()
+            ),
             method=method,
         )
 
@@ -382,6 +420,7 @@ class Problem:
                 for step in table.route(source, target)
             ),
             bytes=table.cost(source, target) * size,
+            collectives=int(table.sends[table.index[source], table.index[target]]),
         )
 
     def _flops(self, op: Node, signature: Legal) -> float:
@@ -459,7 +498,8 @@ def _dynamic(problem: Problem) -> tuple[Choice, Given]:
     best: dict[str, NDArray[np.float64]] = {}
     for leaf in graph.leaves:
         cost = np.full(len(problem.boxing(leaf.name).placements), np.inf)
-        cost[problem.given(leaf.name)] = 0.0
+        places = problem.given(leaf.name)
+        cost[places] = problem.read_s(leaf.name)[places]
         best[leaf.name] = cost
     sources: dict[tuple[str, str], NDArray[np.int64]] = {}
     pick: dict[str, NDArray[np.int64]] = {}
@@ -555,7 +595,8 @@ def _integer(
     binaries: dict[str, list[int]] = {}
     for leaf in graph.leaves:
         places = problem.given(leaf.name).tolist()
-        binaries[leaf.name] = [program.variable(0.0, integral=True) for _ in places]
+        reads = problem.read_s(leaf.name)[places].tolist()
+        binaries[leaf.name] = [program.variable(s, integral=True) for s in reads]
         has[leaf.name] = {p: [v] for p, v in zip(places, binaries[leaf.name], strict=True)}
     for op in graph.ops:
         options = problem.options[op.name]
@@ -568,12 +609,12 @@ def _integer(
             copied = problem.copied(op.name)
             for variable, signature in zip(binaries[op.name], options.legal, strict=True):
                 made, held = table[signature.output], table[problem.tensors[op.name]]
-                memory[variable] += copied[made, held] + problem.memory(op.name)[made]
-                memory[variable] -= problem.memory(op.name)[held]
+                memory[variable] += copied[made, held] + problem.made(op.name)[made]
+                memory[variable] -= problem.made(op.name)[held]
     for variables in binaries.values():
         program.row(dict.fromkeys(variables, 1.0), 1.0, 1.0)
     for tensor, users in graph.users.items():
-        own = problem.memory(tensor)
+        own = problem.made(tensor)
         for p, variables in has[tensor].items():
             for variable in variables:
                 memory[variable] += float(own[p])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shoal.cost.boxing import step_elements
+from shoal.cost.boxing import step_elements, step_weight, weighed
 from shoal.ir.placement import (
     Mesh,
     Placement,
@@ -28,13 +28,14 @@ __all__ = ["least_seconds", "transitions"]
 def transitions(
     shape: tuple[int, ...], mesh: Mesh, reductions: tuple[Reduction, ...]
 ) -> dict[tuple[Placement, Placement], float]:
-    """Elements that travel on the cheapest way between any two placements."""
+    """Weight of the cheapest way between any two placements: elements, then steps."""
     nodes = every_placement(len(shape), len(mesh), reductions)
     cost: dict[tuple[Placement, Placement], float] = {}
     for p in nodes:
         for q in nodes:
             moved = step_elements(shape, mesh, p, q)
-            cost[p, q] = math.inf if moved is None else float(moved)
+            cost[p, q] = math.inf if moved is None else step_weight(p, q, moved)
+        cost[p, p] = 0.0
     for middle in nodes:
         for p in nodes:
             first = cost[p, middle]
@@ -72,9 +73,15 @@ def least_seconds(
     tables = {shape: transitions(shape, mesh, reductions) for shape in set(shapes.values())}
 
     def move_s(tensor: str, source: Placement, target: Placement) -> float:
-        return tables[shapes[tensor]][source, target] * graph.itemsizes[tensor] / rate
+        elements, sends = weighed(tables[shapes[tensor]][source, target])
+        return elements * graph.itemsizes[tensor] / rate + sends * rates.latency_s
 
     corner = (0,) * len(mesh)
+
+    def read_s(leaf: str, placement: Placement) -> float:
+        elements = local_box(shapes[leaf], placement, mesh, corner).volume
+        return elements * graph.itemsizes[leaf] / rates.read_bytes_per_s
+
     choices: list[list[tuple[float, Legal, Placement]]] = []
     for op in graph.ops:
         found = []
@@ -110,11 +117,16 @@ def least_seconds(
 
     def uses_s(tensor: str, wanted: frozenset[Placement]) -> float:
         """Seconds to bring a tensor to all of its users so far."""
+        if not wanted:
+            return 0.0
         if tensor in held:
             return sum(move_s(tensor, held[tensor], q) for q in wanted)
         key = (tensor, wanted)
         if key not in leaf_s:
-            leaf_s[key] = min(sum(move_s(tensor, p, q) for q in wanted) for p in places[tensor])
+            leaf_s[key] = min(
+                read_s(tensor, p) + sum(move_s(tensor, p, q) for q in wanted)
+                for p in places[tensor]
+            )
         return leaf_s[key]
 
     def visit(i: int, spent: float) -> None:

@@ -1,0 +1,412 @@
+"""[21] OneFlow: placement in one line, and actors instead of a schedule.
+
+Source: Yuan et al., OneFlow: Redesign the Distributed Deep Learning Framework from
+Scratch, 2021.
+
+What is claimed here. (a) On random graphs of operations the planner's cost is that of the
+best of all choices. (b) Where memory forbids to replicate weights it finds by itself what
+Megatron-LM splits by hand, the first layers by columns and the last by rows, and moves
+fewer bytes than DTensor's propagation, on four real ranks. A user of DTensor has to say how
+weights are sharded, and both ways are summed up; ``details`` has each. One of them leaves
+nothing to save: attention whose weights are sharded by outputs gathers the heads and
+the result, which is as much as one all-reduce. (c) Three actors with two registers each
+overlap, hold no more than their registers, and a slow consumer throttles its producer.
+
+The A/A run puts in their place: operations placed one by one in the cheapest way at
+hand; DTensor itself; one register; threads with queues that have no end.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir.placement import Mesh, Placement
+from shoal.ir.signatures import Legal
+from shoal.parallel.actor import ActorGraph
+from shoal.plan.sbp import Leaf, Node, OpGraph, Problem, Rates, SbpPlan, place
+from shoal.plan.sbp_exhaustive import least_seconds
+
+__all__ = ["OneFlow", "column_row", "greedy", "random_graph"]
+
+MESHES: tuple[Mesh, ...] = ((2,), (3,), (4,), (2, 2))
+# Memory of a rank over its share of everything, input and result aside: no weight fits twice.
+MEMORY_SHARE = 1.25
+BLOCKS = ("mlp", "attention")
+
+
+@part
+class OneFlow:
+    """Planner against every choice, bytes against DTensor, actors against one register.
+
+    Args:
+        graphs: random graphs of the full run; the quick run takes a tenth.
+        ranks: real ranks on which bytes are counted.
+        stage_s: seconds that each of the three actors sleeps for an item.
+        items: items of a throughput sample.
+        repeats: pairs of throughput samples.
+    """
+
+    graphs: int = 300
+    ranks: int = 4
+    stage_s: float = 0.004
+    items: int = 50
+    repeats: int = 11
+
+    rows: ClassVar[tuple[int, ...]] = (21,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="optimal",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=1.0,
+            baseline="each operation in the cheapest way at hand",
+            evidence="same_regime",
+        ),
+        Metric(
+            name="column_row",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=1.0,
+            baseline="each operation in the cheapest way at hand",
+            evidence="same_regime",
+        ),
+        *(
+            Metric(
+                name=f"{block}_bytes",
+                unit="x",
+                statistic="ratio",
+                comparison="<=",
+                threshold=0.55,
+                baseline="DTensor's propagation",
+                evidence="mechanism",
+                quick=False,
+            )
+            for block in BLOCKS
+        ),
+        Metric(
+            name="throughput",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.5,
+            baseline="one register",
+            evidence="mechanism",
+            timing=True,
+        ),
+        Metric(
+            name="memory_over_registers",
+            unit="x",
+            statistic="max",
+            comparison="<=",
+            threshold=1.0,
+            baseline="queues without end",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="lead_over_registers",
+            unit="x",
+            statistic="max",
+            comparison="<=",
+            threshold=1.0,
+            baseline="queues without end",
+            evidence="mechanism",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("graphs", 10), ("ranks", 2), ("items", 4), ("repeats", 3)):
+            given = getattr(self, name)
+            where = f"claim.oneflow.{name}"
+            require(given >= least, where, given, expected=f"at least {least}")
+        require(self.stage_s > 0, "claim.oneflow.stage_s", self.stage_s, expected="more than 0 s")
+
+    def refuses(self, context: Context) -> str | None:
+        """It runs wherever torch is."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Place random graphs, blocks on ranks, and run actors; two minutes in full."""
+        count = self.graphs // 10 if quick else self.graphs
+        optimal = []
+        for number in range(count):
+            context.progress("random graphs", 0.6 * number / count)
+            optimal.append(_is_optimal(context.seed, number, as_baseline))
+        context.progress("blocks", 0.6)
+        found = [
+            float(column_row(block, ranks, as_baseline)) for block in BLOCKS for ranks in (4, 8)
+        ]
+        context.progress("registers", 0.65)
+        held = [_held(regs, endless=as_baseline) for regs in (1, 2, 3)]
+        metrics = {
+            "optimal": Paired(method=tuple(optimal)),
+            "column_row": Paired(method=tuple(found)),
+            "memory_over_registers": Paired(method=tuple(memory for memory, _ in held)),
+            "lead_over_registers": Paired(method=tuple(lead for _, lead in held)),
+        }
+        details: dict[str, JsonValue] = {"graphs": count}
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        for number, block in enumerate(BLOCKS):
+            context.progress(f"{block} on {self.ranks} ranks", 0.7 + 0.1 * number)
+            ranks = context.remember(block, partial(self._ranks, block, context.seed))
+            moved = math.fsum(rank["plan"] for rank in ranks)
+            by_dim = {dim: math.fsum(rank["dtensor"][dim] for rank in ranks) for dim in ("0", "1")}
+            whole = sum(by_dim.values())
+            # The plan is the same however DTensor's weights are sharded.
+            metrics[f"{block}_bytes"] = Paired(
+                method=(whole if as_baseline else moved * len(by_dim),), baseline=(whole,)
+            )
+            details[block] = {
+                "plan_bytes": moved,
+                "dtensor_bytes_by_dimension": dict(by_dim),
+                "dtensor_calls": ranks[0]["calls"],
+                "error": max(rank["error"] for rank in ranks),
+            }
+        context.progress("throughput", 0.9)
+        with_regs, with_one = [], []
+        for _ in range(self.repeats):
+            with_regs.append(self._seconds(1 if as_baseline else 2))
+            with_one.append(self._seconds(1))
+        metrics["throughput"] = Paired(method=tuple(with_regs), baseline=tuple(with_one))
+        # One stage sleeps all the time: nothing can be faster.
+        return Samples(metrics=metrics, bounds={"throughput": 2.0}, details=details)
+
+    def _ranks(self, block: str, seed: int) -> list[Any]:
+        from shoal.parallel.processes import run_processes
+
+        found = run_processes(
+            "shoal.claims.experiments.oneflow_ranks:compare",
+            self.ranks,
+            {"block": block, "plan": planned(block, self.ranks).model_dump(), "seed": seed},
+        )
+        worst = max(rank["error"] for rank in found)
+        require(
+            worst <= 1e-4,
+            f"claim.oneflow: {block}: relative error against one process",
+            worst,
+            expected="at most 1e-4 in fp32, by the plan and by DTensor",
+        )
+        return found
+
+    def _seconds(self, regs: int) -> float:
+        """Seconds of a pipeline of three equal stages."""
+
+        def stage(_: Any) -> int:
+            time.sleep(self.stage_s)
+            return 0
+
+        graph = ActorGraph()
+        graph.actor("load", stage, regs=regs)
+        graph.actor("transform", stage, "load", regs=regs)
+        graph.actor("compute", stage, "transform", regs=regs)
+        begin = time.perf_counter()
+        graph.run(self.items)
+        return time.perf_counter() - begin
+
+
+def random_graph(rng: random.Random) -> tuple[OpGraph, dict[str, str], Mesh, Rates]:
+    """A graph of at most 7 operations, with pins, a mesh and rates."""
+    mesh = rng.choice(MESHES)
+    sizes = {name: rng.choice((4, 6, 8)) for name in "mn"}
+    shape = (sizes["m"], sizes["n"])
+    leaves = [Leaf(name="x", shape=shape), Leaf(name="y", shape=shape)]
+    ops: list[Node] = []
+    shapes = {"x": shape, "y": shape}
+    kinds = ("matmul", "matmul", "add", "mul", "relu", "gelu", "scale", "softmax", "permute")
+    for number in range(rng.randint(1, 7)):
+        kind, name = rng.choice(kinds), f"op{number}"
+        first = rng.choice(list(shapes)[-3:])
+        inputs, attributes = [first], dict[str, JsonValue]()
+        rows, columns = shapes[first]
+        if kind == "matmul":
+            wide = rng.choice((4, 6, 8))
+            leaves.append(Leaf(name=f"w{number}", shape=(columns, wide)))
+            inputs.append(f"w{number}")
+            made = (rows, wide)
+        elif kind == "permute":
+            attributes["order"] = [1, 0]
+            made = (columns, rows)
+        else:
+            made = (rows, columns)
+            if kind in ("add", "mul"):
+                inputs.append(rng.choice([n for n, s in shapes.items() if s == made]))
+            if kind in ("softmax", "scale"):
+                attributes["dim" if kind == "softmax" else "factor"] = (
+                    -1 if kind == "softmax" else 0.5
+                )
+        ops.append(Node(name=name, kind=kind, inputs=tuple(inputs), attributes=attributes))
+        shapes[name] = made
+    pins = {"x": _pin(rng, mesh), ops[-1].name: _pin(rng, mesh)}
+    rates = Rates(
+        flops_per_s=1e9,
+        bytes_per_s=rng.choice((1e8, 1e9, 1e10)),
+        latency_s=1e-8,
+        read_bytes_per_s=1e10,
+    )
+    return OpGraph(leaves=tuple(leaves), ops=tuple(ops)), pins, mesh, rates
+
+
+def _pin(rng: random.Random, mesh: Mesh) -> str:
+    return ",".join(rng.choice(("B", "S(0)", "S(1)", "P(sum)")) for _ in mesh)
+
+
+def _is_optimal(seed: int, number: int, as_baseline: bool) -> float:
+    graph, pins, mesh, rates = random_graph(random.Random(f"oneflow {seed} {number}"))
+    if as_baseline:
+        cost = greedy(graph, mesh, pins, rates).seconds
+    else:
+        cost = place(graph, mesh, pins=pins, rates=rates).seconds
+    # A little above, so that a cost that nothing has is not taken for the best.
+    least = least_seconds(graph, mesh, pins=pins, rates=rates, start=cost * (1 + 1e-6))
+    return float(abs(cost - least) <= 1e-9 * least)
+
+
+def greedy(graph: OpGraph, mesh: Mesh, pins: dict[str, str], rates: Rates) -> SbpPlan:
+    """Each operation in turn takes what costs least with what is there; no look ahead."""
+    problem = Problem(graph, mesh, pins, rates)
+    held: dict[str, int] = {}
+    chosen: dict[str, Legal] = {}
+    given: dict[str, Placement] = {}
+    for op in graph.ops:
+        options = problem.options[op.name]
+        cost = options.seconds.copy()
+        for tensor in dict.fromkeys(op.inputs):
+            wanted, transit = problem.wanted(op, tensor), problem.transit_s(tensor)
+            at = np.array([held[tensor]]) if tensor in held else problem.given(tensor)
+            read = 0.0 if tensor in held else problem.read_s(tensor)[at]
+            cost += np.array([(read + transit[at][:, list(w)].sum(axis=1)).min() for w in wanted])
+        best = int(cost.argmin())
+        chosen[op.name] = options.legal[best]
+        for tensor in dict.fromkeys(op.inputs):
+            if tensor not in held:
+                places, transit = problem.given(tensor), problem.transit_s(tensor)
+                columns = transit[:, list(problem.wanted(op, tensor)[best])]
+                seconds = problem.read_s(tensor)[places] + columns[places].sum(axis=1)
+                held[tensor] = int(places[seconds.argmin()])
+                given[tensor] = problem.boxing(tensor).placements[held[tensor]]
+        held[op.name] = int(options.output[best])
+    for leaf in graph.leaves:
+        if leaf.name not in given:
+            given[leaf.name] = problem.boxing(leaf.name).placements[problem.given(leaf.name)[0]]
+    return problem.plan(chosen, given)
+
+
+def planned(block: str, ranks: int, *, one_by_one: bool = False) -> SbpPlan:
+    """The plan of a block whose input and result are replicated, where memory is short."""
+    from shoal.claims.experiments.oneflow_ranks import traced
+
+    found = traced(block)
+    pins = {"x": "B", found.result: "B"}
+    if one_by_one:
+        return greedy(found.graph, (ranks,), pins, Rates())
+    both = 2 * 4 * math.prod(found.graph.shapes["x"])
+    limit = MEMORY_SHARE * (found.graph.bytes_alone / ranks + both)
+    return place(found.graph, (ranks,), pins=pins, memory_limit=limit)
+
+
+def column_row(block: str, ranks: int, one_by_one: bool = False) -> bool:
+    """Whether the first layers are split by columns and the last one by rows.
+
+    A weight is [out, in]: columns of the product are its dimension 0, rows dimension 1.
+    """
+    plan = planned(block, ranks, one_by_one=one_by_one)
+    first = ("up",) if block == "mlp" else ("query", "key", "value")
+    return (
+        all(plan.placements[f"{name}.weight"] == "S(0)" for name in first)
+        and plan.placements["down.weight"] == "S(1)"
+        and plan.results["down"] == "P(sum)"
+        and [move.tensor for move in plan.moves if move.bytes] == ["down"]
+    )
+
+
+def _held(regs: int, *, endless: bool) -> tuple[float, float]:
+    """Memory, and the lead of the producer over a slow consumer, both over all registers."""
+    size, items = 4096, 24
+    alive = most = lead = made = used = 0
+    lock = threading.Lock()
+
+    def gone() -> None:
+        nonlocal alive
+        with lock:
+            alive -= size
+
+    def produce() -> Any:
+        nonlocal alive, most
+        out = np.zeros(size, dtype=np.uint8)
+        weakref.finalize(out, gone)
+        with lock:
+            alive += size
+            most = max(most, alive)
+        return out
+
+    def load(_: Any) -> Any:
+        nonlocal made, lead
+        with lock:
+            made += 1
+            lead = max(lead, made - used)
+        return produce()
+
+    def transform(_: Any) -> Any:
+        return produce()
+
+    def compute(_: Any) -> None:
+        nonlocal used
+        time.sleep(0.002)
+        with lock:
+            used += 1
+
+    if endless:
+        _endless(load, transform, compute, items)
+    else:
+        graph = ActorGraph()
+        graph.actor("load", load, regs=regs)
+        graph.actor("transform", transform, "load", regs=regs)
+        graph.actor("compute", compute, "transform", regs=regs)
+        graph.run(items)
+    # Two actors make something; what the last one has is in the registers of the second.
+    return most / (2 * regs * size), lead / (2 * regs)
+
+
+def _endless(
+    load: Callable[[Any], Any],
+    transform: Callable[[Any], Any],
+    compute: Callable[[Any], None],
+    items: int,
+) -> None:
+    """The same three stages as threads between queues that take everything."""
+    first: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    second: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def loads() -> None:
+        for number in range(items):
+            first.put(load(number))
+
+    def transforms() -> None:
+        for _ in range(items):
+            second.put(transform(first.get()))
+
+    threads = [threading.Thread(target=loads), threading.Thread(target=transforms)]
+    for thread in threads:
+        thread.start()
+    # A consumer that comes late finds everything made.
+    for thread in threads:
+        thread.join()
+    for _ in range(items):
+        compute(second.get())
