@@ -143,7 +143,7 @@ def test_masked_gradients_are_means_over_visiting_tokens() -> None:
         part = slice(number, number + 1)
         with visiting(by_hand, route):
             losses.append(by_hand.loss_sum(ids[part, :-1], ids[part, 1:]))
-    assert loss == pytest.approx(float(sum(losses)) / 32)
+    assert loss == pytest.approx(float(sum(losses).detach()) / 32)
     for name, parameter in by_hand.named_parameters():
         layer = int(name.split(".")[1]) if name.startswith("blocks.") else None
         tokens = 8 * sum(layer is None or layer in route for route in routes)

@@ -150,7 +150,7 @@ def brute_force(problem: Problem) -> float:
     return best
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(small())
 def test_solver_is_as_good_as_trying_everything(problem: Problem) -> None:
     found = plan_routes(problem, effort=20)

@@ -1,0 +1,362 @@
+"""[93] SkipPipe: do routes that skip stages pay on slow networks, and do models bear it?
+
+Source: Blagoev et al., SkipPipe: Partial and Reordered Pipelining Framework for Training LLMs
+in Heterogeneous Networks, 2025.
+
+What is claimed here: on 20 nodes in the regions of a public table of delays and bandwidths, 6
+stages of which each micro-batch visits 4, the simulated step is faster than that of the whole
+pipeline, whose nodes are arranged and whose routes are planned by the same solver, and faster
+than paths drawn at random; ranks that skip compute what one process with masked layers does;
+a model of 6 stages trained on these routes loses little, and far less than a wholly trained
+one when its two middle stages vanish. The A/A run lets every micro-batch visit all stages.
+
+The simulated step ends with the last backward pass; the averaging of gradients inside the
+stages, which follows it, is in the details.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import Choice, part
+from shoal.plan.routes.conflicts import random_routes
+from shoal.plan.routes.network import REGIONS, Network
+from shoal.plan.routes.plan import Planned, RouteTask, plan
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+    from shoal.model.transformer import Transformer
+
+__all__ = ["SkipPipeClaim", "model_config", "networks", "task", "train_routes"]
+
+NODES, STAGES, KEEP, MICROBATCHES = 20, 6, 4, 20
+# Eight regions as in the publication of the table, and all ten.
+EIGHT = tuple(region for region in REGIONS if region not in ("singapore", "sydney"))
+# Layers, a stage each, that are left when the two middle ones vanish.
+LEFT = (0, 1, 4, 5)
+WHOLE = tuple(range(STAGES))
+DRAWS = 5
+CONTEXT = 128
+BATCH = 32
+
+
+def networks() -> tuple[Network, ...]:
+    """Twenty nodes dealt to eight regions, and to ten."""
+    return Network.wan(NODES, EIGHT), Network.wan(NODES)
+
+
+def task(keep: int) -> RouteTask:
+    """A model of 1.5 billion parameters in 24 layers of width 2048 on nodes of 20 TFLOP/s.
+
+    Micro-batches are of 4096 tokens: 2 FLOP a token and parameter, 4 layers a stage, and
+    boundaries of 2 byte a number.
+    """
+    return RouteTask(
+        stages=STAGES,
+        keep=keep,
+        microbatches=MICROBATCHES,
+        forward_s=0.1,
+        backward_s=0.2,
+        head_s=0.027,
+        boundary_bytes=2.0 * 4096 * 2048,
+        sync_bytes=2.0 * 1.5e9 / STAGES,
+        effort=50,
+    )
+
+
+@part
+class SkipPipeClaim:
+    """Simulated networks, and a small model trained on the routes.
+
+    Args:
+        width: of the model's layers.
+        steps: optimizer steps of each of two trainings.
+        lr: peak learning rate.
+        corpus: where the text is from.
+    """
+
+    width: int = 96
+    steps: int = 400
+    lr: float = 4e-3
+    corpus: str = "stdlib"
+
+    rows: ClassVar[tuple[int, ...]] = (93,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="full_over_skippipe",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.4,
+            baseline="full pipeline",
+            evidence="simulated",
+            paper="iteration time down by up to 55 %",
+        ),
+        Metric(
+            name="random_over_skippipe",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.1,
+            baseline="random paths",
+            evidence="simulated",
+        ),
+        Metric(
+            name="gradient_error",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=1e-9,
+            baseline="the unmasked model",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="loss_difference",
+            unit="nat",
+            statistic="difference",
+            comparison="<=",
+            threshold=0.15,
+            baseline="full pipeline",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="inflation_ratio",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.6,
+            baseline="full pipeline",
+            evidence="mechanism",
+            quick=False,
+            paper="half of the model dropped costs 7 % of perplexity",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            self.width >= 32 and self.width % 32 == 0,
+            "claim.skippipe.width",
+            self.width,
+            expected="a multiple of 32",
+        )
+        require(self.steps >= 20, "claim.skippipe.steps", self.steps, expected="at least 20")
+        require(0 < self.lr < 1, "claim.skippipe.lr", self.lr, expected="a number between 0 and 1")
+
+    def refuses(self, context: Context) -> str | None:
+        """Nothing: it needs neither a quiet machine nor a GPU."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Plan and simulate, compare gradients, and train; see the module's description."""
+        planned = context.remember("planned", lambda: _planned(context))
+        full, skips = planned[STAGES], planned[KEEP]
+        chosen = full if as_baseline else skips
+        drawn = context.remember(
+            "drawn", lambda: [time for found in skips for time in _drawn(found)]
+        )
+        times = [found.timeline.makespan for found in chosen]
+        metrics = {
+            "full_over_skippipe": Paired(
+                method=tuple(times), baseline=tuple(found.timeline.makespan for found in full)
+            ),
+            "random_over_skippipe": Paired(
+                method=tuple(drawn if as_baseline else np.repeat(times, DRAWS).tolist()),
+                baseline=tuple(drawn),
+            ),
+            "gradient_error": Paired(method=(_gradient_error(plain=as_baseline),)),
+        }
+        details: dict[str, JsonValue] = {
+            "networks": [found.network.name for found in chosen],
+            "step_s": list(times),
+            "sync_s": [found.sync_s for found in chosen],
+            "with_sync": [
+                (a.timeline.makespan + a.sync_s) / (b.timeline.makespan + b.sync_s)
+                for a, b in zip(full, chosen, strict=True)
+            ],
+        }
+        if not quick:
+            whole = context.remember("whole", lambda: self._trained(context, full[0], 0.1))
+            kept = (
+                whole
+                if as_baseline
+                else context.remember("kept", lambda: self._trained(context, skips[0], 0.6))
+            )
+            metrics["loss_difference"] = Paired(method=(kept["whole"],), baseline=(whole["whole"],))
+            metrics["inflation_ratio"] = Paired(
+                method=(math.exp(kept["left"] - kept["whole"]),),
+                baseline=(math.exp(whole["left"] - whole["whole"]),),
+            )
+            details |= {"trained_fully": dict(whole), "trained_skipping": dict(kept)}
+        return Samples(metrics=metrics, details=details)
+
+    def _trained(self, context: Context, planned: Planned, done: float) -> dict[str, float]:
+        """Held-out losses of a model that was trained on these routes."""
+        from shoal.claims.experiments.learning_curves_charlm import read_texts
+
+        choice = (
+            Choice(name="text", options={"path": str(context.data)})
+            if context.data is not None
+            else Choice(name=self.corpus)
+        )
+        texts = context.remember(
+            "texts",
+            lambda: read_texts(choice, train_chars=2**22, heldout_chars=2**15, seed=context.seed),
+        )
+        return train_routes(
+            planned,
+            texts.train,
+            texts.heldout,
+            width=self.width,
+            steps=self.steps,
+            lr=self.lr,
+            seed=context.seed,
+            progress=lambda share: context.progress("training", done + share * 0.4),
+        )
+
+
+def _planned(context: Context) -> dict[int, list[Planned]]:
+    found: dict[int, list[Planned]] = {}
+    for keep in (STAGES, KEEP):
+        for network in networks():
+            context.progress(f"routes through {keep} of {STAGES} stages", 0.0)
+            found.setdefault(keep, []).append(plan(network, task(keep)))
+    return found
+
+
+def _drawn(skips: Planned) -> list[float]:
+    """Seconds of a step by random paths through the same arrangement of nodes."""
+    times = []
+    for seed in range(DRAWS):
+        routes = random_routes(skips.problem, seed=seed)
+        drawn = Planned(
+            skips.network, skips.task, skips.stages, skips.problem, skips.tick_s, routes
+        )
+        times.append(drawn.timeline.makespan)
+    return times
+
+
+def _gradient_error(*, plain: bool) -> float:
+    """Worst error of ranks that skip, against the masked model; of ``plain``, the whole one."""
+    import torch
+
+    from shoal.ir import TrainJob
+    from shoal.parallel.check import same_as_one
+    from shoal.parallel.masked import same_as_masked
+
+    job = TrainJob.model_validate(
+        {
+            "model": "shoal-0.3m",
+            "seq_len": 8,
+            "global_batch": 6,
+            "microbatch": 1,
+            "precision": "fp32",
+            "steps": 1,
+            "parallel": {"pp": 5, "schedule": {"name": "skippipe", "keep": 2, "of": 3}},
+        }
+    )
+    config = model_config(32, layers=3, context=8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = (same_as_one if plain else same_as_masked)(job, config, steps=2)
+    finally:
+        torch.set_num_threads(threads)
+    return max(found.loss, found.norm, found.gradient, found.parameter)
+
+
+def model_config(width: int, *, layers: int = STAGES, context: int = CONTEXT) -> ModelConfig:
+    """A character model with a layer a stage."""
+    from shoal.claims.experiments.learning_curves_charlm import VOCAB
+    from shoal.model.config import ModelConfig
+
+    heads = width // 32
+    return ModelConfig(
+        name="skippipe-charlm",
+        vocab_size=VOCAB,
+        hidden=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=max(n for n in range(1, heads // 2 + 2) if heads % n == 0),
+        head_dim=32,
+        ffn_hidden=8 * width // 3 // 8 * 8,
+        max_position=context,
+    )
+
+
+def train_routes(
+    planned: Planned,
+    train: np.ndarray,
+    heldout: np.ndarray,
+    *,
+    width: int,
+    steps: int,
+    lr: float,
+    seed: int,
+    progress: Callable[[float], None] = lambda _share: None,
+) -> dict[str, float]:
+    """Train a character model whose micro-batches take planned routes, one sequence each.
+
+    Args:
+        planned: the routes.
+        train: characters to train on, as numbers.
+        heldout: characters to judge on.
+        width: of the model.
+        steps: optimizer steps.
+        lr: peak learning rate.
+        seed: of weights and batches.
+        progress: called with the share that is done.
+
+    Returns:
+        Held-out loss in nats a character: ``whole``, of all layers, and ``left``, without the
+        two middle stages.
+    """
+    import torch
+
+    from shoal.core.random import generator
+    from shoal.model.initialise import empty, init_weights
+    from shoal.parallel.engine import Rows
+    from shoal.parallel.masked import layer_routes, masked_backward
+
+    config = model_config(width)
+    routes = layer_routes(config.shape(), planned.schedule)
+    model = empty(config)
+    init_weights(model, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(steps):
+        random = generator(seed, purpose="skippipe.batch", step=step)
+        starts = random.integers(0, len(train) - CONTEXT - 1, len(routes))
+        rows = torch.from_numpy(train[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int64))
+        warm = min(1.0, (step + 1) / 20)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * warm * (1 - 0.9 * step / steps)
+        optimizer.zero_grad()
+        masked_backward(model, Rows(rows[:, :-1], rows[:, 1:], None, 0, step), routes)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 20 == 0:
+            progress(step / steps)
+    return {"whole": _loss(model, heldout, WHOLE), "left": _loss(model, heldout, LEFT)}
+
+
+def _loss(model: Transformer, heldout: np.ndarray, layers: tuple[int, ...]) -> float:
+    """Held-out loss of these layers alone, in nats a character."""
+    import torch
+
+    from shoal.parallel.masked import visiting
+
+    count = len(heldout) // (CONTEXT + 1)
+    rows = torch.from_numpy(
+        heldout[: count * (CONTEXT + 1)].reshape(count, CONTEXT + 1).astype(np.int64)
+    )
+    with torch.no_grad(), visiting(model, layers):
+        losses = [model.loss_sum(p[:, :-1], p[:, 1:]) for p in torch.split(rows, BATCH)]
+    return float(sum(losses)) / (count * CONTEXT)
