@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import JsonValue
 
@@ -24,6 +24,9 @@ from shoal.core.meter import Meter
 from shoal.core.parts import part
 from shoal.cost.t3 import MODELS, Compared, compare, sublayers
 from shoal.machine.emulate import emulate, unavailable
+
+if TYPE_CHECKING:
+    from shoal.parallel.protocols import Comm
 
 __all__ = ["DEGREES", "T3"]
 
@@ -42,7 +45,7 @@ class T3:
         repeats: pairs of timings.
     """
 
-    tokens: int = 4096
+    tokens: int = 8192
     width: int = 1024
     repeats: int = 15
 
@@ -264,9 +267,8 @@ def _bytes_over_ring(world: int) -> float:
     rows, width = 4 * world, 8
     meter = Meter([])
 
-    def on(comm: object) -> None:
-        product = scattered_product(torch.ones(rows, 3), torch.ones(3, width), comm)  # type: ignore[arg-type]
-        product[1].wait()
+    def on(comm: Comm) -> None:
+        scattered_product(torch.ones(rows, 3), torch.ones(3, width), comm)[1].wait()
 
     run_ranks(world, on, meter=meter)
     sent = sum(v for name, v in meter.totals().items() if name.startswith("wire_bytes"))

@@ -62,13 +62,22 @@ def cut(rows: int, tiles: int | None = None) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
+def _receives_first(comm: Comm) -> bool:
+    """Whether this rank posts a receive before the send that goes with it.
+
+    On networks without tags the messages of a pair of ranks go one after the other, so of two
+    ranks one must send while the other receives.
+    """
+    return comm.world > 2 or comm.rank == 0
+
+
 class _Arriving:
     """The rest of a reduce-scatter: own rows to which the last summands are still coming."""
 
     def __init__(
         self,
         parts: list[tuple[Tensor, Tensor, Pending]],
-        sends: list[Pending],
+        sends: list[tuple[Tensor, Pending]],
     ) -> None:
         self._parts, self._sends = parts, sends
 
@@ -76,7 +85,7 @@ class _Arriving:
         for out, summand, pending in self._parts:
             pending.wait()
             out += summand
-        for send in self._sends:
+        for _, send in self._sends:
             send.wait()
         self._parts, self._sends = [], []
 
@@ -121,10 +130,11 @@ def scattered_product(
     missing = rows * world - len(x_NI)
     x = F.pad(x_NI, (0, 0, 0, missing)) if missing else x_NI
     ahead, behind = (rank - 1) % world, (rank + 1) % world
+    early = _receives_first(comm)
     # What the next step adds arrives while this step is computed.
     arrived = [x.new_empty(rows, width) for _ in range(min(2, world - 1))]
     receives: list[list[Pending]] = [[], []]
-    sends: list[Pending] = []
+    sends: list[tuple[Tensor, Pending]] = []
     rest: list[tuple[Tensor, Tensor, Pending]] = []
     for step in range(world):
         chunk, last = (behind + step) % world, step == world - 1
@@ -133,8 +143,8 @@ def scattered_product(
         incoming = receives[step % 2]
         receives[(step + 1) % 2] = []
         for i, part in enumerate(parts):
-            if not last:
-                buffer = arrived[(step + 1) % len(arrived)][part]
+            buffer = arrived[(step + 1) % len(arrived)][part] if not last else None
+            if buffer is not None and early:
                 receives[(step + 1) % 2].append(comm.receive(buffer, behind, tag=TAG))
             start = chunk * rows
             torch.mm(x[start + part.start : start + part.stop], weight_IO, out=here[part])
@@ -145,7 +155,9 @@ def scattered_product(
                 incoming[i].wait()
                 here[part].add_(summands[part])
             if not last:
-                sends.append(comm.send(here[part], ahead, tag=TAG))
+                sends.append((here, comm.send(here[part], ahead, tag=TAG)))
+            if buffer is not None and not early:
+                receives[(step + 1) % 2].append(comm.receive(buffer, behind, tag=TAG))
     return out, _Arriving(rest, sends)
 
 
@@ -205,12 +217,17 @@ def gathered_product(
         start = (rank + step) % world * rows
         return slice(start + part.start, start + part.stop)
 
-    # All of them at once: each has its own place, and they come in order.
-    receives = [
-        [comm.receive(whole[place(step, part)], behind, tag=TAG) for part in parts]
-        for step in range(1, world)
-    ]
-    sends = [comm.send(whole[place(0, part)], ahead, tag=TAG) for part in parts if world > 1]
+    receives: list[list[Pending]] = []
+    sends: list[Pending] = []
+    for early in (True, False):
+        if early == _receives_first(comm):
+            # All of them at once: each has its own place, and they come in order.
+            receives = [
+                [comm.receive(whole[place(step, part)], behind, tag=TAG) for part in parts]
+                for step in range(1, world)
+            ]
+        elif world > 1:
+            sends = [comm.send(whole[place(0, part)], ahead, tag=TAG) for part in parts]
     for step in range(world):
         for i, part in enumerate(parts):
             tile = place(step, part)
