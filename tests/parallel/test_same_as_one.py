@@ -37,9 +37,7 @@ def _splits(draw: st.DrawFn, most: int) -> tuple[dict[str, Any], dict[str, Any]]
     if tp > 1:
         parallel["sp"] = draw(st.booleans())
     if pp > 1:
-        schedule = draw(
-            st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "vhalf"])
-        )
+        schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "vhalf"]))
         parallel["schedule"] = schedule
         parallel["vpp"] = 2 if schedule in ("zbv", "vhalf", "interleaved") and pp <= 4 else 1
         if parallel["vpp"] == 1 and schedule in ("zbv", "vhalf", "interleaved"):

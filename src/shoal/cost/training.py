@@ -352,7 +352,8 @@ class Pricer:
         if work.job.parallel.pp == 1:
             return 0.0
         part = self._part("schedule", work.job.parallel.schedule)
-        return _add_wire(part.estimate(work, self.machine), wire)
+        seconds = _add_wire(part.estimate(work, self.machine), wire)
+        return seconds + _tied(work, self.machine, wire)
 
     def _context(self, work: Work, wire: dict[str, float]) -> float:
         """Seconds of attention's own traffic, where ranks share the sequences."""
@@ -366,6 +367,19 @@ def _add_wire(own: Estimate, wire: dict[str, float]) -> float:
     for scope, sent in own.wire_bytes.items():
         wire[scope] = wire.get(scope, 0.0) + sent
     return own.terms_s.get("collective", 0.0)
+
+
+def _tied(work: Work, machine: Machine, wire: dict[str, float]) -> float:
+    """Seconds in which both ends of a pipeline sum the gradient of a tied embedding."""
+    job, shape = work.job, work.shape
+    split = job.parallel
+    if not shape.tied or split.vocab_split == "pp":
+        return 0.0
+    size = 4.0 * shape.vocab_size * shape.hidden / _vocab_ranks(job)
+    link = data_link(machine, split.model_copy(update={"dp": split.dp * split.pp}))
+    if link is not None:
+        wire[link.scope] = wire.get(link.scope, 0.0) + size
+    return all_reduce_s(size, 2, link)
 
 
 def _vocab_ranks(job: TrainJob) -> int:

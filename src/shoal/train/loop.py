@@ -20,6 +20,7 @@ import torch
 from shoal.checkpoint.store import Piece, Saved
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
+from shoal.parallel.actor import prefetch
 from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
 from shoal.parallel.protocols import Held
@@ -94,8 +95,9 @@ class Trainer:
         shape = weights.config.shape()
         self.engine = Engine(job, check_split(job, shape), weights, comm, device=device)
         self.updater: Updater = optimizer.build(self.engine.sharded.owned())
-        rows = job.global_batch // job.parallel.dp
-        self.microbatch = job.microbatch or rows
+        self.microbatch = job.microbatch or job.global_batch // job.parallel.dp
+        # The rows of the next step are read while this one computes.
+        self._source = prefetch(self._rows, 0)
 
     def step(self, step: int, *, stop: bool = False, record: bool = False) -> StepResult:
         """Do global step ``step``; ``stop`` asks all ranks to stop after it.
@@ -109,7 +111,7 @@ class Trainer:
         begin = time.perf_counter()
         if self.comm.beat is not None:
             self.comm.beat.step(step)
-        rows = self._rows(step)
+        rows = self._source.get(step)
         count = self._global_count(rows)
         engine = self.engine
         loss_sum = engine.backward(rows, self.microbatch, count, record=record)
@@ -139,6 +141,10 @@ class Trainer:
             seconds=time.perf_counter() - begin,
             stop=stops > 0,
         )
+
+    def close(self) -> None:
+        """End the thread that reads rows."""
+        self._source.close()
 
     def _rows(self, step: int) -> Rows:
         """The rows of this rank's replica."""

@@ -124,7 +124,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     if number == 0:
         sinks.append(SINKS.build({"name": "jsonl", "path": str(directory.events)}))
         sinks += [SINKS.build(choice) for choice in job.sinks]
-    with Meter(sinks) as meter:
+    with Meter(sinks) as meter, contextlib.ExitStack() as undo:
         comm = TorchComm.from_environment(
             meter,
             timeout_s=job.timeout_s,
@@ -143,7 +143,9 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
             # Ranks that were given different jobs would wait for each other for ever.
             agree(comm, "the job", job.model_dump(mode="json"))
             total = num_steps(job, plan.estimate)
-            trainer = Trainer(job, total, weights, tokens, comm, device=device)
+            trainer = undo.enter_context(
+                contextlib.closing(Trainer(job, total, weights, tokens, comm, device=device))
+            )
             yield _Rank(
                 directory=directory,
                 plan=plan,
