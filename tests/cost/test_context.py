@@ -13,6 +13,7 @@ from shoal.cost.context import (
     advise_context,
     attention_memory,
     largest_batch,
+    layer_memory,
     link_bytes,
     mlp_memory,
 )
@@ -67,6 +68,18 @@ def test_the_largest_batch_and_projected_scores() -> None:
     dense = attention_memory("sequence", length=65536, **shape)
     sparse = attention_memory("sequence", length=65536, projected=64, **shape)
     assert dense.activations > 100 * sparse.activations
+
+
+def test_a_layer_keeps_what_the_tables_leave_out() -> None:
+    shape: dict[str, Any] = {"batch": 4, "length": 512, "hidden": 768, "world": 8}
+    heads: dict[str, Any] = {"heads": 16, "head_dim": 48}
+    tokens = 4 * 512 * 768
+    for split, more in (("sequence", 6 / 8), ("tensor", 4 / 8 + 2)):
+        attention = attention_memory(cast(Split, split), **heads, **shape)
+        mlp = mlp_memory(cast(Split, split), **shape)
+        layer = layer_memory(cast(Split, split), **heads, **shape)
+        assert layer.states == attention.states + mlp.states
+        assert layer.activations == attention.activations + mlp.activations + more * tokens
 
 
 def _busiest(messages: list[tuple[int, int, float]], world: int, shape: Any, half: bool) -> float:

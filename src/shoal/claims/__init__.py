@@ -17,6 +17,7 @@ CLAIMS = PartTable(
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
         "megatron": "shoal.claims.experiments.megatron:Megatron",
         "gpipe": "shoal.claims.experiments.gpipe:GPipeClaim",
+        "sequence_parallel": "shoal.claims.experiments.sequence_parallel:SequenceParallel",
         "t3": "shoal.claims.experiments.t3:T3",
         "vocab_parallel": "shoal.claims.experiments.vocab_parallel:VocabParallel",
         "tokenring": "shoal.claims.experiments.tokenring:TokenRing",

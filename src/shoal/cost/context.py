@@ -29,6 +29,7 @@ __all__ = [
     "advise_context",
     "attention_memory",
     "largest_batch",
+    "layer_memory",
     "link_bytes",
     "mlp_memory",
 ]
@@ -117,6 +118,52 @@ def attention_memory(
         states += _STATES * 2.0 * projected * length / world
         mixed += 2.0 * batch * projected * heads * head_dim
     return SplitMemory(states, mixed + scores + tokens / world)
+
+
+def layer_memory(
+    split: Split,
+    *,
+    batch: int,
+    length: int,
+    hidden: int,
+    heads: int,
+    head_dim: int,
+    world: int,
+    projected: int | None = None,
+) -> SplitMemory:
+    """Elements of a whole layer of BERT without dropout: attention, MLP, and two norms.
+
+    Beyond both tables it has what they leave out: the input of the nonlinearity, of width 4 H,
+    and that of each norm, which tensor parallelism keeps whole. Biases and the parameters of
+    norms are left out here too.
+
+    Args:
+        split: who divides what.
+        batch: sequences B.
+        length: tokens of a sequence L.
+        hidden: width H.
+        heads: A.
+        head_dim: Z.
+        world: ranks N.
+        projected: as for :func:`attention_memory`.
+    """
+    attention = attention_memory(
+        split,
+        batch=batch,
+        length=length,
+        hidden=hidden,
+        heads=heads,
+        head_dim=head_dim,
+        world=world,
+        projected=projected,
+    )
+    mlp = mlp_memory(split, batch=batch, length=length, hidden=hidden, world=world)
+    tokens = float(batch * length * hidden)
+    norms = 2 * tokens / (world if split == "sequence" else 1)
+    return SplitMemory(
+        attention.states + mlp.states,
+        attention.activations + mlp.activations + 4 * tokens / world + norms,
+    )
 
 
 def largest_batch(memory_of: Callable[[int], SplitMemory], budget: float) -> int:

@@ -1,0 +1,329 @@
+"""[120] Sequence parallelism: how much more fits if ranks share the tokens, not the matrices?
+
+One layer of BERT (768 wide, 12 heads made 16 so that eight ranks can share them, sequences of
+512, fp32, no dropout) runs on threads in place of ranks. Counted is what each rank really keeps:
+every storage that autograd is given in the forward pass, once, and weights, gradients and the
+moments of AdamW. The budget of a rank is the paper's device, 16 GiB, over the 12 layers.
+
+Runs that fill the budget are a quarter as wide and long, with a sixteenth of the budget, which
+keeps every ratio: weights, activations and rows of scores all shrink to a sixteenth, so the
+largest batch is the same and the largest length is a quarter. With 64 ranks nothing is run: what
+was counted on 2, 4 and 8 is fitted by a / N + b. Sixteen heads cannot be shared by 64 ranks of
+tensor parallelism; the fit does as if, in its favour.
+
+Dense attention keeps whole rows of scores here, as in the paper, with tensor parallelism too.
+Ring attention, which came later, keeps none: its largest length stands in the details and is
+nearly that of projected attention, without changing the mathematics.
+
+The A/A run puts tensor parallelism in the place of sequence parallelism, and dense attention in
+that of projected.
+
+Source: Li et al., Sequence Parallelism: Long Sequence Training from System Perspective, 2021.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.cost.context import Split, layer_memory
+
+if TYPE_CHECKING:
+    from shoal.claims.experiments.sequence_parallel_ranks import Counted, Kind, Shape
+
+__all__ = ["SequenceParallel", "largest"]
+
+_TENSOR: Kind = "tensor"
+_KINDS: tuple[Kind, ...] = ("sequence", _TENSOR)
+_ITEMSIZE = 4
+_WORLDS = (2, 4, 8)
+_MOST, _FAR = 8, 64
+_LAYERS = 12
+_HIDDEN, _HEADS, _LENGTH, _ROWS = 768, 16, 512, 64
+# A quarter of every length is a sixteenth of every number of bytes.
+_QUARTER = 4
+
+
+@part
+class SequenceParallel:
+    """Bytes kept by 2, 4 and 8 ranks, and what fits into a budget.
+
+    Args:
+        device_gib: memory of a rank, for 12 layers.
+    """
+
+    device_gib: float = 16.0
+
+    rows: ClassVar[tuple[int, ...]] = (120,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="model_error",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.05,
+            baseline="tensor parallelism",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="memory_rules",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=1.0,
+            baseline="tensor parallelism",
+            evidence="mechanism",
+            paper="an MLP is smaller above B L = 32 H, attention above B L = 16 A Z",
+        ),
+        Metric(
+            name="batch_ratio_8",
+            unit="x",
+            statistic="ratio",
+            comparison=">=",
+            threshold=1.5,
+            baseline="tensor parallelism",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="batch_ratio_64",
+            unit="x",
+            statistic="ratio",
+            comparison=">=",
+            threshold=5.0,
+            baseline="tensor parallelism",
+            evidence="arithmetic",
+            paper="13.7 times the batch on 64 P100s, of tensor parallelism on at most 12",
+        ),
+        Metric(
+            name="length_ratio",
+            unit="x",
+            statistic="ratio",
+            comparison=">=",
+            threshold=8.0,
+            baseline="dense attention",
+            evidence="mechanism",
+            paper="more than 114K tokens with projected attention",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            2.0 <= self.device_gib <= 32.0,
+            "claim.sequence_parallel.device_gib",
+            self.device_gib,
+            expected="2 to 32; more would be run for long, and less holds hardly more than weights",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """Threads in place of ranks run everywhere."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Count; the full run counts at full width and also fills the budget, for a minute.
+
+        The quick run counts a layer of a quarter of the width, and solves for what would fill it.
+        """
+        shared: Kind = "tensor" if as_baseline else "sequence"
+        sparse: Kind = "sequence" if as_baseline else "projected"
+        small = _shape(_QUARTER)
+        shape, scale = (small, _QUARTER) if quick else (_shape(1), 1)
+        counted = {
+            (kind, world): [
+                _counted(context, shape._replace(batch=batch), kind, world, train=batch == 1)
+                for batch in (1, 2)
+            ]
+            for kind in _KINDS
+            for world in _WORLDS
+        }
+        rules, told = _rules(context, shared)
+        fits = {kind: [_line(counted[kind, world]) for world in _WORLDS] for kind in _KINDS}
+        budget = self.device_gib * 2**30 / _LAYERS
+        batches, lengths = (
+            (_solved_batch, _solved_length) if quick else (_filled_batch, _filled_length)
+        )
+        full = partial(batches, context, small, budget=budget / _QUARTER**2)
+        far = {kind: _far_batch(fits[kind], budget / scale**2) for kind in fits}
+        context.progress("longest sequences", 0.6)
+        longest = partial(lengths, context, small, budget=budget / _QUARTER**2)
+        ring = _solved_length(context, small, "ring", budget=budget / _QUARTER**2)
+        found = {
+            "batch_ratio_8": (full(shared), full("tensor")),
+            "batch_ratio_64": (far[shared], far["tensor"]),
+            "length_ratio": (longest(sparse), longest("sequence")),
+        }
+        errors, table = _errors(shape, counted, shared)
+        return Samples(
+            metrics={
+                "model_error": Paired(method=errors),
+                "memory_rules": Paired(method=rules),
+                **{
+                    name: Paired(method=(float(ours),), baseline=(float(theirs),))
+                    for name, (ours, theirs) in found.items()
+                },
+            },
+            details={
+                "counted": table,
+                "rules": told,
+                "tensor_batch_16": _far_batch(fits["tensor"], budget / scale**2, _HEADS),
+                # Of the layer in full width, as projected attention with the same budget.
+                "longest": {
+                    "projected or its baseline": _QUARTER * found["length_ratio"][0],
+                    "dense": _QUARTER * found["length_ratio"][1],
+                    "ring": _QUARTER * ring,
+                },
+            },
+        )
+
+
+def largest(fits: Callable[[int], bool], guess: int, step: int = 1) -> int:
+    """The largest multiple of ``step`` that fits, tried from ``guess`` on; 0 if none does.
+
+    Args:
+        fits: whether it does; true below some number and false above.
+        guess: where to begin.
+        step: unit.
+    """
+    at = max(0, guess // step) * step
+    if at and not fits(at):
+        while at and not fits(at):
+            at -= step
+        return at
+    while fits(at + step):
+        at += step
+    return at
+
+
+def _shape(scale: int) -> Shape:
+    from shoal.claims.experiments.sequence_parallel_ranks import Shape
+
+    return Shape(_HIDDEN // scale, _HEADS, _LENGTH // scale, 1, _ROWS // scale)
+
+
+def _counted(
+    context: Context, shape: Shape, kind: Kind, world: int, *, train: bool = True
+) -> Counted:
+    """What is kept, counted once for the run and the A/A run."""
+    from shoal.claims.experiments.sequence_parallel_ranks import count
+
+    def counted() -> Counted:
+        context.progress(f"{kind}, {world} ranks, {shape.batch} x {shape.length}", 0.3)
+        return count(shape, kind, world, train=train)
+
+    return context.remember(f"{shape} {kind} {world} {train}", counted)
+
+
+def _split(kind: Kind) -> Split:
+    return "tensor" if kind == "tensor" else "sequence"
+
+
+def _errors(
+    shape: Shape, counted: dict[tuple[Kind, int], list[Counted]], shared: Kind
+) -> tuple[tuple[float, ...], list[JsonValue]]:
+    """|counted / modelled - 1| of states and activations, and all numbers as rows."""
+    errors: list[float] = []
+    rows: list[JsonValue] = []
+    for kind, world in counted:
+        # The kind that takes the place of ``sequence`` in the A/A run.
+        found = counted[shared if kind == "sequence" else kind, world][0]
+        model = layer_memory(_split(kind), world=world, **_sizes(shape))
+        for what, got, wanted in (
+            ("states", found.states, model.states),
+            ("activations", found.activations, model.activations),
+        ):
+            errors.append(abs(sum(got.values()) / (_ITEMSIZE * wanted) - 1))
+            rows.append([kind, world, what, sum(got.values()), _ITEMSIZE * wanted])
+    return tuple(errors), rows
+
+
+def _sizes(shape: Shape) -> dict[str, int]:
+    return {
+        "batch": shape.batch,
+        "length": shape.length,
+        "hidden": shape.hidden,
+        "heads": shape.heads,
+        "head_dim": shape.hidden // shape.heads,
+    }
+
+
+def _rules(context: Context, shared: Kind) -> tuple[tuple[float, ...], list[JsonValue]]:
+    """Whether counted bytes obey the paper's rules, 20 % below and above where they turn."""
+    from shoal.claims.experiments.sequence_parallel_ranks import Shape
+
+    hidden, length = 48, 16
+    found: list[float] = []
+    rows: list[JsonValue] = []
+    turns = {"mlp": 32 * hidden, "attention": 16 * hidden}
+    for world, (name, turn), share in itertools.product(_WORLDS, turns.items(), (0.8, 1.2)):
+        shape = Shape(hidden, _HEADS, length, round(share * turn / length))
+        kept = []
+        for kind in (shared, _TENSOR):
+            one = _counted(context, shape, kind, world)
+            kept.append(one.states[name] + one.activations[name])
+        found.append(float((kept[0] < kept[1]) == (shape.batch * length > turn)))
+        rows.append([name, world, shape.batch * length, turn, *kept])
+    return tuple(found), rows
+
+
+def _line(counts: Sequence[Counted]) -> tuple[float, float]:
+    """Bytes of states, and of the activations of one sequence, from batches of 1 and 2."""
+    one, two = (sum(c.activations.values()) for c in counts)
+    return sum(counts[0].states.values()), two - one
+
+
+def _far_batch(lines: Sequence[tuple[float, float]], budget: float, world: int = _FAR) -> int:
+    """The largest batch on more ranks than were run, both numbers fitted by a / N + b."""
+    shares = np.array([[1 / n, 1.0] for n in _WORLDS])
+    states, each = np.array([1 / world, 1.0]) @ np.linalg.lstsq(shares, np.array(lines))[0]
+    return int((budget - states) / each)
+
+
+def _solved_batch(context: Context, shape: Shape, kind: Kind, *, budget: float) -> int:
+    """The largest batch on 8 ranks by what was counted of 1 and 2 sequences."""
+    states, each = _line(
+        [
+            _counted(context, shape._replace(batch=batch), kind, _MOST, train=batch == 1)
+            for batch in (1, 2)
+        ]
+    )
+    return int((budget - states) / each)
+
+
+def _filled_batch(context: Context, shape: Shape, kind: Kind, *, budget: float) -> int:
+    """The same, run: one sequence more does not fit."""
+    states = sum(_counted(context, shape, kind, _MOST).states.values())
+
+    def fits(batch: int) -> bool:
+        run = _counted(context, shape._replace(batch=batch), kind, _MOST, train=False)
+        return states + sum(run.activations.values()) <= budget
+
+    return largest(fits, _solved_batch(context, shape, kind, budget=budget))
+
+
+def _solved_length(context: Context, shape: Shape, kind: Kind, *, budget: float) -> int:
+    """The longest sequence on 8 ranks by what was counted of three short ones."""
+    lengths = [shape.length * times for times in (1, 2, 4)]
+    totals = [_counted(context, shape._replace(length=n), kind, _MOST).total for n in lengths]
+    square, each, base = np.polyfit(lengths, totals, 2)
+    if abs(square) * budget / each < each / 100:  # a straight line, and what rounding left
+        most = (budget - base) / each
+    else:
+        most = (-each + (each**2 + 4 * square * (budget - base)) ** 0.5) / (2 * square)
+    return int(most) // _MOST * _MOST
+
+
+def _filled_length(context: Context, shape: Shape, kind: Kind, *, budget: float) -> int:
+    """The same, run: a sequence that is one token a rank longer does not fit."""
+
+    def fits(length: int) -> bool:
+        return _counted(context, shape._replace(length=length), kind, _MOST).total <= budget
+
+    return largest(fits, _solved_length(context, shape, kind, budget=budget), _MOST)

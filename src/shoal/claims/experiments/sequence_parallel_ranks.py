@@ -1,0 +1,202 @@
+"""What the ranks of claim [120] do: one layer of BERT, and every byte that it keeps.
+
+Shapes: B sequences, n tokens of one rank, H hidden, A heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.core.parts import table
+from shoal.ir.mask import Mask
+from shoal.parallel.context.projected import projected_attention
+from shoal.parallel.linear import ColumnLinear, Linear, RowLinear
+from shoal.parallel.thread_comm import ThreadComm, run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["PARTS", "Counted", "Kind", "Layer", "Shape", "count"]
+
+Kind = Literal["sequence", "tensor", "projected", "ring"]
+PARTS = ("attention", "mlp", "norms")
+
+
+class Shape(NamedTuple):
+    """A layer and what goes through it.
+
+    Args:
+        hidden: H, a multiple of the heads.
+        heads: A.
+        length: tokens of a sequence.
+        batch: sequences.
+        rows: of the projections of keys and values, with ``projected``.
+    """
+
+    hidden: int
+    heads: int
+    length: int
+    batch: int = 1
+    rows: int = 64
+
+
+class Counted(NamedTuple):
+    """Bytes of the rank that has most.
+
+    Args:
+        states: weights, gradients and both moments of AdamW, by part of the layer.
+        activations: what the forward pass saved for the backward pass, by part.
+    """
+
+    states: dict[str, float]
+    activations: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self.states.values()) + sum(self.activations.values())
+
+
+class _Saved:
+    """The storages that autograd was given to keep, each once, by part of the layer.
+
+    A storage counts whole however small the view of it is that was saved, for it lives as long.
+    """
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        self._known = {p.untyped_storage().data_ptr() for p in parameters}
+        # Held, so that no address is given out twice.
+        self._held: list[Tensor] = []
+        self.bytes = dict.fromkeys(PARTS, 0.0)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count what is saved meanwhile under this name."""
+
+        def pack(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in self._known:
+                self._known.add(storage.data_ptr())
+                self._held.append(x)
+                self.bytes[name] += storage.nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            yield
+
+
+class Layer(nn.Module):
+    """Attention, MLP with GELU, and a norm after each residual sum: BERT without dropout.
+
+    Args:
+        shape: of the layer.
+        kind: ``tensor`` divides heads and the MLP's width; ``sequence`` the tokens, with RSA;
+            ``projected`` the tokens, with keys and values projected to a few rows; ``ring`` the
+            tokens, without any rows of scores.
+        comm: the ranks that share it.
+    """
+
+    def __init__(self, shape: Shape, kind: Kind, comm: ThreadComm) -> None:
+        super().__init__()
+        self.shape, self.kind, self.comm = shape, kind, comm
+        hidden, world = shape.hidden, comm.world
+        share = world if kind == "tensor" else 1
+        self.heads = shape.heads // share
+        into, out = (ColumnLinear, RowLinear) if kind == "tensor" else (Linear, Linear)
+        alone = comm.split([[rank] for rank in range(world)])
+        self.group = alone if kind == "tensor" else comm
+        self.qkv = into.of(nn.Linear(hidden, 3 * hidden // share), comm)
+        self.out = out.of(nn.Linear(hidden // share, hidden), comm)
+        self.norm1 = nn.LayerNorm(hidden)
+        self.fc1 = into.of(nn.Linear(hidden, 4 * hidden // share), comm)
+        self.fc2 = out.of(nn.Linear(4 * hidden // share, hidden), comm)
+        self.norm2 = nn.LayerNorm(hidden)
+        if kind == "projected":
+            columns = (shape.rows, shape.length // world)
+            self.key_map = nn.Parameter(torch.full(columns, shape.length**-0.5))
+            self.value_map = nn.Parameter(torch.full(columns, shape.length**-0.5))
+
+    def parts(self) -> dict[str, list[nn.Parameter]]:
+        """Parameters by part of the layer."""
+        found: dict[str, list[nn.Parameter]] = {name: [] for name in PARTS}
+        for name, parameter in self.named_parameters():
+            module = name.split(".")[0]
+            part = {"fc1": "mlp", "fc2": "mlp", "norm1": "norms", "norm2": "norms"}
+            found[part.get(module, "attention")].append(parameter)
+        return found
+
+    def attend(self, x_BnH: Tensor) -> Tensor:
+        """[B, n, H]."""
+        batch, tokens, hidden = x_BnH.shape
+        qkv = self.qkv(x_BnH.view(-1, hidden)).view(batch, tokens, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        if self.kind == "projected":
+            mixed = projected_attention(q, k, v, self.key_map, self.value_map, self.comm)
+        else:
+            # Tensor parallelism keeps whole rows of its heads' scores: RSA of one rank.
+            part = table("context").build("ring" if self.kind == "ring" else "rsa")
+            mixed = part.attend(q, k, v, [Mask.full(self.shape.length)], self.group)
+        rows = mixed.transpose(1, 2).reshape(batch * tokens, -1)
+        out: Tensor = self.out(rows)
+        return out.view(batch, tokens, hidden)
+
+    def feed(self, x_BnH: Tensor) -> Tensor:
+        """[B, n, H]."""
+        rows = x_BnH.view(-1, x_BnH.shape[-1])
+        out: Tensor = self.fc2(F.gelu(self.fc1(rows)))
+        return out.view(x_BnH.shape)
+
+    def count(self, x_BnH: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Output [B, n, H], and bytes that were saved on the way, by part."""
+        saved = _Saved(self.parameters())
+
+        def through(part: str, function: Callable[..., Tensor], *xs: Tensor) -> Tensor:
+            with saved.part(part):
+                return function(*xs)
+
+        mixed = through("attention", self.attend, x_BnH)
+        middle = through("norms", lambda x: self.norm1(x + mixed), x_BnH)
+        fed = through("mlp", self.feed, middle)
+        return through("norms", lambda x: self.norm2(x + fed), middle), saved.bytes
+
+
+def count(shape: Shape, kind: Kind, world: int, *, train: bool = True) -> Counted:
+    """Run the layer on threads in place of ranks, and count.
+
+    Args:
+        shape: of the layer and its input.
+        kind: who divides what.
+        world: ranks.
+        train: also go backward and make a step of AdamW, whose state is then counted; without,
+            states are empty.
+    """
+
+    def rank(comm: ThreadComm) -> Counted:
+        layer = Layer(shape, kind, comm)
+        tokens = shape.length if kind == "tensor" else shape.length // world
+        out, saved = layer.count(torch.ones(shape.batch, tokens, shape.hidden))
+        if not train:
+            return Counted(dict.fromkeys(PARTS, 0.0), saved)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
+        torch.autograd.backward(out, torch.ones_like(out))
+        optimizer.step()
+        states = {
+            name: float(
+                sum(
+                    x.nbytes
+                    for p in parameters
+                    for x in (p, p.grad, *optimizer.state[p].values())
+                    if isinstance(x, Tensor)
+                )
+            )
+            for name, parameters in layer.parts().items()
+        }
+        return Counted(states, saved)
+
+    return max(run_ranks(world, rank, timeout_s=300.0), key=lambda found: found.total)
