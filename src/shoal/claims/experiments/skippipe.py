@@ -82,9 +82,9 @@ class SkipPipeClaim:
         corpus: where the text is from.
     """
 
-    width: int = 96
-    steps: int = 400
-    lr: float = 4e-3
+    width: int = 64
+    steps: int = 600
+    lr: float = 6e-3
     corpus: str = "stdlib"
 
     rows: ClassVar[tuple[int, ...]] = (93,)
@@ -139,7 +139,19 @@ class SkipPipeClaim:
             paper="half of the model dropped costs 7 % of perplexity",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="inflation_ratio",
+            tried="400 steps of a model of width 96 at 4e-3, whose layers had learned less",
+            value=0.609,
+        ),
+        Attempt(
+            metric="inflation_ratio",
+            tried="350 steps of a model of width 128 at 5e-3; now width 64 at 6e-3, which reaches "
+            "a lower loss in the same time",
+            value=0.625,
+        ),
+    )
 
     def __post_init__(self) -> None:
         require(
@@ -285,7 +297,7 @@ def model_config(width: int, *, layers: int = STAGES, context: int = CONTEXT) ->
         hidden=width,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=max(n for n in range(1, heads // 2 + 2) if heads % n == 0),
+        num_kv_heads=heads // 2 if heads % 2 == 0 else 1,
         head_dim=32,
         ffn_hidden=8 * width // 3 // 8 * 8,
         max_position=context,
