@@ -23,6 +23,7 @@ from shoal.app.commands import (
     model,
     plan,
     probe,
+    sbp,
     score,
     serve,
     train,
@@ -61,6 +62,7 @@ def options(
 
 app.command("probe")(probe.probe)
 app.command("doctor")(doctor.doctor)
+plan.app.command("sbp")(sbp.sbp)
 app.add_typer(plan.app, name="plan")
 app.command("train")(train.train)
 app.command("serve")(serve.serve)

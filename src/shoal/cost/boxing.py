@@ -85,6 +85,8 @@ class Step(NamedTuple):
     @property
     def name(self) -> str:
         """Usual name of what happens."""
+        if is_view(self.source, self.target):
+            return "slice"
         if len(self.axes) != 1:
             return "exchange"
         old, new = self.source[self.axes[0]], self.target[self.axes[0]]
@@ -93,7 +95,7 @@ class Step(NamedTuple):
         if isinstance(new, Partial):
             return "fill"
         if isinstance(old, Broadcast):
-            return "slice"
+            return "exchange"
         return "all_gather" if isinstance(new, Broadcast) else "all_to_all"
 
 
