@@ -1,4 +1,4 @@
-"""Layouts of twelve thousand ranks and the simulation of a thousand-rank pipeline, in fresh processes.
+"""Layouts of twelve thousand ranks, and a thousand-rank pipeline simulated, in fresh processes.
 
 Usage: python benchmarks/schedules.py
 """

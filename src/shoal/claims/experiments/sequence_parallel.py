@@ -5,9 +5,10 @@ One layer of BERT (768 wide, 12 heads made 16 so that eight ranks can share them
 every storage that autograd is given in the forward pass, once, and weights, gradients and the
 moments of AdamW. The budget of a rank is the paper's device, 16 GiB, over the 12 layers.
 
-Runs that fill the budget are a quarter as wide and long, with a sixteenth of the budget, which
-keeps every ratio: weights, activations and rows of scores all shrink to a sixteenth, so the
-largest batch is the same and the largest length is a quarter. With 64 ranks nothing is run: what
+Runs that fill the budget are a quarter as wide and long, with 16 projected rows instead of 64 and
+a sixteenth of the budget, which keeps every ratio: weights, activations and rows of scores all
+shrink to a sixteenth, so the largest batch is the same and the largest length is a quarter. They
+are of one sequence where the length is asked for, and of 8 ranks. With 64 ranks nothing is run: what
 was counted on 2, 4 and 8 is fitted by a / N + b. Sixteen heads cannot be shared by 64 ranks of
 tensor parallelism; the fit does as if, in its favour.
 
