@@ -68,3 +68,7 @@ class AttentionKernelPart(Protocol):
     def cells(self, mask: Mask) -> int:
         """Cells whose score is computed; the seen ones and those that are wasted."""
         ...
+
+    def held_bytes(self, mask: Mask, heads: int) -> int:
+        """Bytes that grow with T x S, for the mask and for scores."""
+        ...

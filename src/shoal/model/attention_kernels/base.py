@@ -84,6 +84,16 @@ class AttentionKernel:
         """Cells whose score the kernel computes; the seen ones and those that it wastes."""
         return mask.num_queries * mask.num_keys
 
+    def held_bytes(self, mask: Mask, heads: int) -> int:
+        """Bytes that grow with T x S: what a user must have for the mask and for scores.
+
+        Args:
+            mask: what is seen.
+            heads: query heads times sequences.
+        """
+        # A table of cells, once as bool and once as numbers to add.
+        return 5 * mask.num_queries * mask.num_keys
+
     def _refuses(self, mask: Mask) -> str | None:
         return None
 

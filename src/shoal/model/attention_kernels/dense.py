@@ -44,7 +44,8 @@ def grouped_scores(q: Tensor, k: Tensor) -> Tensor:
     batch, heads, rows, dim = q.shape
     kv_heads = k.shape[1]
     query = (q * dim**-0.5).reshape(batch, kv_heads, heads // kv_heads * rows, dim)
-    return (query @ k.transpose(-1, -2)).view(batch, heads, rows, k.shape[2])
+    scores: Tensor = (query @ k.transpose(-1, -2)).view(batch, heads, rows, k.shape[2])
+    return scores
 
 
 def grouped_values(weights: Tensor, v: Tensor) -> Tensor:

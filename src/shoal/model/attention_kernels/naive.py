@@ -24,6 +24,10 @@ class Naive(AttentionKernel):
 
     name: ClassVar[str] = "naive"
 
+    def held_bytes(self, mask: Mask, heads: int) -> int:
+        """Scores, weights and their gradients, and the mask."""
+        return (1 + 16 * heads) * mask.num_queries * mask.num_keys
+
     def _prepare(self, mask: Mask, dtype: torch.dtype, device: torch.device) -> Prepared:
         import torch
 

@@ -48,6 +48,11 @@ class Tiled(AttentionKernel):
         )
         return int(heights @ seen @ widths)
 
+    def held_bytes(self, mask: Mask, heads: int) -> int:
+        """The cells of mixed tiles, and the scores of a row of tiles."""
+        mixed = int((block_table(mask, self.block) == 1).sum()) * self.block**2
+        return mixed + 16 * heads * self.block * mask.num_keys
+
     def _prepare(self, mask: Mask, dtype: torch.dtype, device: torch.device) -> Prepared:
         from shoal.model.attention_kernels.tiled_run import tiled_attention
 

@@ -59,7 +59,7 @@ def _rows(mask: Mask, block: int, device: torch.device) -> tuple[_Row, ...]:
         if (seen == 1).any():
             keys = np.concatenate([np.arange(run.start, run.stop) for run in runs])
             cells = mask.dense(queries, keys)
-            nothing: np.ndarray = ~cells.any(axis=1, keepdims=True)
+            nothing = np.logical_not(cells.any(axis=1, keepdims=True))
             hidden = torch.from_numpy(~cells & ~nothing).to(device)
             if nothing.any():
                 blind = torch.from_numpy(nothing).to(device)

@@ -30,6 +30,10 @@ class Varlen(AttentionKernel):
         """Exactly the seen ones."""
         return mask.area()
 
+    def held_bytes(self, mask: Mask, heads: int) -> int:
+        """Nothing."""
+        return 0
+
     def _refuses(self, mask: Mask) -> str | None:
         squares = all(
             found.kind == "full" or (found.kind == "causal" and found.q1 - found.q0 == keys)

@@ -1,0 +1,105 @@
+"""The report as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from markupsafe import Markup
+
+from shoal.claims.bench.attention.values import ContextRow, KernelRow, Report
+from shoal.core.svg import Chart, Series
+from shoal.core.web import Site
+
+__all__ = ["best_kernels", "best_methods", "to_html"]
+
+
+def best_kernels(report: Report) -> list[tuple[KernelRow, int]]:
+    """Of each mask and length the fastest kernel forward, and how many were timed."""
+    groups: dict[tuple[int, str], list[KernelRow]] = {}
+    for row in report.kernels:
+        if row.forward is not None:
+            groups.setdefault((row.length, row.mask), []).append(row)
+    return [
+        (min(rows, key=lambda row: row.forward.median_s if row.forward else 0.0), len(rows))
+        for rows in groups.values()
+    ]
+
+
+def best_methods(report: Report) -> list[tuple[ContextRow, int]]:
+    """Of each mask, length and number of ranks the fastest method, and how many could run."""
+    groups: dict[tuple[int, int, str], list[ContextRow]] = {}
+    for row in report.context:
+        if row.status == "ok":
+            groups.setdefault((row.length, row.ranks, row.mask), []).append(row)
+    return [(min(rows, key=lambda row: row.step_s or 0.0), len(rows)) for rows in groups.values()]
+
+
+def to_html(report: Report, *, title: str = "Attention, compared") -> str:
+    """One page: what was asked, what was found, every row."""
+    site = Site("shoal.claims.bench")
+    return site.render(
+        "attention.html",
+        title=title,
+        # Our own file, in which an escaped quote would be no quote.
+        css=Markup(site.asset("style.css").decode()),  # noqa: S704
+        report=report,
+        counts=report.counts(),
+        kernel_charts=list(_kernel_charts(report)),
+        context_charts=list(_context_charts(report)),
+        best_kernels=best_kernels(report),
+        best_methods=best_methods(report),
+    )
+
+
+def _kernel_charts(report: Report) -> Iterable[Chart]:
+    """TFLOP/s over length, a chart for each mask, where several lengths were timed."""
+    for mask in report.settings.masks:
+        series = []
+        for kernel in report.settings.kernels:
+            rows = [
+                (row.length, row.forward.tflops)
+                for row in report.kernels
+                if (row.kernel, row.mask) == (kernel, mask) and row.forward is not None
+            ]
+            if len(rows) > 1:
+                x, y = zip(*rows, strict=True)
+                series.append(Series(kernel, x, y, points=True))
+        if series:
+            yield Chart(
+                title=f"Forward, {mask}",
+                x_label="tokens",
+                y_label="TFLOP/s of seen cells",
+                series=series,
+                log_x=True,
+                log_y=True,
+                width=480,
+                height=300,
+            )
+
+
+def _context_charts(report: Report) -> Iterable[Chart]:
+    """Step time over ranks, a chart for each mask and length."""
+    for length in report.settings.context_lengths:
+        for mask in report.settings.masks:
+            series = []
+            for method in report.settings.methods:
+                rows = [
+                    (row.ranks, 1e6 * row.step_s)
+                    for row in report.context
+                    if (row.method, row.mask, row.length) == (method, mask, length)
+                    and row.step_s is not None
+                ]
+                if len(rows) > 1:
+                    x, y = zip(*rows, strict=True)
+                    series.append(Series(method, x, y, points=True))
+            if series:
+                yield Chart(
+                    title=f"Step on the links, {mask}, {length:,} tokens",
+                    x_label="ranks",
+                    y_label="µs",
+                    series=series,
+                    log_x=True,
+                    log_y=True,
+                    width=480,
+                    height=300,
+                )
