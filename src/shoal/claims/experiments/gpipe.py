@@ -4,11 +4,13 @@ Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using P
 Parallelism, 2018.
 
 Counted: how many equal layers fit under a number of bytes that autograd may keep, on four cells
-with recomputation and on one without. Simulated: the makespan against its closed form, and the
-speed-up of four and eight cells with times of passes that were measured here, wanted at the same
-share of the ideal as that of two. Really run: two processes, a thread each, with eight
-micro-batches and with one. The A/A run takes one micro-batch, and one cell without
-recomputation, in their place.
+with recomputation and on one without. Simulated: the makespan against its closed form. Really
+run: two processes, a thread each, with eight micro-batches and with one. The A/A run takes one
+micro-batch, and one cell without recomputation, in their place.
+
+Told but not judged, since the section of the claim sets no threshold: the speed-up of four and
+eight cells with 32 micro-batches over two cells with one, simulated with times of passes that
+were measured here; the paper has 3.4 / 1.8 and 6.3 / 1.8 times that of two.
 """
 
 from __future__ import annotations
@@ -84,30 +86,15 @@ class GPipeClaim:
             timing=True,
             paper="1.8 times on 2 devices with 32 micro-batches",
         ),
-        Metric(
-            name="four_ranks",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=2.9,
-            baseline="one micro-batch",
-            evidence="simulated",
-            timing=True,
-            paper="3.4 times on 4 devices with 32 micro-batches",
-        ),
-        Metric(
-            name="eight_ranks",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=5.2,
-            baseline="one micro-batch",
-            evidence="simulated",
-            timing=True,
-            paper="6.3 times on 8 devices with 32 micro-batches",
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="two_ranks",
+            tried="layers 768 wide and batches of 1,024, on a busy machine: the passes of a "
+            "micro-batch were short beside what their calls cost",
+            value=1.07,
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         require(
@@ -184,25 +171,23 @@ class GPipeClaim:
             timeout_s=300.0,
         )
         whole, small = passes["1"], passes[str(most)]
-        base = tuple(_split(2, 1, *times) for times in whole)
-        for name, k in (("four_ranks", 4), ("eight_ranks", 8)):
-            metrics[name] = Paired(
-                method=tuple(_split(k, most, *times) for times in small), baseline=base
-            )
+        base = statistics.median(_split(2, 1, *times) for times in whole)
+        larger: dict[str, JsonValue] = {
+            f"{k} ranks, {most} micro-batches": base
+            / statistics.median(_split(k, most, *times) for times in small)
+            for k in (4, 8)
+        }
         middle = [statistics.median(seconds(at)) for at in (0, 1)]
         details: dict[str, JsonValue] = {
             "seconds_m1": middle[0],
             "seconds_m8": middle[1],
             "passes_s": passes,
+            "simulated_speedup": larger,
         }
         return Samples(
             metrics=metrics,
             details=details,
-            bounds={
-                "two_ranks": 2 * 8 / (8 + 1),
-                "four_ranks": 4 * _MANY / (_MANY + 3),
-                "eight_ranks": 8 * _MANY / (_MANY + 7),
-            },
+            bounds={"two_ranks": 2 * 8 / (8 + 1)},
             profile=f"two ranks: {1e3 * middle[0]:.0f} ms with 1 micro-batch, "
             f"{1e3 * middle[1]:.0f} ms with {many}",
         )
