@@ -70,7 +70,10 @@ Policy = Literal["compute_first", "round_robin"]
 
 
 class Device(Value):
-    """One device of the ring; by default the one that the paper simulates.
+    """One device of the ring; by default one of the size that such papers simulate.
+
+    The paper's own table of its simulator was not at hand: the defaults are those of a data
+    centre's GPU of 2020, and ``efficiency`` and ``update_cost`` are chosen, not published.
 
     Args:
         compute_units: workgroup tiles that are computed at once.
@@ -147,7 +150,8 @@ MODELS: dict[str, tuple[int, int]] = {
     "PALM": (18432, 4096),
     "MT-NLG": (20480, 4096),
 }
-"""Model -> hidden size, as published, and tokens of a pass: four or eight sequences."""
+"""Model -> hidden size, as its authors published it, and tokens of a pass, which are chosen:
+eight sequences of 1,024 for the smallest, two of 2,048 for the others."""
 
 # Inner dimension over hidden size, of all devices together.
 _SUBLAYERS = {
