@@ -49,7 +49,10 @@ BATCH = 32
 
 def networks() -> tuple[Network, ...]:
     """Twenty nodes dealt to eight regions, and to ten."""
-    return Network.wan(NODES, EIGHT), Network.wan(NODES)
+    return (
+        Network.wan(NODES, EIGHT).model_copy(update={"name": "eight regions"}),
+        Network.wan(NODES).model_copy(update={"name": "ten regions"}),
+    )
 
 
 def task(keep: int) -> RouteTask:
@@ -223,16 +226,24 @@ class SkipPipeClaim:
             "texts",
             lambda: read_texts(choice, train_chars=2**22, heldout_chars=2**15, seed=context.seed),
         )
-        return train_routes(
-            planned,
-            texts.train,
-            texts.heldout,
-            width=self.width,
-            steps=self.steps,
-            lr=self.lr,
-            seed=context.seed,
-            progress=lambda share: context.progress("training", done + share * 0.4),
-        )
+        import torch
+
+        # The order of sums, and so the losses, would follow the number of threads.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return train_routes(
+                planned,
+                texts.train,
+                texts.heldout,
+                width=self.width,
+                steps=self.steps,
+                lr=self.lr,
+                seed=context.seed,
+                progress=lambda share: context.progress("training", done + share * 0.4),
+            )
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _planned(context: Context) -> dict[int, list[Planned]]:
