@@ -26,9 +26,19 @@ def _every() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("split", _every(), ids=str)
+def _cases() -> list[Any]:
+    """Tied and untied; of the splits of eight ranks every other one of these in longer runs."""
+    found = []
+    for number, split in enumerate(_every()):
+        for tied in (False, True):
+            later = split["tp"] * split["pp"] * split["dp"] == 8 and number % 2 == tied
+            marks = pytest.mark.soak if later else pytest.mark.slow
+            name = f"{split}-{'tied' if tied else 'untied'}"
+            found.append(pytest.param(split, tied, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("split", "tied"), _cases())
 def test_equals_one_process(split: dict[str, Any], tied: bool) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
