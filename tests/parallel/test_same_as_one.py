@@ -60,6 +60,8 @@ def _splits(draw: st.DrawFn, most: int) -> tuple[dict[str, Any], dict[str, Any]]
     }
     microbatches = pp * draw(st.sampled_from([1, 2]))
     extra["microbatch"] = draw(st.sampled_from([1, 2]))
+    if tp > 1 and extra["microbatch"] * 16 // parallel["cp"] >= 4 * tp:
+        parallel["overlap"] = draw(st.sampled_from(["none", "tile"]))
     extra["global_batch"] = dp * microbatches * extra["microbatch"]
     return parallel, extra
 
