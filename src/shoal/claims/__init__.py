@@ -14,6 +14,7 @@ CLAIMS = PartTable(
     {
         "dissect": "shoal.claims.experiments.dissect:Dissect",
         "oneflow": "shoal.claims.experiments.oneflow:OneFlow",
+        "lca_bench": "shoal.claims.experiments.lca_bench:LCABench",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
         "megatron": "shoal.claims.experiments.megatron:Megatron",
         "gpipe": "shoal.claims.experiments.gpipe:GPipeClaim",

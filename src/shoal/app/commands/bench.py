@@ -1,4 +1,4 @@
-"""``shoal bench``: predict, then run for real, and show both."""
+"""``shoal bench``: serving predicted and run for real; ways of attention against each other."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import typer
 from shoal.app.show import Format
 
 if TYPE_CHECKING:
+    from shoal.claims.bench.attention.values import Report
     from shoal.ir import ServeJob, ServePlan, ServeReport
 
 __all__ = ["app", "show_serve_plan", "show_serve_report"]
 
-app = typer.Typer(help="Predict a workload, run it for real, show both.", no_args_is_help=True)
+app = typer.Typer(
+    help="Predict a workload and run it for real; compare ways of attention.", no_args_is_help=True
+)
 
 _DEFAULT_MODEL = "shoal-4m"
 
 
 @app.callback()
 def _group() -> None:
-    """Predict a workload, run it for real, show both."""
+    """Predict a workload and run it for real; compare ways of attention."""
 
 
 @app.command("serve")
@@ -101,6 +104,190 @@ def serve(
         show_serve_report(report)
     else:
         as_json(report.model_dump(mode="json"))
+
+
+@app.command("attention")
+def attention(
+    kernels: Annotated[str, typer.Option(help="all, none, or some of them with commas.")] = "all",
+    masks: Annotated[str, typer.Option(help="all, or some of them with commas.")] = "all",
+    cp: Annotated[
+        str, typer.Option(help="Context-parallel methods: all, none, or some with commas.")
+    ] = "all",
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens of a sequence; 1024,2048, or 256 if quick.")
+    ] = None,
+    cp_lengths: Annotated[
+        str | None, typer.Option(help="Tokens for context parallelism; the shortest length.")
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of context-parallel ranks.")] = "2,4,8",
+    batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 8,
+    kv_heads: Annotated[int, typer.Option(help="Key/value heads.", min=1)] = 4,
+    head_dim: Annotated[int, typer.Option(help="Width of a head.", min=1)] = 32,
+    dtype: Annotated[str, typer.Option(help="fp64, fp32, bf16 or fp16.")] = "fp32",
+    device: Annotated[str, typer.Option(help="Where kernels run: cpu or cuda.")] = "cpu",
+    backward: Annotated[
+        bool, typer.Option("--backward/--no-backward", help="Gradients too.")
+    ] = True,
+    repeats: Annotated[int, typer.Option(help="Timed rounds.", min=1)] = 5,
+    block: Annotated[int, typer.Option(help="Edge of the blocks of sparse masks.", min=1)] = 64,
+    threads: Annotated[int, typer.Option(help="Threads of torch; 0 for its own.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of masks, inputs and turns.", min=0)] = 0,
+    links: Annotated[str, typer.Option(help="Links between ranks: mesh or ring.")] = "mesh",
+    bandwidth: Annotated[float, typer.Option(help="Byte/s of a link in one direction.")] = 5e10,
+    latency: Annotated[float, typer.Option(help="Seconds of a link.")] = 5e-6,
+    flops: Annotated[float, typer.Option(help="FLOP/s of a context-parallel rank.")] = 1e14,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node.", min=1)] = 4,
+    node_bandwidth: Annotated[float, typer.Option(help="Byte/s between nodes.")] = 1.25e10,
+    node_latency: Annotated[float, typer.Option(help="Seconds between nodes.")] = 1e-5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="256 tokens, one round, one thread, no flex.")
+    ] = False,
+    out: Annotated[
+        list[Path] | None, typer.Option("--out", "-o", help="A file .html or .json; repeatable.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the counts only.")] = False,
+) -> None:
+    """Compare attention kernels and context-parallel methods under many masks.
+
+    Every cell is compared with float64 before it is timed. What a kernel or a method cannot do
+    is a row with its reason. Context-parallel ranks compute for real and communicate on a
+    virtual clock. The status is 1 when a cell is wrong or fails.
+
+    **Examples**
+
+        shoal bench attention --quick
+
+        shoal bench attention --masks all --cp all --ranks 8 --out report.html
+
+        shoal bench attention --kernels sdpa,flex,tiled --cp none --lengths 1024,4096 --out r.json
+    """
+    from shoal.app.show import WorkBar
+    from shoal.claims.bench.attention.harness import chosen, run
+    from shoal.claims.bench.attention.report import to_html
+    from shoal.claims.bench.attention.values import Settings
+    from shoal.core.config import parse
+    from shoal.core.errors import require
+    from shoal.core.files import write_atomic, write_json
+
+    files = out or []
+    for file in files:
+        require(
+            file.suffix in (".html", ".json"),
+            "--out",
+            str(file),
+            expected="a name in .html or .json",
+        )
+    sizes = _numbers(lengths or ("256" if quick else "1024,2048"), "--lengths")
+    names = chosen(kernels, "attention_kernel")
+    raw = {
+        "kernels": [name for name in names if not (quick and name == "flex" and kernels == "all")],
+        "masks": chosen(masks, "mask"),
+        "methods": chosen(cp, "context"),
+        "lengths": sizes,
+        "context_lengths": [min(sizes)]
+        if cp_lengths is None
+        else _numbers(cp_lengths, "--cp-lengths"),
+        "ranks": _numbers(ranks, "--ranks"),
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "dtype": dtype,
+        "device": device,
+        "backward": backward,
+        "repeats": 1 if quick else repeats,
+        "block": block,
+        "threads": 1 if quick else threads,
+        "seed": seed,
+        "network": {
+            "flops": flops,
+            "bandwidth": bandwidth,
+            "latency_s": latency,
+            "shape": links,
+            "ranks_per_node": ranks_per_node,
+            "node_bandwidth": node_bandwidth,
+            "node_latency_s": node_latency,
+        },
+    }
+    with WorkBar("bench attention", quiet=quiet) as bar:
+        report = run(
+            parse(Settings, raw, where=""),
+            progress=lambda text, done, total: bar(done, total, text),
+        )
+    for file in files:
+        if file.suffix == ".json":
+            write_json(file, report.model_dump(mode="json"))
+        else:
+            write_atomic(file, to_html(report))
+    counts = report.counts()
+    if not quiet:
+        _show_attention(report)
+    typer.echo(", ".join(f"{count} {name}" for name, count in counts.items()))
+    if counts["wrong"] or counts["failed"]:
+        raise typer.Exit(1)
+
+
+def _numbers(text: str, where: str) -> list[int]:
+    from shoal.core.errors import require
+
+    words = [word.strip() for word in text.split(",")]
+    require(
+        all(word.isdigit() for word in words),
+        where,
+        text,
+        expected="whole numbers with commas, such as 1024,2048",
+    )
+    return [int(word) for word in words]
+
+
+def _show_attention(report: Report) -> None:
+    from shoal.app.show import table
+    from shoal.claims.bench.attention.report import best_kernels, best_methods
+
+    broken = [
+        (row.kernel, row.mask, row.length, "", row.status, row.reason)
+        for row in report.kernels
+        if row.status in ("wrong", "failed")
+    ] + [
+        (row.method, row.mask, row.length, str(row.ranks), row.status, row.reason)
+        for row in report.context
+        if row.status in ("wrong", "failed")
+    ]
+    if broken:
+        table("", ("what", "mask", "tokens", "ranks", "", "why"), broken, numeric="  rr")
+    table(
+        "fastest kernel",
+        ("tokens", "mask", "kernel", "TFLOP/s", "of"),
+        [
+            (
+                row.length,
+                row.mask,
+                row.kernel,
+                "" if row.forward is None else f"{row.forward.tflops:.3g}",
+                count,
+            )
+            for row, count in best_kernels(report)
+        ],
+        numeric="r  rr",
+    )
+    table(
+        "fastest context-parallel method, on the links' clock",
+        ("tokens", "ranks", "mask", "method", "step", "exposed", "of"),
+        [
+            (
+                row.length,
+                row.ranks,
+                row.mask,
+                row.method,
+                _number(1e6 * (row.step_s or 0.0), "µs"),
+                _number(1e6 * (row.exposed_s or 0.0), "µs"),
+                count,
+            )
+            for row, count in best_methods(report)
+        ],
+        numeric="rr  rrr",
+    )
 
 
 def _job(

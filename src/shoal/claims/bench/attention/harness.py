@@ -64,6 +64,12 @@ def run(
     pool = real_lengths() if pool is None else pool
     import torch
 
+    require(
+        settings.device == "cpu" or torch.cuda.is_available(),
+        "device",
+        settings.device,
+        expected="cpu on this machine, which has no GPU that torch can use",
+    )
     from shoal.claims.bench.attention.context import Case, context_row
     from shoal.claims.bench.attention.kernels import kernel_rows
 

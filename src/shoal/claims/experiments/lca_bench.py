@@ -1,0 +1,424 @@
+"""[100] LCA-Bench: attention kernels and context-parallel methods under many masks.
+
+Source: Long-Context Attention Benchmark: From Kernel Efficiency to Distributed Context
+Parallelism, 2025.
+
+Every kernel under every mask, and every context-parallel method under four masks on up to 8
+ranks, is compared with float64. Three findings are measured again. Ulysses is ahead of all
+others where communication binds and heads suffice, and cannot run beyond: the ranks' numbers
+are real, their time is that of links on a virtual clock. A causal ring over contiguous pieces
+gives the last rank (2N - 1) / N of the mean work, one over early and late chunks the same to
+all. Under documents of real lengths a kernel for causal masks wastes more than half of its
+FLOPs at 32,768 tokens; other lengths are among the details.
+The A/A run gives the kernels a causal mask in place of their own, puts zigzag in the place of
+Ulysses and of the ring, the ring in the place of zigzag, and makes one document of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.bench.attention.masks import (
+    MASKS,
+    build_mask,
+    document_lengths,
+    real_lengths,
+)
+from shoal.claims.bench.attention.values import ContextRow, KernelRow, Network, Settings
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import ConfigError, require
+from shoal.core.parts import part, table
+from shoal.ir.mask import Mask
+
+if TYPE_CHECKING:
+    from shoal.claims.bench.attention.context import Case
+
+__all__ = ["CONTEXT_MASKS", "LCABench"]
+
+CONTEXT_MASKS = ("full", "causal", "document", "causal_document")
+RANKS = (2, 4, 8)
+HEADS = 4
+
+# Sequences whose FLOPs are added up for one sample of waste, and samples.
+_SEQUENCES, _BATCHES = 16, 16
+
+# Between ranks that compute fast and ranks that compute slowly lies who wins.
+_SLOW = Network(flops=5e12)
+
+
+@part
+class LCABench:
+    """Correctness of every cell, and three findings of the benchmark.
+
+    Args:
+        lengths: tokens of a sequence, of the kernels.
+        context_length: tokens of a sequence, of the context-parallel methods.
+        document_length: tokens of a sequence, for the waste under documents.
+    """
+
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    context_length: int = 1024
+    document_length: int = 32768
+
+    rows: ClassVar[tuple[int, ...]] = (100,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="wrong_cells",
+            unit="1",
+            statistic="value",
+            comparison="<=",
+            threshold=0.0,
+            baseline="causal mask",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="full_kernels",
+            unit="1",
+            statistic="value",
+            comparison=">=",
+            threshold=6.0,
+            baseline="causal mask",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="full_methods",
+            unit="1",
+            statistic="value",
+            comparison=">=",
+            threshold=6.0,
+            baseline="causal mask",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="ulysses_speedup",
+            unit="x",
+            statistic="min",
+            comparison=">=",
+            threshold=1.0,
+            baseline="zigzag",
+            evidence="simulated",
+            quick=False,
+            paper="ahead on few GPUs",
+        ),
+        Metric(
+            name="ulysses_refused",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=1.0,
+            baseline="zigzag",
+            evidence="same_regime",
+            paper="limited by the number of heads",
+        ),
+        Metric(
+            name="ring_imbalance_error",
+            unit="1",
+            statistic="relative_error",
+            comparison="<=",
+            threshold=0.01,
+            baseline="zigzag",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="zigzag_imbalance",
+            unit="x",
+            statistic="max",
+            comparison="<=",
+            threshold=1.05,
+            baseline="ring",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="document_waste",
+            unit="x",
+            statistic="ratio",
+            comparison=">=",
+            threshold=2.0,
+            baseline="one document",
+            evidence="same_regime",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for length in (*self.lengths, self.context_length, self.document_length):
+            require(
+                length >= 256 and length % 128 == 0,
+                "claim.lca_bench lengths",
+                length,
+                expected="multiples of 128 of at least 256",
+            )
+
+    def refuses(self, context: Context) -> str | None:
+        """It runs wherever torch does."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Check every cell; the quick run and the A/A run have short sequences.
+
+        Raises:
+            DataError: this Python has no source whose files could be documents.
+        """
+        import torch
+
+        pool = context.remember("lengths", real_lengths)
+        small = quick or as_baseline
+        threads = torch.get_num_threads()
+        if small:
+            # Threads that wait for each other cost more than such small products.
+            torch.set_num_threads(1)
+        try:
+            kernels = self._kernels(context, pool, small, as_baseline)
+            torch.set_num_threads(1)
+            methods = self._methods(context, pool, quick)
+            told = self._told_causal(context, pool) if as_baseline else methods
+            slow = [] if small else self._slow(context, pool)
+        finally:
+            torch.set_num_threads(threads)
+        cells: list[KernelRow | ContextRow] = [*kernels, *told]
+        wrong = sum(row.status in ("wrong", "failed") for row in cells)
+        metrics = {
+            "wrong_cells": _one(wrong),
+            "full_methods": _one(_full_methods(told)),
+            "ulysses_refused": Paired(method=_refused("zigzag" if as_baseline else "ulysses")),
+            "ring_imbalance_error": _imbalance(methods, "zigzag" if as_baseline else "ring"),
+            "zigzag_imbalance": Paired(
+                method=_balances(methods, "ring" if as_baseline else "zigzag")
+            ),
+            "document_waste": _waste(pool, self.document_length, context.seed, as_baseline),
+        }
+        if not quick:
+            metrics["full_kernels"] = _one(_full_kernels(kernels))
+            metrics["ulysses_speedup"] = Paired(
+                method=_speedups(methods, "zigzag" if as_baseline else "ulysses")
+            )
+        details = {} if small else _details(kernels, methods, slow, pool, context)
+        return Samples(metrics=metrics, details=details)
+
+    def _kernels(
+        self, context: Context, pool: Sequence[int], small: bool, as_baseline: bool
+    ) -> list[KernelRow]:
+        from shoal.claims.bench.attention.kernels import kernel_rows
+
+        lengths = (256,) if small else self.lengths
+        names = [name for name in table("attention_kernel") if not (small and name == "flex")]
+        parts = {name: table("attention_kernel").build(name) for name in names}
+        settings = _settings(context, lengths=lengths, heads=2, kv_heads=1)
+        found: list[KernelRow] = []
+        total = sum(length**2 for length in lengths) * len(MASKS)
+        done = 0
+        for length in lengths:
+            for name in MASKS:
+                context.progress(f"kernels, {name} of {length}", 0.75 * done / total)
+                mask = build_mask(name, length, block=settings.block, seed=context.seed, pool=pool)
+                seen = Mask.causal(length) if as_baseline else None
+                found += kernel_rows(parts, name, mask, settings, seen=seen)
+                done += length**2
+        return found
+
+    def _methods(self, context: Context, pool: Sequence[int], quick: bool) -> list[ContextRow]:
+        """Rows of every method under four masks; those of the first run stay for the second."""
+        length = 256 if quick else self.context_length
+        masks = CONTEXT_MASKS[1::2] if quick else CONTEXT_MASKS
+
+        def run() -> list[ContextRow]:
+            found = []
+            for index, case in enumerate(_cases(context, pool, length, masks)):
+                context.progress(f"ranks, {case.name} of {length}", 0.75 + 0.2 * index / len(masks))
+                for ranks in RANKS:
+                    found += _rows(context, case, ranks, Network())
+            return found
+
+        return context.remember(f"methods of {length}", run)
+
+    def _told_causal(self, context: Context, pool: Sequence[int]) -> list[ContextRow]:
+        causal = Mask.causal(256)
+        return [
+            row
+            for case in _cases(context, pool, 256)
+            for row in _rows(context, case._replace(mask=causal), 2, Network())
+        ]
+
+    def _slow(self, context: Context, pool: Sequence[int]) -> list[ContextRow]:
+        """Where computation binds instead."""
+        context.progress("slow ranks", 0.95)
+        return [
+            row
+            for case in _cases(context, pool, self.context_length)
+            for ranks in (2, 4)
+            for row in _rows(context, case, ranks, _SLOW)
+        ]
+
+
+def _settings(context: Context, **changes: object) -> Settings:
+    return Settings.model_validate(
+        {
+            "kernels": tuple(table("attention_kernel")),
+            "masks": tuple(MASKS),
+            "methods": tuple(table("context")),
+            "heads": HEADS,
+            "kv_heads": HEADS,
+            "timed": False,
+            "seed": context.seed,
+            **changes,
+        }
+    )
+
+
+def _cases(
+    context: Context, pool: Sequence[int], length: int, masks: Sequence[str] = CONTEXT_MASKS
+) -> list[Case]:
+    from shoal.claims.bench.attention.context import Case
+
+    settings = _settings(context, context_lengths=(length,))
+    return [
+        Case.of(
+            name,
+            build_mask(name, length, block=settings.block, seed=context.seed, pool=pool),
+            settings,
+        )
+        for name in masks
+    ]
+
+
+def _rows(context: Context, case: Case, ranks: int, network: Network) -> list[ContextRow]:
+    from shoal.claims.bench.attention.context import context_row
+
+    settings = _settings(context, network=network)
+    return [
+        context_row(table("context").build(name), name, case, ranks, settings)
+        for name in settings.methods
+    ]
+
+
+def _one(value: float) -> Paired:
+    return Paired(method=(float(value),))
+
+
+def _full_kernels(rows: Sequence[KernelRow]) -> int:
+    """Kernels that are right under at least twelve masks at every length."""
+    found = 0
+    for kernel in {row.kernel for row in rows}:
+        per_length = [
+            sum(row.status == "ok" for row in rows if (row.kernel, row.length) == (kernel, length))
+            for length in {row.length for row in rows}
+        ]
+        found += min(per_length) >= 12
+    return found
+
+
+def _full_methods(rows: Sequence[ContextRow]) -> int:
+    """Methods that are right under every mask on all ranks that they do not refuse."""
+    found = 0
+    for method in {row.method for row in rows}:
+        states = [
+            row.status for row in rows if row.method == method and row.status != "unsupported"
+        ]
+        found += bool(states) and all(state == "ok" for state in states)
+    return found
+
+
+def _refused(method: str) -> tuple[float, ...]:
+    """1 for each number of ranks beyond the key/value heads that the method refuses."""
+    chosen = table("context").build(method)
+    found = []
+    for heads, kv_heads in ((4, 4), (8, 8), (32, 8)):
+        for ranks in (2 * kv_heads, 4 * kv_heads):
+            try:
+                chosen.check(heads, kv_heads, ranks)
+                found.append(0.0)
+            except ConfigError:
+                found.append(1.0)
+    return tuple(found)
+
+
+def _balances(rows: Sequence[ContextRow], method: str) -> tuple[float, ...]:
+    """Largest over mean FLOPs under the causal mask, by rising number of ranks."""
+    return tuple(
+        row.balance or 0.0
+        for row in sorted(rows, key=lambda row: row.ranks)
+        if (row.method, row.mask) == (method, "causal")
+    )
+
+
+def _imbalance(rows: Sequence[ContextRow], method: str) -> Paired:
+    return Paired(
+        method=_balances(rows, method), baseline=tuple((2 * n - 1) / n for n in sorted(RANKS))
+    )
+
+
+def _speedups(rows: Sequence[ContextRow], method: str) -> tuple[float, ...]:
+    """Step time of the fastest other method over that of this one, up to as many ranks as heads.
+
+    USP on two ranks is Ulysses under another name.
+    """
+    found = []
+    for mask in CONTEXT_MASKS:
+        for ranks in (n for n in RANKS if n <= HEADS):
+            seconds = {
+                row.method: row.step_s or 0.0
+                for row in rows
+                if (row.mask, row.ranks, row.status) == (mask, ranks, "ok")
+            }
+            others = [
+                taken
+                for name, taken in seconds.items()
+                if name != "ulysses" and (name, ranks) != ("usp", 2)
+            ]
+            found.append(min(others) / seconds[method])
+    return tuple(found)
+
+
+def _waste(pool: Sequence[int], length: int, seed: int, as_baseline: bool) -> Paired:
+    """Cells of causal sequences, and those of the same under their documents."""
+    dense = Mask.causal(length).area() * _SEQUENCES
+    exact = []
+    for batch in range(_BATCHES):
+        cells = 0
+        for index in range(batch * _SEQUENCES, (batch + 1) * _SEQUENCES):
+            documents = document_lengths(length, seed=seed, index=index, pool=pool)
+            ids = np.repeat(np.arange(len(documents)), documents)
+            cells += Mask.document(ids * (not as_baseline)).area()
+        exact.append(float(cells))
+    return Paired(method=(float(dense),) * _BATCHES, baseline=tuple(exact))
+
+
+def _details(
+    kernels: Sequence[KernelRow],
+    methods: Sequence[ContextRow],
+    slow: Sequence[ContextRow],
+    pool: Sequence[int],
+    context: Context,
+) -> dict[str, JsonValue]:
+    counts: dict[str, JsonValue] = {}
+    cells: list[KernelRow | ContextRow] = [*kernels, *methods]
+    for row in cells:
+        counts[row.status] = int(str(counts.get(row.status, 0))) + 1
+    waste: dict[str, JsonValue] = {}
+    for length in (1024, 2048, 4096, 8192, 32768, 131072):
+        found = _waste(pool, length, context.seed, False)
+        waste[str(length)] = sum(found.method) / sum(found.baseline)
+    return {
+        "cells": counts,
+        "errors": {
+            "kernels": max((row.error or 0.0 for row in kernels), default=0.0),
+            "methods": max((row.error or 0.0 for row in methods), default=0.0),
+        },
+        "reasons": {
+            f"{row.kernel}, {row.mask}, {row.length}": row.reason for row in kernels if row.reason
+        },
+        "balance": {
+            f"{row.method}, {row.mask}, {row.ranks}": row.balance for row in methods if row.balance
+        },
+        "step_s": {f"{row.method}, {row.mask}, {row.ranks}": row.step_s for row in methods},
+        "step_s_of_slow_ranks": {
+            f"{row.method}, {row.mask}, {row.ranks}": row.step_s for row in slow
+        },
+        "documents": len(pool),
+        "document_waste": waste,
+    }
