@@ -9,18 +9,24 @@ import pytest
 import torch
 from placed import shares
 
+from shoal.core.boxes import Box
+from shoal.core.errors import PlanError
 from shoal.core.meter import Meter
-from shoal.cost.boxing import boxing
-from shoal.ir.placement import (
-    Mesh,
-    show_placement,
-)
+from shoal.cost.boxing import boxing, disjoint_elements
+from shoal.ir.placement import Mesh, every_placement, show_placement
 from shoal.ir.signatures import LINEAR, MONOTONE, NONLINEAR, OPERATIONS, legal, result_shape
 from shoal.parallel.kernels import KERNELS, run
 from shoal.parallel.placement import (
+    GlobalTensor,
     RankMesh,
+    apply,
+    execute,
+    from_local,
+    to_global,
 )
+from shoal.parallel.placement_transfer import transfer
 from shoal.parallel.thread_comm import ThreadComm, run_ranks
+from shoal.plan.sbp import Leaf, Node, OpGraph, place
 
 Case = tuple[str, list[tuple[int, ...]], dict[str, Any]]
 
@@ -169,3 +175,102 @@ def test_transitions_keep_the_tensor_and_send_the_bytes_of_the_table(
             comm.barrier()
 
     run_ranks(int(torch.tensor(mesh).prod()), rank, meter=meter)
+
+
+@pytest.mark.parametrize("p1", [2, 3])
+def test_other_ranks_get_the_tensor_and_the_bytes_of_the_table(p1: int) -> None:
+    p2 = 5 - p1
+    x = torch.arange(35, dtype=torch.float64).view(5, 7) + 1
+    meter = Meter()
+    pairs = list(itertools.product(every_placement(2, 1), every_placement(2, 1)))
+
+    def rank(comm: ThreadComm) -> None:
+        first = list(range(p1))
+        group = comm.split([first, list(range(p1, 5))])
+        mesh = RankMesh(group, (p1 if comm.rank < p1 else p2,))
+        for seed, (source, target) in enumerate(pairs):
+            given = shares(x, source, mesh, seed) if comm.rank < p1 else None
+            comm.barrier()
+            before = sent_bytes(meter)
+            comm.barrier()
+            made = transfer(
+                comm,
+                given,
+                None if comm.rank < p1 else mesh,
+                shape=(5, 7),
+                dtype=x.dtype,
+                source=(first, (p1,), show_placement(source)),
+                target=(list(range(p1, 5)), (p2,), show_placement(target)),
+            )
+            comm.barrier()
+            sent = sent_bytes(meter) - before
+            assert sent == pytest.approx(disjoint_elements(35, source, target, p1, p2) * 8)
+            comm.barrier()
+            assert (made is None) == (comm.rank < p1)
+            if made is not None:
+                torch.testing.assert_close(made.whole(), x)
+            comm.barrier()
+
+    run_ranks(5, rank, meter=meter)
+
+
+def test_a_plan_equals_one_process() -> None:
+    graph = OpGraph(
+        leaves=(
+            Leaf(name="x", shape=(5, 6), itemsize=8),
+            Leaf(name="w", shape=(7, 6), itemsize=8),
+            Leaf(name="v", shape=(6, 7), itemsize=8),
+        ),
+        ops=(
+            Node(name="h", kind="linear", inputs=("x", "w")),
+            Node(name="g", kind="gelu", inputs=("h",)),
+            Node(name="y", kind="linear", inputs=("g", "v")),
+            Node(name="z", kind="add", inputs=("x", "y")),
+        ),
+    )
+    plan = place(graph, (2, 2), pins={"x": "B,B", "h": "S(1),P", "z": "S(0),B"})
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        leaf.name: torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+        for leaf in graph.leaves
+    }
+    x, w, v = tensors.values()
+    wanted = x + torch.nn.functional.gelu(x @ w.T) @ v.T
+    meter = Meter()
+
+    def rank(comm: ThreadComm) -> GlobalTensor:
+        return execute(graph, plan, RankMesh(comm, (2, 2)), tensors)["z"]
+
+    results = run_ranks(4, rank, meter=meter)
+    assert sent_bytes(meter) == pytest.approx(plan.boxing_bytes)
+    assert plan.boxing_bytes > 0
+    for result in results:
+        part = wanted[result.box.slices(Box.whole((5, 6)))]
+        torch.testing.assert_close(result.local, part, rtol=1e-12, atol=1e-12)
+
+
+def test_apply_chooses_and_refuses() -> None:
+    x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
+
+    def rank(comm: ThreadComm) -> list[str]:
+        mesh = RankMesh(comm, (2,))
+        made = apply("matmul", [to_global(x, mesh, "S(1)"), to_global(w, mesh, "S(0)")])
+        torch.testing.assert_close(made.whole(), x @ w)
+        placed = apply("relu", [made], "S(0)")
+        torch.testing.assert_close(placed.whole(), (x @ w).relu())
+        said = [show_placement(made.placement), show_placement(placed.placement)]
+        for wrong in (
+            lambda: to_global(x, mesh, "S(2)"),
+            lambda: to_global(x, mesh, "B,B"),
+            lambda: from_local(x, mesh, "S(0)", (4, 6)),
+            lambda: RankMesh(comm, (3,)),
+            lambda: apply("matmul", [made, made]),
+        ):
+            with pytest.raises(PlanError) as caught:
+                wrong()
+            said.append(str(caught.value).split(" = ")[0])
+        return said
+
+    said = run_ranks(2, rank)[0]
+    parts = "from_local: shape of the part"
+    assert said == ["P(sum)", "S(0)", "placement", "placement", parts, "mesh", "matmul"]
