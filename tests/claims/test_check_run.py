@@ -73,6 +73,7 @@ def test_bias_that_every_rank_adds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.multi
 @pytest.mark.slow
+@pytest.mark.soak
 def test_bias_that_is_zero_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(monkeypatch, HERE / "row_bias.py", "bias")
     assert not found.equal and found.steps == 2
@@ -84,14 +85,16 @@ def test_bias_that_is_zero_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("file", "planted", "options"),
     [
-        (EXAMPLES / "ddp.py", "", {"ranks": 4}),
+        pytest.param(EXAMPLES / "ddp.py", "", {"ranks": 4}, marks=pytest.mark.soak),
         (EXAMPLES / "fsdp2.py", "", {}),
         (EXAMPLES / "tensor_parallel.py", "", {}),
-        (EXAMPLES / "tensor_parallel.py", "", {"dtype": "float32"}),
+        pytest.param(
+            EXAMPLES / "tensor_parallel.py", "", {"dtype": "float32"}, marks=pytest.mark.soak
+        ),
         (EXAMPLES / "pipeline.py", "", {}),
-        (HERE / "sequence_parallel.py", "none", {}),
-        (HERE / "ragged_ddp.py", "none", {}),
-        (HERE / "row_bias.py", "none", {}),
+        pytest.param(HERE / "sequence_parallel.py", "none", {}, marks=pytest.mark.soak),
+        pytest.param(HERE / "ragged_ddp.py", "none", {}, marks=pytest.mark.soak),
+        pytest.param(HERE / "row_bias.py", "none", {}, marks=pytest.mark.soak),
         (HERE / "trainer.py", "", {}),
     ],
     ids=lambda value: value.name if isinstance(value, Path) else None,

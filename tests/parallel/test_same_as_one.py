@@ -72,7 +72,7 @@ def _agrees(parallel: dict[str, Any], extra: dict[str, Any], **model: Any) -> No
     assert found.same, f"{parallel} {extra} {model}: {found}"
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_splits(4), st.booleans(), st.booleans())
 def test_random_splits(split, tied, documents):
     parallel, extra = split
@@ -80,7 +80,7 @@ def test_random_splits(split, tied, documents):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_splits(8), st.booleans(), st.booleans(), st.sampled_from(["llama", "qwen3", "mixtral"]))
 def test_many_random_splits(split, tied, documents, family):
     parallel, extra = split

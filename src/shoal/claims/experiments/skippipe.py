@@ -150,9 +150,14 @@ class SkipPipeClaim:
         ),
         Attempt(
             metric="inflation_ratio",
-            tried="350 steps of a model of width 128 at 5e-3; now width 64 at 6e-3, which reaches "
-            "a lower loss in the same time",
+            tried="350 steps of a model of width 128 at 5e-3; now width 64 at 6e-3",
             value=0.625,
+        ),
+        Attempt(
+            metric="inflation_ratio",
+            tried="1,000 steps of width 96, whose full model also lost less when stages were "
+            "removed; seen before its end",
+            value=0.63,
         ),
     )
 
