@@ -3,14 +3,15 @@
 Source: Yuan et al., OneFlow: Redesign the Distributed Deep Learning Framework from
 Scratch, 2021.
 
-What is claimed here. (a) On random graphs of operations the planner's cost is that of the
-best of all choices. (b) Where memory forbids to replicate weights it finds by itself what
-Megatron-LM splits by hand, the first layers by columns and the last by rows, and moves
-fewer bytes than DTensor's propagation, on four real ranks. A user of DTensor has to say how
-weights are sharded; the better way counts, and ``details`` has both. It leaves nothing to
-save for attention: with weights sharded by outputs DTensor gathers the heads and the result,
-which is as much as the one all-reduce of the column-row plan. (c) Three actors with two registers each
-overlap, hold no more than their registers, and a slow consumer throttles its producer.
+What is claimed here. (a) On random graphs of operations the planner's cost is that of
+the best of all choices. (b) Where memory forbids to replicate weights it finds by
+itself what Megatron-LM splits by hand, the first layers by columns and the last by
+rows, and moves fewer bytes than DTensor's propagation, on four real ranks. A user of
+DTensor has to say how weights are sharded; the better way counts, and ``details`` has
+both. It leaves nothing to save for attention: with weights sharded by outputs DTensor
+gathers the heads and the result, which is as much as the one all-reduce of the column-
+row plan. (c) Three actors with two registers each overlap, hold no more than their
+registers, and a slow consumer throttles its producer.
 
 The A/A run puts in their place: operations placed one by one in the cheapest way at
 hand; DTensor itself; one register; threads with queues that have no end.

@@ -1,4 +1,4 @@
-"""Schedules in the format of ``torch.distributed.pipelining``, to and fro.
+"""Schedules in the format of ``torch.distributed.pipelining``, both ways.
 
 A line is a rank, a cell a pass such as ``1F0``: stage, kind, micro-batch; an empty cell is an idle
 moment. It is the compute-only form, which torch's ``_PipelineScheduleRuntime._load_csv`` reads and
