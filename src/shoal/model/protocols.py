@@ -8,7 +8,7 @@ weights are drawn: their streams are keyed by the stored names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from shoal.ir.mask import Mask
 from shoal.model.config import ModelConfig
@@ -45,9 +45,15 @@ class Family(Protocol):
 
 
 class AttentionKernelPart(Protocol):
-    """A part of kind ``attention_kernel``: one way to compute attention under a typed mask."""
+    """A part of kind ``attention_kernel``: one way to compute attention under a typed mask.
 
-    name: str
+    Attributes:
+        name: as in the table.
+        compiled: the first call compiles, so that it is neither timed nor watched.
+    """
+
+    name: ClassVar[str]
+    compiled: ClassVar[bool]
 
     def refuses(
         self, mask: Mask, *, dtype: str = "fp32", device: str = "cpu", backward: bool = True

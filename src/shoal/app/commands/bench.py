@@ -256,38 +256,40 @@ def _show_attention(report: Report) -> None:
     ]
     if broken:
         table("", ("what", "mask", "tokens", "ranks", "", "why"), broken, numeric="  rr")
-    table(
-        "fastest kernel",
-        ("tokens", "mask", "kernel", "TFLOP/s", "of"),
-        [
-            (
-                row.length,
-                row.mask,
-                row.kernel,
-                "" if row.forward is None else f"{row.forward.tflops:.3g}",
-                count,
-            )
-            for row, count in best_kernels(report)
-        ],
-        numeric="r  rr",
-    )
-    table(
-        "fastest context-parallel method, on the links' clock",
-        ("tokens", "ranks", "mask", "method", "step", "exposed", "of"),
-        [
-            (
-                row.length,
-                row.ranks,
-                row.mask,
-                row.method,
-                _number(1e6 * (row.step_s or 0.0), "µs"),
-                _number(1e6 * (row.exposed_s or 0.0), "µs"),
-                count,
-            )
-            for row, count in best_methods(report)
-        ],
-        numeric="rr  rrr",
-    )
+    if report.kernels:
+        table(
+            "fastest kernel",
+            ("tokens", "mask", "kernel", "TFLOP/s", "of"),
+            [
+                (
+                    row.length,
+                    row.mask,
+                    row.kernel,
+                    "" if row.forward is None else f"{row.forward.tflops:.3g}",
+                    count,
+                )
+                for row, count in best_kernels(report)
+            ],
+            numeric="r  rr",
+        )
+    if report.context:
+        table(
+            "fastest context-parallel method, on the links' clock",
+            ("tokens", "ranks", "mask", "method", "step", "exposed", "of"),
+            [
+                (
+                    row.length,
+                    row.ranks,
+                    row.mask,
+                    row.method,
+                    _number(1e6 * (row.step_s or 0.0), "µs"),
+                    _number(1e6 * (row.exposed_s or 0.0), "µs"),
+                    count,
+                )
+                for row, count in best_methods(report)
+            ],
+            numeric="rr  rrr",
+        )
 
 
 def _job(

@@ -28,12 +28,14 @@ class AttentionKernel:
         dtypes: short names of the types it computes in.
         devices: where it runs.
         backward: where it has gradients.
+        compiled: the first call compiles, so that it is neither timed nor watched.
     """
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     backward: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    compiled: ClassVar[bool] = False
 
     def refuses(
         self, mask: Mask, *, dtype: str = "fp32", device: str = "cpu", backward: bool = True

@@ -42,6 +42,7 @@ class Flex(AttentionKernel):
     name: ClassVar[str] = "flex"
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
     backward: ClassVar[tuple[str, ...]] = ("cuda",)
+    compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(

@@ -116,16 +116,16 @@ def _checked(
     row = row.model_copy(update={"computed_cells": kernel.cells(mask)})
     try:
         run = kernel.prepare(mask, dtype=settings.dtype, device=settings.device)
-        if not backward:
-            with torch.no_grad():
-                # Compiled when it is first called; a counter must not watch that.
-                found = {"out": run(*leaves)}
-        with _Counted(settings.device, leaves) as counted:
-            if backward:
+        watched = settings.device == "cuda" or not kernel.compiled
+        with torch.set_grad_enabled(backward):
+            if kernel.compiled:
+                run(*leaves)
+            with _Counted(settings.device if watched else "nothing", leaves) as counted:
                 out = run(*leaves)
                 found = {"out": out.detach()}
-                for name, x in zip(NAMES[1:], torch.autograd.grad(out, leaves, grad), strict=True):
-                    found[name] = x
+                if backward:
+                    grads = torch.autograd.grad(out, leaves, grad)
+                    found |= dict(zip(NAMES[1:], grads, strict=True))
                 del out
     except (RuntimeError, TypeError, ValueError) as cause:
         # What others wrote may break in any way; that is a result about it.
@@ -134,9 +134,9 @@ def _checked(
     error, of = worst(found, wanted)
     limit = TOLERANCES[settings.dtype]
     update: dict[str, object] = {"error": error, "status": "ok"}
-    if backward:
+    if watched:
         update |= {"saved_bytes": counted.saved, "peak_bytes": counted.peak}
-    elif settings.backward:
+    if settings.backward and not backward:
         update["reason"] = f"forward only: {no_gradient}"
     if error > limit:
         update |= {"status": "wrong", "reason": f"{of} is off by {error:.1e}, over {limit:.0e}"}
@@ -153,19 +153,19 @@ def _checked(
 
 
 class _Counted:
-    """Bytes of a forward and a backward pass on a device."""
+    """Bytes of a forward and a backward pass: by the allocator of cuda, by results on cpu."""
 
     def __init__(self, device: str, leaves: list[Tensor]) -> None:
-        self._cuda = device == "cuda"
+        self._device = device
         self._live = Live()
         self._saved = Saved(leaves)
         self.saved = self.peak = 0
 
     def __enter__(self) -> _Counted:
-        if self._cuda:
+        if self._device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
-        else:
+        elif self._device == "cpu":
             self._live.__enter__()  # type: ignore[no-untyped-call]
         self._saved.__enter__()
         return self
@@ -173,9 +173,9 @@ class _Counted:
     def __exit__(self, *error: object) -> None:
         self._saved.__exit__(*error)
         self.saved = self._saved.bytes
-        if self._cuda:
+        if self._device == "cuda":
             self.peak = torch.cuda.max_memory_allocated() - self._before
-        else:
+        elif self._device == "cpu":
             self._live.__exit__(*error)  # type: ignore[no-untyped-call]
             self.peak = self._live.peak
 
