@@ -55,7 +55,8 @@ class LCABench:
     """Correctness of every cell, and three findings of the benchmark.
 
     Args:
-        lengths: tokens of a sequence, of the kernels.
+        lengths: tokens of a sequence, of the kernels; two heads over one key/value head, beyond
+            4,096 one.
         context_length: tokens of a sequence, of the context-parallel methods.
         document_length: tokens of a sequence, for the waste under documents.
     """
@@ -208,7 +209,6 @@ class LCABench:
         lengths = (256,) if small else self.lengths
         names = [name for name in table("attention_kernel") if not (small and name == "flex")]
         parts = {name: table("attention_kernel").build(name) for name in names}
-        settings = _settings(context, lengths=lengths, heads=2, kv_heads=1)
         found: list[KernelRow] = []
         total = sum(length**2 for length in lengths) * len(MASKS)
         done = 0
