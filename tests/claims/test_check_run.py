@@ -44,6 +44,7 @@ def write(place: Path, text: str) -> str:
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_wrong_divisor_with_ragged_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(monkeypatch, HERE / "ragged_ddp.py", "divisor")
     assert not found.equal and found.steps == 1 and not found.loss_equal

@@ -12,6 +12,7 @@ from shoal.plan.routes.network import Network
 from shoal.plan.routes.plan import RouteTask, plan
 
 
+@pytest.mark.slow
 def test_training_on_routes_learns_and_repeats() -> None:
     planned = plan(Network.wan(6), RouteTask(stages=6, keep=4, microbatches=5, effort=0))
     text = np.tile(np.arange(20, dtype=np.uint8), 100)
@@ -25,6 +26,7 @@ def test_training_on_routes_learns_and_repeats() -> None:
     assert after.keys() == {"whole", "left"}
 
 
+@pytest.mark.slow
 def test_networks_and_task_are_those_of_the_claim() -> None:
     assert [len(network.nodes) for network in networks()] == [20, 20]
     assert len({network.name for network in networks()}) == 2

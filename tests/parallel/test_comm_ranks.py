@@ -59,6 +59,7 @@ def assert_same(found: Tensors, expected: Tensors, what: object) -> None:
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     program = Path(__file__).with_name("ranks_comm.py")
     children = [

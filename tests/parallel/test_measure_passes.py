@@ -48,6 +48,7 @@ def test_every_pass_of_every_rank_is_timed(parallel, kinds, stages) -> None:
     assert len(found.parameter_bytes) == one.parallel.pp
 
 
+@pytest.mark.slow
 def test_a_rank_alone_does_the_passes_it_does_among_others() -> None:
     one = job({"pp": 2, "vpp": 2, "schedule": "interleaved"}, microbatch=1, global_batch=4)
     schedule = check_split(one, config().shape())
@@ -80,6 +81,7 @@ def test_cheap_weights_have_the_shapes_of_the_model() -> None:
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_a_message_takes_time() -> None:
     link = measure_link(4096, repeats=3)
     assert 0 < link.seconds(0, 1, 4096) < 5

@@ -17,6 +17,7 @@ RANKS = Path(__file__).parent / "ranks_dtensor.py"
 
 @pytest.mark.multi
 @pytest.mark.parametrize(("sizes", "shape"), [([2, 2], [5, 6])])
+@pytest.mark.slow
 def test_redistribute_gives_the_same_parts(sizes: list[int], shape: list[int]) -> None:
     target = f"{RANKS}:redistribute"
     assert run_processes(target, 4, {"sizes": sizes, "shape": shape}) == [[]] * 4
