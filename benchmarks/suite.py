@@ -52,7 +52,7 @@ def main() -> None:
                 value=whole / 60,
                 unit="min",
                 comparison="<=",
-                threshold=12,
+                threshold=14,
                 note=told,
             ),
         ]

@@ -92,11 +92,11 @@ def test_bias_that_is_zero_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(
             EXAMPLES / "tensor_parallel.py", "", {"dtype": "float32"}, marks=pytest.mark.soak
         ),
-        (EXAMPLES / "pipeline.py", "", {}),
+        pytest.param(EXAMPLES / "pipeline.py", "", {}, marks=pytest.mark.soak),
         pytest.param(HERE / "sequence_parallel.py", "none", {}, marks=pytest.mark.soak),
         pytest.param(HERE / "ragged_ddp.py", "none", {}, marks=pytest.mark.soak),
         pytest.param(HERE / "row_bias.py", "none", {}, marks=pytest.mark.soak),
-        (HERE / "trainer.py", "", {}),
+        pytest.param(HERE / "trainer.py", "", {}, marks=pytest.mark.soak),
     ],
     ids=lambda value: value.name if isinstance(value, Path) else None,
 )
@@ -111,6 +111,7 @@ def test_equal(
 
 @pytest.mark.multi
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_hanging_and_a_dying_rank_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ def _cases() -> list[Any]:
     for number, split in enumerate(_every()):
         for tied in (False, True):
             eight = split["tp"] * split["pp"] * split["dp"] == 8
-            later = number % 2 == tied or (eight and number % 3 > 0)
+            later = number % 2 == tied or (eight and number % 4 > 0)
             marks = pytest.mark.soak if later else pytest.mark.slow
             name = f"{split}-{'tied' if tied else 'untied'}"
             found.append(pytest.param(split, tied, marks=marks, id=name))
