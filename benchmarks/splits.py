@@ -68,9 +68,6 @@ def run(name: str, steps: int, folder: Path) -> dict[str, Any]:
             "global_batch": 16,
             "microbatch": 2,
             "precision": "fp32",
-            # At ten times this rate the first steps of this model are unstable, and rounding
-            # alone drives any two runs some 0.01 nats apart.
-            "optimizer": {"name": "adamw", "lr": 3e-4},
             "threads": 1,
             "evaluation": {"every": 0, "final": False},
             "checkpoint": {"every": 0},

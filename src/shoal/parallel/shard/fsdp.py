@@ -18,6 +18,7 @@ from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
 from shoal.parallel.protocols import Held
 from shoal.parallel.shard.cost import sharding_estimate
+from shoal.parallel.shard.squares import sum_of_squares
 from shoal.parallel.shard.units import check_divided, units
 
 if TYPE_CHECKING:
@@ -217,13 +218,11 @@ class FsdpModel:
 
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
         """Sum of the squares of the gradients of chosen parameters, over the ranks."""
-        import torch
-
         like: Tensor = next(iter(self._names.values())).to_local()
-        total = like.new_zeros(())
+        total = sum_of_squares(like[:0])
         for name, parameter in self._names.items():
             if parameter.grad is not None and counts(name):
-                total += torch.linalg.vector_norm(parameter.grad.to_local()).square()
+                total += sum_of_squares(parameter.grad.to_local())
         self.comm.all_reduce(total, tag="norm").wait()
         return total
 

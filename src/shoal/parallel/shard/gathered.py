@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from shoal.parallel.protocols import Held
+from shoal.parallel.shard.squares import sum_of_squares
 from shoal.parallel.shard.units import check_divided, units
 
 if TYPE_CHECKING:
@@ -277,10 +278,10 @@ class GatheredModel:
 
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
         """Sum of the squares of the gradients of chosen parameters, over the ranks."""
-        total = self._units[0].flat.new_zeros(())
+        total = sum_of_squares(self._units[0].flat[:0])
         for name, part in self.owned().items():
             if part.grad is not None and counts(name):
-                total += torch.linalg.vector_norm(part.grad).square()
+                total += sum_of_squares(part.grad)
         self.comm.all_reduce(total, tag="norm").wait()
         return total
 

@@ -19,6 +19,7 @@ from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
 from shoal.parallel.protocols import Held
 from shoal.parallel.shard.cost import sharding_estimate
+from shoal.parallel.shard.squares import sum_of_squares
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -188,19 +189,18 @@ class ReplicatedModel:
 
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
         """Sum of the squares of the gradients of chosen parameters: they are whole here."""
-        import torch
-
         names = {parameter: name for name, parameter in self._names.items()}
-        norms = [self._buckets[0].flat.new_zeros(())]
+        total = sum_of_squares(self._buckets[0].flat[:0])
         for bucket in self._buckets:
             chosen = [counts(names[parameter]) for parameter in bucket.parameters]
             if all(chosen):
-                norms.append(torch.linalg.vector_norm(bucket.flat))
+                total += sum_of_squares(bucket.flat)
             else:
                 views = zip(bucket.views, chosen, strict=True)
-                norms += [torch.linalg.vector_norm(view) for view, counted in views if counted]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm.square()
+                for view, counted in views:
+                    if counted:
+                        total += sum_of_squares(view)
+        return total
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by a scalar."""
