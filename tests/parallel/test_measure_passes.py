@@ -10,6 +10,7 @@ from parallel_splits import config, job
 
 from shoal.core.errors import RankError, ShoalError
 from shoal.ir.schedule import Event, Op
+from shoal.parallel import measure_passes as measured
 from shoal.parallel.check import Fresh
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
@@ -20,6 +21,7 @@ from shoal.parallel.measure_passes import (
     measure_link,
     measure_passes,
     pass_costs,
+    send_times,
 )
 from shoal.parallel.thread_comm import run_ranks
 
@@ -82,10 +84,28 @@ def test_cheap_weights_have_the_shapes_of_the_model() -> None:
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_a_message_takes_time() -> None:
+def test_a_link_is_what_the_median_message_took() -> None:
     link = measure_link(4096, repeats=3)
-    assert 0 < link.seconds(0, 1, 4096) < 5
+    assert math.isfinite(link.bandwidth) and link.bandwidth > 0
+    assert link.seconds(0, 1, 4096) == 4096 / link.bandwidth
+    assert link.seconds(1, 0, 8192) == pytest.approx(2 * link.seconds(0, 1, 4096))
     assert link.seconds(0, 0, 4096) == 0
+
+
+def test_a_link_takes_the_median(monkeypatch) -> None:
+    times = [0.5, 0.125, 9.0]
+    monkeypatch.setattr(measured, "run_processes", lambda *_: [times, times])
+    assert measure_link(1024, repeats=3).seconds(0, 1, 1024) == 0.5
+
+
+def test_a_message_of_that_size_crosses_there_and_back() -> None:
+    def rank(comm):
+        return send_times(comm, nbytes=4096, repeats=2), comm.wire.meter.totals()
+
+    for times, sent in run_ranks(2, rank):
+        assert len(times) == 2 and all(math.isfinite(s) and s > 0 for s in times)
+        # Three turns that warm up, and two that are timed.
+        assert sent == {"wire_bytes{op=send,scope=loopback,tag=probe}": 5 * 4096}
 
 
 def test_bad_input() -> None:
