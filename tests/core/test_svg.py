@@ -3,7 +3,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from shoal.core.errors import ConfigError
-from shoal.core.svg import Band, Chart, Series
+from shoal.core.svg import Band, Chart, Series, stacked
 
 
 def chart(**changes):
@@ -46,7 +46,55 @@ def test_values_that_cannot_be_drawn_are_left_out():
     assert text.count("<circle") == 2
 
 
+def marks(text):
+    """Place of every name of a legend, left to right and top to bottom."""
+    root = ElementTree.fromstring(text)
+    rects = root.findall("{http://www.w3.org/2000/svg}rect")
+    return [(float(rect.attrib["x"]), float(rect.attrib["y"])) for rect in rects]
+
+
+def many(count, **changes):
+    return chart(series=[Series(f"series {i}", [0, 1], [i, 1]) for i in range(count)], **changes)
+
+
+def test_a_legend_of_one_line_lies_above_the_chart():
+    text = many(3).render()
+    assert marks(text) == [(64, 34), (147, 34), (230, 34)]
+    assert 'd="M64 52V314H624"' in text
+
+
+def test_a_long_legend_takes_several_lines_and_stays_in_the_picture():
+    text = many(17).render()
+    places = marks(text)
+    lines = sorted({y for _, y in places})
+    assert len(places) == 17 and lines == [34, 52, 70]
+    assert places == sorted(places, key=lambda place: (place[1], place[0]))
+    assert all(x + 16 + 6.6 * len("series 16") <= 640 for x, _ in places)
+    # The chart begins below it.
+    assert 'd="M64 88V314H624"' in text
+    long = chart(series=[Series("n" * 200, [0, 1], [0, 1]), Series("b", [0, 1], [1, 2])])
+    assert marks(long.render()) == [(64, 34), (64, 52)]
+
+
+def test_a_legend_can_be_left_out():
+    text = many(17, legend=False).render()
+    assert not marks(text) and 'd="M64 34V314H624"' in text
+
+
+def test_charts_below_each_other():
+    text = stacked([many(2), chart(height=200, width=700)])
+    root = ElementTree.fromstring(text)
+    assert root.attrib["viewBox"] == "0 0 700 560"
+    assert [g.attrib["transform"] for g in root] == ["translate(0 0)", "translate(0 360)"]
+    assert [ElementTree.tostring(g[0]).strip() for g in root] == [
+        ElementTree.tostring(ElementTree.fromstring(one.render()))
+        for one in (many(2), chart(height=200, width=700))
+    ]
+
+
 def test_bad_input():
+    with pytest.raises(ConfigError, match="stacked charts = 0: expected at least one"):
+        stacked([])
     with pytest.raises(ConfigError, match="equally many"):
         chart(series=[Series("x", [1, 2], [1.0])]).render()
     with pytest.raises(ConfigError, match="no point"):

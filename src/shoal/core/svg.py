@@ -1,4 +1,4 @@
-"""Line charts as SVG text, without any dependency.
+"""Line charts as SVG text, alone or below each other, without any dependency.
 
 The picture takes its ink from ``currentColor``, so it is legible on light and dark
 pages, and it has a title and a description for screen readers.
@@ -14,9 +14,13 @@ from html import escape
 
 from shoal.core.errors import ConfigError, require
 
-__all__ = ["Band", "Chart", "Series"]
+__all__ = ["Band", "Chart", "Series", "stacked"]
 
 _Place = Callable[[float], float]
+
+# Of the legend, in px: a line's height, a mark and the space behind it, a letter, and the space
+# between two names.
+_LINE, _MARK, _LETTER, _GAP = 18, 16, 6.6, 14
 
 # Colours that differ for the colour-blind, on light and on dark (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -73,6 +77,7 @@ class Chart:
         bands: intervals.
         log_x: logarithmic horizontal axis.
         log_y: logarithmic vertical axis.
+        legend: name the series, where there are several.
         width: of the picture, in px.
         height: of the picture, in px.
     """
@@ -85,6 +90,7 @@ class Chart:
     description: str = ""
     log_x: bool = False
     log_y: bool = False
+    legend: bool = True
     width: int = 640
     height: int = 360
     _margin: tuple[int, int, int, int] = field(default=(34, 16, 46, 64), repr=False)
@@ -116,8 +122,9 @@ class Chart:
         x_axis = _Axis.of(xs, self.log_x)
         y_axis = _Axis.of(ys, self.log_y)
         top, right, bottom, left = self._margin
-        legend = [s.name for s in self.series if s.name]
-        top += 18 * (len(legend) > 1)
+        named = [s.name for s in self.series if s.name]
+        legend = self._lines(named) if self.legend and len(named) > 1 else []
+        top += _LINE * len(legend)
         box = (left, top, self.width - right, self.height - bottom)
 
         def px(value: float) -> float:
@@ -141,8 +148,7 @@ class Chart:
             out.append(self._band(band, colour.get(band.name, COLOURS[0]), px, py))
         for series in self.series:
             out += self._line(series, colour[series.name], px, py)
-        if len(legend) > 1:
-            out += self._legend(legend, colour, box)
+        out += self._legend(legend, colour, box)
         return "\n".join([*out, "</svg>", ""])
 
     def _finite(self, value: float, log: bool) -> bool:
@@ -215,18 +221,56 @@ class Chart:
             out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
         return out
 
+    def _lines(self, names: Sequence[str]) -> list[list[tuple[float, str]]]:
+        """Lines of the legend: the place of each mark, and the name behind it."""
+        lines: list[list[tuple[float, str]]] = [[]]
+        x = start = float(self._margin[3])
+        for name in names:
+            width = _MARK + _LETTER * len(name)
+            if lines[-1] and x + width > self.width:
+                lines.append([])
+                x = start
+            lines[-1].append((x, name))
+            x += width + _GAP
+        return lines
+
     def _legend(
-        self, names: Sequence[str], colour: dict[str, str], box: tuple[int, int, int, int]
+        self,
+        lines: Sequence[Sequence[tuple[float, str]]],
+        colour: dict[str, str],
+        box: tuple[int, int, int, int],
     ) -> list[str]:
         out = []
-        x, y = float(box[0]), box[1] - 10
-        for name in names:
-            out.append(
+        for number, line in enumerate(lines, 1):
+            y = box[1] - 10 - _LINE * (len(lines) - number)
+            out += [
                 f'<rect x="{x:.0f}" y="{y - 8}" width="12" height="4" fill="{colour[name]}"/>'
-                f'<text x="{x + 16:.0f}" y="{y}">{escape(name)}</text>'
-            )
-            x += 30 + 6.6 * len(name)
+                f'<text x="{x + _MARK:.0f}" y="{y}">{escape(name)}</text>'
+                for x, name in line
+            ]
         return out
+
+
+def stacked(charts: Sequence[Chart]) -> str:
+    """Charts below each other, in one SVG element.
+
+    Args:
+        charts: from top to bottom.
+
+    Raises:
+        ConfigError: there is none, or one cannot be drawn.
+    """
+    require(bool(charts), "stacked charts", 0, expected="at least one")
+    width, height = max(c.width for c in charts), sum(c.height for c in charts)
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="group">'
+    ]
+    y = 0
+    for chart in charts:
+        out.append(f'<g transform="translate(0 {y})">\n{chart.render()}</g>')
+        y += chart.height
+    return "\n".join([*out, "</svg>", ""])
 
 
 @dataclass(frozen=True)
