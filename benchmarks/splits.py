@@ -1,6 +1,6 @@
 """The demo's model under every kind of split on four real ranks: one loss curve.
 
-Usage: python benchmarks/splits.py [--steps N] [--only NAME ...]
+Usage: python benchmarks/splits.py [--steps N] [--only NAME ...] [--redraw]
 
 Each split is a run of its own, as ``shoal train`` makes it: planned, started, measured.
 Their losses are compared with those of one rank; step time, memory and bytes are what a
@@ -21,7 +21,7 @@ from common import RESULTS, Row, record, require_quiet
 
 from shoal.core.files import write_atomic, write_json
 from shoal.core.meter import read_events
-from shoal.core.svg import Chart, Series
+from shoal.core.svg import Chart, Series, stacked
 from shoal.ir import TrainJob
 from shoal.machine.described import load
 from shoal.train.run import execute, plan_job
@@ -88,17 +88,39 @@ def run(name: str, steps: int, folder: Path) -> dict[str, Any]:
 
 
 def draw(found: dict[str, dict[str, Any]]) -> str:
-    """All curves above each other; where they are one, one is seen."""
-    series = [
-        Series(name, list(range(len(row["losses"]))), row["losses"]) for name, row in found.items()
+    """All curves above each other, which look like one; below, how far each is from one rank's."""
+    one = found["one rank"]["losses"]
+    steps = list(range(len(one)))
+    # Both charts have every series in the same order, so that the one legend is that of both.
+    curves = [Series(name, steps, row["losses"]) for name, row in found.items()]
+    apart = [
+        Series(
+            name,
+            steps,
+            [abs(a - b) for a, b in zip(row["losses"], one, strict=True)],
+            dashed=name == CONTROL,
+        )
+        for name, row in found.items()
     ]
-    chart = Chart(
+    upper = Chart(
         title=f"{len(found)} runs of one model: one rank twice, and every split of four",
         x_label="step",
         y_label="nats per token",
-        series=series,
+        series=curves,
+        width=760,
+        height=380,
     )
-    return chart.render()
+    lower = Chart(
+        title=f"how far each run is from one rank (dashed: {CONTROL})",
+        x_label="step",
+        y_label="|difference|, nats per token",
+        series=apart,
+        log_y=True,
+        legend=False,
+        width=760,
+        height=320,
+    )
+    return stacked([upper, lower])
 
 
 def main() -> None:
@@ -106,7 +128,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", nargs="*", default=list(SPLITS))
+    parser.add_argument(
+        "--redraw", action="store_true", help="draw the recorded curves; nothing runs"
+    )
     arguments = parser.parse_args()
+    if arguments.redraw:
+        write_atomic(PICTURE, draw(json.loads(CURVES.read_text())))
+        return
     require_quiet()
     with tempfile.TemporaryDirectory(prefix="shoal-splits-") as folder:
         found = {}
