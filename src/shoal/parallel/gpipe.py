@@ -29,10 +29,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -42,6 +40,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.core.errors import ConfigError, require
 from shoal.core.meter import Meter
 from shoal.core.random import seed64
+from shoal.parallel.gpipe_boundary import (
+    DTYPES,
+    FINE,
+    HEADER,
+    Form,
+    FormBoundary,
+    Micro,
+    Save,
+    Use,
+    crossing,
+    skips,
+)
 from shoal.parallel.pipeline import Boundary, Runtime
 from shoal.plan.partition import partition
 from shoal.plan.schedules.gpipe import GPipe
@@ -56,131 +66,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 # Torch's default generator is one for all threads, and ranks may be threads.
 _DRAWING = threading.RLock()
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_HEADER = 128
+# A boundary's header says FINE first, or that a rank refuses; what it says then, in bytes.
+_REFUSED = 2
 _TEXT = 1024
-_FINE, _REFUSED = 1, 2
-
-
-class Save(nn.Module):
-    """Keeps what comes by for a later :class:`Use`; passes it on unchanged.
-
-    Args:
-        name: of the pair.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x``."""
-        return x
-
-
-class Use(nn.Module):
-    """Joins what comes by with what was saved.
-
-    Args:
-        name: of the pair.
-        join: function of what comes by and what was saved; their sum if not given.
-    """
-
-    def __init__(self, name: str, join: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
-        super().__init__()
-        self.name, self.join = name, join
-
-    def forward(self, x: Tensor, saved: Tensor) -> Tensor:
-        """Both joined."""
-        return self.join(x, saved)
-
-
-@dataclass(frozen=True)
-class _Form:
-    """The tensors of a boundary: what comes by, and the saved ones that cross it."""
-
-    dtype: torch.dtype
-    shapes: tuple[tuple[int, ...], ...]
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Room for it: the tensor itself, or several as one row of numbers."""
-        if len(self.shapes) == 1:
-            return torch.empty(self.shapes[0], dtype=self.dtype, device=device)
-        return torch.empty(sum(map(math.prod, self.shapes)), dtype=self.dtype, device=device)
-
-    def unpack(self, x: Tensor) -> list[Tensor]:
-        if len(self.shapes) == 1:
-            return [x]
-        parts = torch.split(x, [math.prod(shape) for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-    @staticmethod
-    def pack(parts: Sequence[Tensor]) -> Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-
-    def header(self) -> Tensor:
-        numbers = [_FINE, _DTYPES.index(self.dtype), len(self.shapes)]
-        for shape in self.shapes:
-            numbers += [len(shape), *shape]
-        require(
-            len(numbers) <= _HEADER,
-            "gpipe boundary",
-            f"{len(self.shapes)} tensors",
-            expected="fewer saved tensors across it, or fewer dimensions",
-        )
-        return torch.tensor(numbers + [0] * (_HEADER - len(numbers)))
-
-    @classmethod
-    def of(cls, header: Tensor) -> _Form:
-        _, dtype, count, *rest = header.tolist()
-        shapes = []
-        for _ in range(count):
-            dims, rest = rest[0], rest[1:]
-            shapes.append(tuple(rest[:dims]))
-            rest = rest[dims:]
-        return cls(_DTYPES[dtype], tuple(shapes))
-
-
-@dataclass
-class _Micro:
-    """One micro-batch on one rank.
-
-    Args:
-        number: which one.
-        inputs: of the first cell.
-        targets: of the loss.
-        weight: of its loss in that of the mini-batch.
-        step: of training, for what is random.
-        entry: form of what this rank's cell gets; None for the first.
-        exit: form of what it gives; None for the last.
-        awaited: forms of the messages that this rank gets, in the order of its passes.
-    """
-
-    number: int
-    inputs: Tensor
-    targets: Tensor | None
-    weight: float
-    step: int
-    entry: _Form | None
-    exit: _Form | None
-    awaited: deque[_Form] = field(default_factory=deque)
-
-
-class _Boundary:
-    """What crosses between cells, for the pipeline's runtime: forms that both ends know."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-
-    def buffer(self, mb: _Micro) -> Tensor:
-        """Room for the next message of this micro-batch."""
-        return mb.awaited.popleft().empty(self.device)
-
-    def incoming(self, x: Tensor, mb: _Micro) -> Tensor:
-        return x
-
-    def outgoing(self, x: Tensor) -> Tensor:
-        return x.detach().contiguous()
 
 
 class _Moments:
@@ -250,13 +138,13 @@ class Pipeline(nn.Module):
         mine = cells[rank]
         self.layers = nn.ModuleDict({str(i): layers[i] for i in mine})
         self.first, self.last = rank == 0, rank == len(cells) - 1
-        opened = _skips(layers)
-        self._enter = _crossing(opened, mine.start)
-        self._leave = _crossing(opened, mine.stop)
+        opened = skips(layers)
+        self._enter = crossing(opened, mine.start)
+        self._leave = crossing(opened, mine.stop)
         parameter = next((p for p in self.layers.parameters() if p.is_floating_point()), None)
         self._device = torch.device("cpu") if parameter is None else parameter.device
         dtype = torch.get_default_dtype() if parameter is None else parameter.dtype
-        self.boundary = _Boundary(dtype, self._device)
+        self.boundary = FormBoundary(dtype, self._device)
         self.runtime = Runtime(
             GPipe().build(len(cells), m),
             {rank: cast("Any", self._stage)},
@@ -264,7 +152,7 @@ class Pipeline(nn.Module):
             cast("Boundary", self.boundary),
             recompute="stage" if recompute else "none",
         )
-        self._forms: dict[Any, tuple[_Form | None, _Form | None]] = {}
+        self._forms: dict[Any, tuple[Form | None, Form | None]] = {}
         self._steps = 0
         self._moments: dict[_BatchNorm, _Moments] = {}
         self._counting = False
@@ -329,7 +217,7 @@ class Pipeline(nn.Module):
                 ).wait()
         return torch.cat(found) if self.last else None
 
-    def _split(self, inputs: Tensor, targets: Tensor | None, step: int) -> list[_Micro]:
+    def _split(self, inputs: Tensor, targets: Tensor | None, step: int) -> list[Micro]:
         total = len(inputs)
         require(
             self.m <= total,
@@ -349,30 +237,30 @@ class Pipeline(nn.Module):
         for number, (part, aim) in enumerate(zip(parts, aims, strict=True)):
             weight = len(part) / total if self.reduction == "mean" else 1.0
             entry, exit_ = self._form(part, aim)
-            found.append(_Micro(number, part, aim, weight, step, entry, exit_))
+            found.append(Micro(number, part, aim, weight, step, entry, exit_))
         return found
 
     # Forms of the boundaries.
 
-    def _form(self, part: Tensor, target: Tensor | None) -> tuple[_Form | None, _Form | None]:
+    def _form(self, part: Tensor, target: Tensor | None) -> tuple[Form | None, Form | None]:
         """What this rank's cell gets and gives for such a micro-batch; found out once, by all."""
         key = (tuple(part.shape), part.dtype, self.training, target is None)
         if key not in self._forms:
             self._forms[key] = self._try(part, target)
         return self._forms[key]
 
-    def _try(self, part: Tensor, target: Tensor | None) -> tuple[_Form | None, _Form | None]:
+    def _try(self, part: Tensor, target: Tensor | None) -> tuple[Form | None, Form | None]:
         comm, rank = self.comm, self.comm.rank
-        header = torch.zeros(_HEADER, dtype=torch.int64)
+        header = torch.zeros(HEADER, dtype=torch.int64)
         failure: ConfigError | None = None
         entry = leave = None
         if not self.first:
             comm.receive(header, rank - 1, tag="form").wait()
-            entry = _Form.of(header) if int(header[0]) == _FINE else None
+            entry = Form.of(header) if int(header[0]) == FINE else None
         if self.first or entry is not None:
             try:
                 leave = self._probe(entry, part, target)
-                header = torch.tensor([_FINE]) if leave is None else leave.header()
+                header = torch.tensor([FINE]) if leave is None else leave.header()
             except ConfigError as error:
                 failure = error
                 header[0] = _REFUSED
@@ -392,7 +280,7 @@ class Pipeline(nn.Module):
         return entry, leave
 
     @torch.no_grad()
-    def _probe(self, entry: _Form | None, part: Tensor, target: Tensor | None) -> _Form | None:
+    def _probe(self, entry: Form | None, part: Tensor, target: Tensor | None) -> Form | None:
         """Run the cell once on copies of its buffers, and see what comes out.
 
         Raises:
@@ -407,7 +295,7 @@ class Pipeline(nn.Module):
         out = parts[0]
         after = max(map(int, self.layers))
         require(
-            all(isinstance(p, Tensor) and p.dtype in _DTYPES for p in parts),
+            all(isinstance(p, Tensor) and p.dtype in DTYPES for p in parts),
             f"gpipe layer {after}",
             type(out).__name__ if not isinstance(out, Tensor) else str(out.dtype),
             expected="one floating-point tensor where the layers are cut",
@@ -420,7 +308,7 @@ class Pipeline(nn.Module):
             expected="one dtype for a boundary and what is saved across it",
         )
         if not self.last:
-            return _Form(out.dtype, tuple(tuple(p.shape) for p in parts))
+            return Form(out.dtype, tuple(tuple(p.shape) for p in parts))
         if target is not None:
             value = self._loss(out, target)
             require(
@@ -442,7 +330,7 @@ class Pipeline(nn.Module):
 
     # Passes.
 
-    def _stage(self, x: Tensor | None, mb: _Micro, *, recompute: bool) -> Tensor:
+    def _stage(self, x: Tensor | None, mb: Micro, *, recompute: bool) -> Tensor:
         again = self.recompute and torch.is_grad_enabled()
         given = mb.inputs if x is None else x
         version = given._version
@@ -460,7 +348,7 @@ class Pipeline(nn.Module):
             out = out.detach().requires_grad_()  # nothing in here learns
         return out
 
-    def _compute(self, x: Tensor | None, mb: _Micro) -> Tensor:
+    def _compute(self, x: Tensor | None, mb: Micro) -> Tensor:
         def call(number: int, layer: nn.Module, value: Any) -> Any:
             if self.training:
                 torch.manual_seed(
@@ -468,10 +356,10 @@ class Pipeline(nn.Module):
                 )
             return layer(value)
 
-        return _Form.pack(self._walk(mb.inputs if x is None else x, mb.entry, call))
+        return Form.pack(self._walk(mb.inputs if x is None else x, mb.entry, call))
 
     def _walk(
-        self, x: Any, entry: _Form | None, call: Callable[[int, nn.Module, Any], Any]
+        self, x: Any, entry: Form | None, call: Callable[[int, nn.Module, Any], Any]
     ) -> list[Any]:
         """Through this rank's layers: what comes by at the end, and what is saved for later."""
         saved: dict[str, Any] = {}
@@ -515,42 +403,6 @@ def _dry(layer: nn.Module, value: Any) -> Any:
             f"{list(value.shape) if isinstance(value, Tensor) else type(value).__name__}: "
             f"{str(cause).splitlines()[0]}"
         ) from cause
-
-
-def _skips(layers: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
-    """Name -> layer that saves it and layer that uses it.
-
-    Raises:
-        ConfigError: a pair that is none.
-    """
-    saved: dict[str, int] = {}
-    found: dict[str, tuple[int, int]] = {}
-    for number, layer in enumerate(layers):
-        if isinstance(layer, Save):
-            require(
-                layer.name not in saved,
-                f"gpipe layer {number}: Save",
-                layer.name,
-                expected="a name of its own",
-            )
-            saved[layer.name] = number
-        elif isinstance(layer, Use):
-            require(
-                layer.name in saved and layer.name not in found,
-                f"gpipe layer {number}: Use",
-                layer.name,
-                expected="a name that an earlier layer saves, once",
-                hint=f"saved before it and not used yet: {sorted(saved.keys() - found.keys())}",
-            )
-            found[layer.name] = (saved[layer.name], number)
-    unused = sorted(saved.keys() - found.keys())
-    require(not unused, "gpipe: Save", ", ".join(unused), expected="a later Use of the same name")
-    return found
-
-
-def _crossing(skips: Mapping[str, tuple[int, int]], cut: int) -> tuple[str, ...]:
-    """Names saved before layer ``cut`` and used from it on."""
-    return tuple(name for name, (start, end) in skips.items() if start < cut <= end)
 
 
 def held_bytes(
