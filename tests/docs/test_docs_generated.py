@@ -12,6 +12,7 @@ from docs_pages import ROOT, script
 
 from shoal.claims.protocols import Metric, Paired, Samples
 from shoal.claims.record import Record, verdict_of
+from shoal.plan.strategy import PLANNERS
 
 
 def test_the_reference_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +29,7 @@ def test_options_of_both_styles_are_found() -> None:
     assert rows["shoal", "plan", "train"]["`--machine`, `-m`"][2] == "`local`"
     assert rows["shoal", "plan", "train"]["`MODEL`"][2] == "required"
     assert rows["shoal", "train"]["`--set`"][1] == "text, repeatable"
+    assert all(name in rows["shoal", "plan", "train"]["`--planner`"][3] for name in PLANNERS)
 
 
 def _place(tmp_path: Path) -> Path:
