@@ -1,0 +1,122 @@
+"""What the tests of the dashboard look at: runs as training leaves them, and a browser."""
+
+import json
+import struct
+import time
+from pathlib import Path
+
+from starlette.testclient import TestClient
+
+from shoal.app.dash.app import Settings, create_app
+from shoal.app.dash.guard import Access
+from shoal.cost.score import Score, run_id
+from shoal.cost.shapes import find
+from shoal.ir import Estimate, Interval, Plan, TrainJob
+from shoal.machine.described import load
+from shoal.train.layout import RunDir
+from shoal.train.report import make_report, write_page
+
+BASE = "http://127.0.0.1:8642"
+PAGES = ("/", "/machine", "/runs", "/plans", "/score", "/server", "/claims")
+KEY = "a-key-that-no-page-may-show"
+
+
+def plan_of(name: str, model: str = "shoal-4m") -> Plan:
+    cost = Estimate(
+        step_s=Interval.around(0.02, 0.2),
+        terms_s={"matmul": 0.015, "memory": 0.005},
+        memory_bytes={"weights": 2**24, "activations": 2**25},
+        tokens=4096,
+        bound="compute",
+        total_s=Interval.around(0.6, 0.2),
+    )
+    job = TrainJob(name=name, model=model, steps=30)
+    machine = load("laptop")
+    return Plan(
+        job=job, machine=machine, shape=find(model), estimate=cost, why="fastest <b>of</b> two"
+    )
+
+
+def step(number: int, loss: float | str | None = None) -> dict[str, object]:
+    return {
+        "time": 1.0 + number,
+        "kind": "step",
+        "step": number,
+        "loss": 7.0 / (1 + number) if loss is None else loss,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "step_s": 0.021,
+        "tokens_per_s": 195_000.0,
+        "mfu": 0.31,
+        "memory_bytes": 2**26,
+    }
+
+
+def start(total: int = 30) -> dict[str, object]:
+    return {
+        "time": 1.0,
+        "kind": "start",
+        "step": 0,
+        "total": total,
+        "ranks": 1,
+        "resumed": False,
+        "parameters": 7,
+    }
+
+
+def write_events(root: Path, *events: dict[str, object], more: bool = False) -> None:
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    with (root / "events.jsonl").open("a" if more else "w") as file:
+        file.write(text)
+
+
+def beat(root: Path, age_s: float, rank: int = 0) -> None:
+    """A heartbeat of so many seconds ago."""
+    path = RunDir(root).beat(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<qqqq", 1, 1, 0, time.time_ns() - int(age_s * 1e9)))
+
+
+def make_run(
+    score: Score,
+    root: Path,
+    *,
+    model: str = "shoal-4m",
+    steps: int = 30,
+    end: str | None = "end",
+    report: bool = True,
+) -> str:
+    """A run as training leaves it."""
+    plan = plan_of(root.name, model)
+    root.mkdir(parents=True)
+    plan.save(RunDir(root).plan)
+    score.register(root, "train", root.name, model)
+    write_events(root, start(), *map(step, range(steps)))
+    if end is not None:
+        final = {"time": 9.0, "kind": "eval", "step": steps, "final": True, "seconds": 0.1}
+        write_events(
+            root,
+            {**final, "loss": 1.5, "bits_per_byte": 2.0, "tokens": 9},
+            {"time": 9.5, "kind": "sample", "step": steps, "text": "def <script>main():"},
+            {"time": 10.0, "kind": end, "step": steps},
+            {"time": 10.0, "kind": "totals", "counters": {}, "gauges": {}},
+            more=True,
+        )
+    if report:
+        found = make_report(plan, RunDir(root))
+        RunDir(root).report.write_text(found.model_dump_json())
+        write_page(found, RunDir(root))
+        score.append(found, root)
+    return run_id(root)
+
+
+def settings(home: Path, **changes: object) -> Settings:
+    plain = {"results": home / "results", "access": Access()}
+    return Settings(**{**plain, **changes})
+
+
+def client_of(chosen: Settings) -> TestClient:
+    """A browser that has come with the token."""
+    client = TestClient(create_app(chosen), base_url=BASE, follow_redirects=False)
+    assert client.get("/", params={"token": chosen.access.token}).status_code == 200
+    return client
