@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.ir.mask import Mask
     from shoal.parallel.protocols import Comm
 
-__all__ = ["ContextAttention"]
+__all__ = ["ContextAttention", "group_of"]
 
 
 class ContextAttention:
@@ -137,3 +137,19 @@ class ContextAttention:
                 [mask.num_queries, mask.num_keys],
                 expected=f"[{length}, {length}]: {world} ranks with {shape[2]} positions each",
             )
+
+
+def group_of(size: int, world: int, *, where: str) -> int:
+    """Ranks of a group of neighbours: ``size``, or all where there are fewer.
+
+    Args:
+        size: what was asked for.
+        world: ranks that share a sequence.
+        where: names the option in errors.
+
+    Raises:
+        ConfigError: groups of that size do not divide the ranks.
+    """
+    group = min(size, world)
+    require(world % group == 0, where, size, expected=f"a divisor of cp = {world}")
+    return group

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.context_traffic import Traffic, ring_traffic
-from shoal.parallel.context.base import ContextAttention
+from shoal.parallel.context.base import ContextAttention, group_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,14 +55,7 @@ class DoubleRing(ContextAttention):
         return ring_traffic(tokens, heads, kv_heads, head_dim, world)
 
     def _group(self, world: int) -> int:
-        group = min(self.inner, world)
-        require(
-            world % group == 0,
-            "context.double_ring.inner",
-            self.inner,
-            expected=f"a divisor of cp = {world}",
-        )
-        return group
+        return group_of(self.inner, world, where="context.double_ring.inner")
 
     def _run(
         self,

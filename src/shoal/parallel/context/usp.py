@@ -16,7 +16,7 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.context_traffic import Traffic, usp_traffic
-from shoal.parallel.context.base import ContextAttention
+from shoal.parallel.context.base import ContextAttention, group_of
 from shoal.parallel.context.positions import zigzag
 from shoal.parallel.context.ulysses import check_heads
 
@@ -86,14 +86,7 @@ class USP(ContextAttention):
         return usp_traffic(tokens, heads, kv_heads, head_dim, world, group)
 
     def _group(self, world: int) -> int:
-        group = min(self.ulysses, world)
-        require(
-            world % group == 0,
-            "context.usp.ulysses",
-            self.ulysses,
-            expected=f"a divisor of cp = {world}",
-        )
-        return group
+        return group_of(self.ulysses, world, where="context.usp.ulysses")
 
     def _run(
         self,
