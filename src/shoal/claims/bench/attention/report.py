@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
@@ -54,52 +54,60 @@ def to_html(report: Report, *, title: str = "Attention, compared") -> str:
 def _kernel_charts(report: Report) -> Iterable[Chart]:
     """TFLOP/s over length, a chart for each mask, where several lengths were timed."""
     for mask in report.settings.masks:
-        series = []
-        for kernel in report.settings.kernels:
-            rows = [
-                (row.length, row.forward.tflops)
-                for row in report.kernels
-                if (row.kernel, row.mask) == (kernel, mask) and row.forward is not None
-            ]
-            if len(rows) > 1:
-                x, y = zip(*rows, strict=True)
-                series.append(Series(kernel, x, y, points=True))
-        if series:
-            yield Chart(
-                title=f"Forward, {mask}",
-                x_label="tokens",
-                y_label="TFLOP/s of seen cells",
-                series=series,
-                log_x=True,
-                log_y=True,
-                width=480,
-                height=300,
+        series = _series(
+            (
+                kernel,
+                [
+                    (row.length, row.forward.tflops)
+                    for row in report.kernels
+                    if (row.kernel, row.mask) == (kernel, mask) and row.forward is not None
+                ],
             )
+            for kernel in report.settings.kernels
+        )
+        if series:
+            yield _chart(f"Forward, {mask}", "tokens", "TFLOP/s of seen cells", series)
 
 
 def _context_charts(report: Report) -> Iterable[Chart]:
     """Step time over ranks, a chart for each mask and length."""
     for length in report.settings.context_lengths:
         for mask in report.settings.masks:
-            series = []
-            for method in report.settings.methods:
-                rows = [
-                    (row.ranks, 1e6 * row.step_s)
-                    for row in report.context
-                    if (row.method, row.mask, row.length) == (method, mask, length)
-                    and row.step_s is not None
-                ]
-                if len(rows) > 1:
-                    x, y = zip(*rows, strict=True)
-                    series.append(Series(method, x, y, points=True))
-            if series:
-                yield Chart(
-                    title=f"Step on the links, {mask}, {length:,} tokens",
-                    x_label="ranks",
-                    y_label="µs",
-                    series=series,
-                    log_x=True,
-                    log_y=True,
-                    width=480,
-                    height=300,
+            series = _series(
+                (
+                    method,
+                    [
+                        (row.ranks, 1e6 * row.step_s)
+                        for row in report.context
+                        if (row.method, row.mask, row.length) == (method, mask, length)
+                        and row.step_s is not None
+                    ],
                 )
+                for method in report.settings.methods
+            )
+            if series:
+                title = f"Step on the links, {mask}, {length:,} tokens"
+                yield _chart(title, "ranks", "µs", series)
+
+
+def _series(named: Iterable[tuple[str, Sequence[tuple[float, float]]]]) -> list[Series]:
+    """A line for each name that has more than one point."""
+    found = []
+    for name, rows in named:
+        if len(rows) > 1:
+            x, y = zip(*rows, strict=True)
+            found.append(Series(name, x, y, points=True))
+    return found
+
+
+def _chart(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> Chart:
+    return Chart(
+        title=title,
+        x_label=x_label,
+        y_label=y_label,
+        series=series,
+        log_x=True,
+        log_y=True,
+        width=480,
+        height=300,
+    )
