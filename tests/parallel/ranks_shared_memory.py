@@ -9,12 +9,15 @@ import torch
 
 from shoal.core.errors import RankError
 from shoal.core.meter import Meter
-from shoal.parallel import shared_memory
+from shoal.parallel import mailboxes, shared_memory
 from shoal.parallel.comm import TorchComm
+from shoal.parallel.mailboxes import Mailboxes
 from shoal.parallel.shared_memory import SharedMemory
 
-# Small slots, so that a tensor takes several turns of both sets.
+# Small slots, so that a tensor takes several turns of both sets; and small rings, so that
+# messages meet their ends, fill them, and are too large for them.
 shared_memory._CHUNK = 4096
+mailboxes._RING = 8192
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SIZES = (0, 1, 2, 3, 1023, 1024, 1025, 5000)
@@ -69,6 +72,65 @@ def check(comm: TorchComm, *, exact: bool = True) -> None:
         assert bool((one == WORLD).all())
 
 
+def ring_and_gloo(comm: TorchComm) -> None:
+    """Many messages, small and large, before the receiver looks: tags in any order."""
+    following, before = (RANK + 1) % WORLD, (RANK - 1) % WORLD
+    sizes = (0, 1, 7, 300, 900, 1100, 5000)
+    for dtype in DTYPES:
+        for turn in range(3):
+            sent = [
+                comm.send(part(RANK, size + turn, dtype), following, tag=tag)
+                for size in sizes
+                for tag in ("x", "y")
+            ]
+            late = {
+                (size, tag): torch.empty(size + turn, dtype=dtype)
+                for tag in ("y", "x")
+                for size in sizes
+            }
+            # Half of them are asked for before they are looked at, in one order ...
+            early = [
+                comm.receive(out, before, tag=tag) for (_, tag), out in late.items() if tag == "y"
+            ]
+            # ... and waited for in another.
+            for (_, tag), out in late.items():
+                if tag == "x":
+                    comm.receive(out, before, tag=tag).wait()
+            for work in reversed(early):
+                work.wait()
+            for (size, tag), out in late.items():
+                assert torch.equal(out, part(before, size + turn, dtype)), (dtype, size, tag)
+            for work in sent:
+                work.wait()
+    # More than there is room for even of headers: none is lost, the sender need not wait.
+    sent = [comm.send(torch.full((200,), float(n)), following, tag="many") for n in range(400)]
+    for n in range(400):
+        got = torch.empty(200)
+        comm.receive(got, before, tag="many").wait()
+        assert bool((got == n).all())
+    for work in sent:
+        work.wait()
+    comm.barrier()
+
+
+def refused(comm: TorchComm) -> None:
+    """A message of another size; a tensor with holes."""
+    following, before = (RANK + 1) % WORLD, (RANK - 1) % WORLD
+    work = comm.send(torch.ones(3), following, tag="size")
+    try:
+        comm.receive(torch.empty(4), before, tag="size").wait()
+        raise AssertionError("3 numbers are not 4")
+    except RankError as error:
+        assert "a message of 12 bytes, 16 were awaited" in str(error), error
+    work.wait()
+    try:
+        comm.send(torch.ones(4, 2).t(), following, tag="holes")
+        raise AssertionError("it is not contiguous")
+    except RankError as error:
+        assert "view" in str(error), error
+    comm.barrier()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     out = Path(sys.argv[1])
@@ -85,9 +147,29 @@ def main() -> None:
         assert mapped
         assert all(row.endswith("(deleted)") for row in mapped), "it has no name any more"
         check(comm)
+        assert comm.mailboxes is not None
+        ring_and_gloo(comm)
+        refused(comm)
+        reserve = os.posix_fallocate
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        # No memory for the rings of rank 0: what it sends goes by Gloo.
+        os.posix_fallocate = full if RANK == 0 else reserve
+        comm.mailboxes = Mailboxes.join(RANK, WORLD, 60.0)
+        assert comm.mailboxes is None, "not even for the counters"
+        os.posix_fallocate = reserve
+        comm.mailboxes = Mailboxes.join(RANK, WORLD, 60.0)
+        os.posix_fallocate = full if RANK == 0 else reserve
+        ring_and_gloo(comm)
+        os.posix_fallocate = reserve
+        comm.mailboxes = Mailboxes.join(RANK, WORLD, 60.0)
         quiet = TorchComm.from_environment(meter, shared_memory=False)
         assert quiet.shared is None
+        assert quiet.mailboxes is None
         check(quiet, exact=False)
+        ring_and_gloo(quiet)
 
         shared_memory._FOLDER = out / "missing" if RANK == 0 else out
         assert SharedMemory.join(RANK, WORLD, 60.0) is None, "no file system: nobody joins"
@@ -104,7 +186,18 @@ def main() -> None:
             except RankError as late:
                 assert "did not come in 0.3 s" in str(late), late
             comm.shared.timeout_s = 60.0
+            comm.mailboxes.timeout_s = 0.3
+            try:
+                comm.receive(torch.ones(4), 1, tag="never").wait()
+            except RankError as late:
+                assert "rank 1 did not come in 0.3 s" in str(late), late
+            comm.mailboxes.timeout_s = 60.0
             (out / "told").touch()
+            try:
+                comm.receive(torch.ones(4), 1, tag="never").wait()
+                raise AssertionError("rank 1 has ended")
+            except RankError as gone:
+                assert "rank 1 has ended" in str(gone), gone
             try:
                 comm.all_reduce(torch.ones(4), tag="test").wait()
                 raise AssertionError("rank 1 has ended")

@@ -40,29 +40,29 @@ def test_no_room_left_is_no_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert shared_memory._create(2) == (-1, b"")
+    assert shared_memory._create(8192, 8192) == (-1, b"")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert shared_memory._create(2) == (-1, b"")
+    assert shared_memory._create(8192, 8192) == (-1, b"")
 
 
 def test_a_file_of_another_size_is_not_opened(tmp_path: Path) -> None:
     other = tmp_path / "shoal-x"
     other.write_bytes(b"short")
-    assert shared_memory._open(os.fsencode(other), 2) == -1
+    assert shared_memory._open(os.fsencode(other), 8192) == -1
     link = tmp_path / "link"
     link.symlink_to(other)
-    assert shared_memory._open(os.fsencode(link), 2) == -1
+    assert shared_memory._open(os.fsencode(link), 8192) == -1
 
 
 def test_a_process_that_ended_does_not_run() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, not collected: a zombie
-    assert not shared_memory._runs(child.pid)
+    assert not shared_memory.runs(child.pid)
     child.wait()
-    assert not shared_memory._runs(child.pid)
-    assert shared_memory._runs(os.getpid())
+    assert not shared_memory.runs(child.pid)
+    assert shared_memory.runs(os.getpid())

@@ -7,6 +7,8 @@ be named. NCCL on GPUs; on CPUs the memory that the ranks of a host share, or Gl
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,6 +25,7 @@ from shoal.parallel.calls import (
     check_peer,
 )
 from shoal.parallel.heartbeat import Heartbeat, blame
+from shoal.parallel.mailboxes import Mailboxes
 from shoal.parallel.shared_memory import SharedMemory
 from shoal.parallel.wire import Wire, ring_all_reduce_bytes, ring_gather_bytes
 
@@ -81,7 +84,7 @@ class TorchComm:
         beats: directory of heartbeat files, shared by the ranks of a host.
         device: cpu or cuda.
         rendezvous: where the ranks meet: ``env://`` under torchrun, or ``file://``.
-        shared_memory: CPU ranks of one host sum and copy through shared memory, not Gloo.
+        shared_memory: CPU ranks of one host sum, copy and send through shared memory, not Gloo.
         ranks_per_node: ranks of one node, neighbours by number; all on one if not given.
             Bytes between nodes count with scope ``node``, also where nodes are emulated.
     """
@@ -118,6 +121,10 @@ class TorchComm:
         self.group: ProcessGroup | None = None
         """The process group behind this; None for all ranks."""
         self.shared: SharedMemory | None = None
+        self.mailboxes: Mailboxes | None = None
+        """Rings between all ranks of the job, in the numbers of the job."""
+        self._path = ""
+        self._splits = 0
         self._parent: TorchComm | None = None
         self._joins = False
         if world > 1:
@@ -134,6 +141,7 @@ class TorchComm:
                 )
             if shared_memory and device == "cpu":
                 self.shared = SharedMemory.join(rank, world, timeout_s + 30)
+                self.mailboxes = Mailboxes.join(rank, world, timeout_s + 30)
 
     @classmethod
     def from_environment(cls, meter: Meter, **options: Any) -> TorchComm:
@@ -156,6 +164,7 @@ class TorchComm:
         """
         named = check_partition(groups, self.world)
         group = next(group for group in named if self.rank in group)
+        self._splits += 1
         if group == tuple(range(self.world)):
             return self
         own = TorchComm.__new__(TorchComm)
@@ -167,6 +176,8 @@ class TorchComm:
         own.ranks_per_node = self.ranks_per_node
         own.wire = self.wire.of(own.rank, own.ranks)
         own.group, own.shared, own._parent = None, None, self
+        own.mailboxes = self.mailboxes
+        own._path, own._splits = f"{self._path}/{self._splits}:{own.ranks}", 0
         # Memory is shared when the first sum asks for it: most groups never do.
         own._joins = self.shared is not None or self._joins
         if len(named) < self.world:
@@ -295,6 +306,9 @@ class TorchComm:
 
         self.wire.pair("send", x.nbytes, tag, target)
         x, peer, number = x.detach(), self.ranks[target], self._number(tag)
+        if (boxes := self.mailboxes) is not None:
+            start = functools.partial(dist.isend, x, peer, group=self.group, tag=number)
+            return self._issue(lambda: boxes.send(x, peer, _stream(self._path, tag), start))
         return self._issue(lambda: dist.isend(x, peer, group=self.group, tag=number))
 
     def receive(self, out: Tensor, source: int, *, tag: str) -> Pending:
@@ -303,6 +317,9 @@ class TorchComm:
         import torch.distributed as dist
 
         out, peer, number = out.detach(), self.ranks[source], self._number(tag)
+        if (boxes := self.mailboxes) is not None:
+            start = functools.partial(dist.irecv, out, peer, group=self.group, tag=number)
+            return self._issue(lambda: boxes.receive(out, peer, _stream(self._path, tag), start))
         return self._issue(lambda: dist.irecv(out, peer, group=self.group, tag=number))
 
     def barrier(self) -> None:
@@ -398,3 +415,10 @@ class TorchComm:
             return ""
         worst = blame(present)
         return f" waiting for rank {worst.rank} (step {worst.step}, silent {worst.age_s:.0f} s)"
+
+
+@functools.lru_cache(maxsize=4096)
+def _stream(path: str, tag: str) -> int:
+    """Number of a stream of messages inside one communicator, the same on both ends."""
+    found = hashlib.blake2b(f"{path}#{tag}".encode(), digest_size=8).digest()
+    return int.from_bytes(found, "little") >> 1

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["SharedMemory"]
+__all__ = ["NAP_S", "SPINS", "SharedMemory", "join_file", "runs"]
 
 _CHUNK = 2 * 2**20  # bytes of a slot: two ranks' slots fit in the caches of a core
 _LINE = 64  # bytes of a cache line: counters of different ranks must not share one
-_SPINS = 2000  # polls, about 0.2 ms, before a waiting rank gives its core away
-_NAP_S = 5e-5
+SPINS = 2000  # polls, about 0.2 ms, before a waiting rank gives its core away
+NAP_S = 5e-5
 _FOLDER = Path("/dev/shm")  # noqa: S108 - opened by mkstemp, and nameless at once
 
 
@@ -75,25 +75,11 @@ class SharedMemory:
         has 4 MiB per rank left, and on processors that may reorder stores.
         Every rank calls it, and every rank gets the same answer.
         """
-        import torch
-        import torch.distributed as dist
-
-        file, name = -1, b""
-        if rank == 0:
-            file, name = _create(world)
-        names: list[Any] = [(name, _namespace())]
-        dist.broadcast_object_list(names, group=group, group_src=0)
-        found, namespace = names[0]
-        if rank and found and namespace == _namespace():
-            file = _open(found, world)
-        able = torch.tensor([int(file >= 0)])
-        dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
-        shared = cls(file, rank, world, timeout_s) if able.item() else None
-        if file >= 0:
-            os.close(file)
-        if rank == 0 and found:
-            os.unlink(found)
-        dist.barrier(group=group)
+        file = join_file(rank, world, size=_size(world), reserve=_size(world), group=group)
+        if file is None:
+            return None
+        shared = cls(file, rank, world, timeout_s)
+        os.close(file)
         return shared
 
     def all_reduce(self, x: Tensor) -> None:
@@ -184,7 +170,7 @@ class SharedMemory:
         # x86 keeps the order of stores: who sees the count sees what was written before.
         counters[self.rank] = self._count
         for other in range(self.world):
-            for _ in range(_SPINS):
+            for _ in range(SPINS):
                 if counters[other] >= self._count:
                     break
             else:
@@ -194,11 +180,11 @@ class SharedMemory:
         counters = self._lines[:, 0]
         begin = looked = time.monotonic()
         while counters[other] < self._count:
-            time.sleep(_NAP_S)
+            time.sleep(NAP_S)
             now = time.monotonic()
             if now - looked > 0.1:
                 looked = now
-                if not _runs(int(self._lines[other, 1])) and counters[other] < self._count:
+                if not runs(int(self._lines[other, 1])) and counters[other] < self._count:
                     raise RuntimeError(f"rank {other} has ended")
                 if now - begin > self.timeout_s:
                     raise RuntimeError(f"rank {other} did not come in {self.timeout_s:g} s")
@@ -212,6 +198,42 @@ class SharedMemory:
     def _next(self, slots: Tensor) -> Tensor:
         self._turn ^= 1
         return slots[self._turn]
+
+
+def join_file(
+    rank: int, world: int, *, size: int, reserve: int, group: ProcessGroup | None = None
+) -> int | None:
+    """Open one nameless file in all ranks of a process group; None if that cannot be.
+
+    Every rank calls it, and every rank gets the same answer.
+
+    Args:
+        rank: this rank.
+        world: number of ranks.
+        size: bytes of the file.
+        reserve: of these, bytes at its beginning for which memory is taken now.
+        group: the ranks' group.
+    """
+    import torch
+    import torch.distributed as dist
+
+    file, name = -1, b""
+    if rank == 0:
+        file, name = _create(size, reserve)
+    names: list[Any] = [(name, _namespace())]
+    dist.broadcast_object_list(names, group=group, group_src=0)
+    found, namespace = names[0]
+    if rank and found and namespace == _namespace():
+        file = _open(found, size)
+    able = torch.tensor([int(file >= 0)])
+    dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
+    if rank == 0 and found:
+        os.unlink(found)
+    if able.item():
+        return file
+    if file >= 0:
+        os.close(file)
+    return None
 
 
 def _header(world: int) -> int:
@@ -230,7 +252,7 @@ def _namespace() -> str:
         return ""
 
 
-def _create(world: int) -> tuple[int, bytes]:
+def _create(size: int, reserve: int) -> tuple[int, bytes]:
     """A new file and its name; (-1, b"") where shared memory cannot serve."""
     if platform.machine() not in ("x86_64", "AMD64") or not _namespace():
         return -1, b""
@@ -240,7 +262,8 @@ def _create(world: int) -> tuple[int, bytes]:
         return -1, b""
     try:
         # Reserved now: a full file system would otherwise kill the ranks at first touch.
-        os.posix_fallocate(file, 0, _size(world))
+        os.truncate(file, size)
+        os.posix_fallocate(file, 0, reserve)
     except OSError:
         os.close(file)
         os.unlink(name)
@@ -248,18 +271,18 @@ def _create(world: int) -> tuple[int, bytes]:
     return file, os.fsencode(name)
 
 
-def _open(name: bytes, world: int) -> int:
+def _open(name: bytes, size: int) -> int:
     try:
         file = os.open(name, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return -1
-    if os.fstat(file).st_size != _size(world):
+    if os.fstat(file).st_size != size:
         os.close(file)
         return -1
     return file
 
 
-def _runs(process: int) -> bool:
+def runs(process: int) -> bool:
     """Whether a process exists and is more than an entry that waits to be collected."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
