@@ -30,7 +30,7 @@ from shoal.cost.ops import MOST_PLAIN_SCORES, Op, Style, ledger, stage_share
 from shoal.cost.rates import REPACKED, Curve, Rates, data_link, tensor_link
 from shoal.ir import Estimate, Interval, Machine, OpCosts, Schedule, TrainJob, Work
 
-__all__ = ["Pricer", "estimate", "microbatch_of", "steps_of"]
+__all__ = ["Pass", "Pricer", "estimate", "microbatch_of", "op_pass", "steps_of"]
 
 # FLOP/s of a fused attention kernel on a GPU as a share of its matrix products' rate,
 # forward and backward (Dao, FlashAttention-2, 2023, figures 5 and 6: 50 to 73 %).
@@ -62,8 +62,15 @@ def steps_of(job: TrainJob) -> int | None:
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """Seconds of one micro-batch on one rank, one direction."""
+class Pass:
+    """Seconds of one micro-batch on one rank, one direction.
+
+    Args:
+        matmul: in matrix products.
+        attention: in attention.
+        memory: in operators that stream.
+        calls: operators launched.
+    """
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -72,14 +79,15 @@ class _Pass:
 
     @property
     def device(self) -> float:
+        """Seconds that the device computes."""
         return self.matmul + self.attention + self.memory
 
-    def shared(self, ranks: int) -> _Pass:
+    def shared(self, ranks: int) -> Pass:
         """The same with its tokens shared by so many ranks; every rank makes every call."""
-        return _Pass(self.matmul / ranks, self.attention / ranks, self.memory / ranks, self.calls)
+        return Pass(self.matmul / ranks, self.attention / ranks, self.memory / ranks, self.calls)
 
-    def __add__(self, other: _Pass) -> _Pass:
-        return _Pass(
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(
             self.matmul + other.matmul,
             self.attention + other.attention,
             self.memory + other.memory,
@@ -93,20 +101,31 @@ def _style(job: TrainJob, rates: Rates) -> Style:
     return "cpu" if rates.is_cpu else "gpu"
 
 
-def _one(op: Op, backward: bool, matmul: Curve, stream: Curve, precision: str, cpu: bool) -> _Pass:
-    """Seconds of one entry of the ledger in one direction."""
+def op_pass(
+    op: Op, backward: bool, matmul: Curve, stream: Curve, precision: str, cpu: bool
+) -> Pass:
+    """Seconds of one entry of the ledger in one direction.
+
+    Args:
+        op: the entry.
+        backward: the backward pass.
+        matmul: FLOP/s over the edge of a product.
+        stream: byte/s over the bytes of an operator.
+        precision: fp32 or bf16.
+        cpu: it runs on a CPU.
+    """
     calls = op.count * (op.backward_calls if backward else op.forward_calls)
     traffic = op.backward_bytes if backward else op.forward_bytes
     displaced = DISPLACED if cpu else 1.0
     if op.kind == "memory":
         seconds = displaced * traffic / stream(max(1.0, op.size_bytes))
-        return _Pass(memory=op.count * seconds, calls=calls)
+        return Pass(memory=op.count * seconds, calls=calls)
     if op.kind == "attention":
         flops = op.backward_flops if backward else op.forward_flops
         share = 1.0 if cpu else GPU_ATTENTION[1 if backward else 0]
         seconds = flops / (share * matmul(256.0 if cpu else 2048.0))
         seconds += traffic / stream(op.size_bytes)
-        return _Pass(attention=op.count * seconds, calls=calls)
+        return Pass(attention=op.count * seconds, calls=calls)
     width = 2.0 if precision == "bf16" else 4.0
     flops = 2.0 * op.M * op.N * op.K
     touched = width * (op.M * op.K + op.N * op.K + op.M * op.N)
@@ -121,9 +140,9 @@ def _one(op: Op, backward: bool, matmul: Curve, stream: Curve, precision: str, c
         edge = (op.M * op.N * op.K) ** (1 / 3)
         once = weight = max(flops / matmul(edge), traffic)
     if not backward:
-        return _Pass(matmul=op.count * once, calls=calls)
+        return Pass(matmul=op.count * once, calls=calls)
     # The gradients of the input and of the weight; the latter multiplies a transpose.
-    return _Pass(matmul=op.count * op.backward_share * (once + weight), calls=calls)
+    return Pass(matmul=op.count * op.backward_share * (once + weight), calls=calls)
 
 
 def estimate(work: Work, machine: Machine) -> Estimate:
@@ -149,7 +168,7 @@ class Pricer:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._passes: dict[tuple[object, ...], tuple[_Pass, _Pass]] = {}
+        self._passes: dict[tuple[object, ...], tuple[Pass, Pass]] = {}
         self._curves: dict[tuple[object, ...], tuple[Curve, Curve]] = {}
         self._parts: dict[tuple[str, str], Any] = {}
         self._updates: dict[tuple[object, ...], Estimate] = {}
@@ -180,7 +199,7 @@ class Pricer:
             for kind, choice in chosen
         )
 
-    def _both(self, work: Work, rates: Rates, microbatch: int) -> tuple[_Pass, _Pass]:
+    def _both(self, work: Work, rates: Rates, microbatch: int) -> tuple[Pass, Pass]:
         """Seconds of one micro-batch forward and backward, recomputation included."""
         job = work.job
         where = (job.precision, rates.used, rates.sharing)
@@ -193,7 +212,7 @@ class Pricer:
         key = (work.shape, size, where, job.recompute, job.compile)
         if key in self._passes:
             return self._passes[key]
-        forward, backward = _Pass(), _Pass()
+        forward, backward = Pass(), Pass()
         for op in ledger(
             work.shape,
             seq_len=job.seq_len,
@@ -204,9 +223,9 @@ class Pricer:
             pp=pp,
             vocab=vocab,
         ):
-            once = _one(op, False, matmul, stream, job.precision, rates.is_cpu)
+            once = op_pass(op, False, matmul, stream, job.precision, rates.is_cpu)
             forward += once
-            backward += _one(op, True, matmul, stream, job.precision, rates.is_cpu)
+            backward += op_pass(op, True, matmul, stream, job.precision, rates.is_cpu)
             if job.recompute == "stage" or (job.recompute == "full" and op.recomputed):
                 backward += once
         forward, backward = forward.shared(cp), backward.shared(cp)
@@ -312,7 +331,7 @@ class Pricer:
         ):
             where = {"embedding": "embed", "logits": "head", "loss": "head", "final_norm": "norm"}
             for late in (False, True):
-                found = _one(op, late, matmul, stream, job.precision, rates.is_cpu)
+                found = op_pass(op, late, matmul, stream, job.precision, rates.is_cpu)
                 key = (where.get(op.name, "body"), late)
                 own = found.device / split.cp + found.calls * launch
                 seconds[key] = seconds.get(key, 0.0) + own
@@ -517,7 +536,7 @@ def _spread(machine: Machine, terms: Mapping[str, float], step: float) -> float:
     return math.sqrt(own**2 + wire**2 + (2 * (machine.noise or 0.0)) ** 2)
 
 
-def _total(job: TrainJob, step: Interval, forward: _Pass, both: _Pass) -> Interval | None:
+def _total(job: TrainJob, step: Interval, forward: Pass, both: Pass) -> Interval | None:
     """Seconds of all steps and of the evaluations between them."""
     steps = steps_of(job)
     if steps is None:
