@@ -246,6 +246,10 @@ def data_link(machine: Machine, parallel: Parallel) -> Link | None:
 
 
 def _link(machine: Machine, span: int) -> Link | None:
+    if machine.sites > 1:
+        each = (machine.device.num_cores or 1) if machine.device.kind == "cpu" else 1
+        if span * machine.sites > machine.num_devices * each:
+            return machine.link("wan")
     if machine.device.kind == "cpu":
         if span <= ranks_per_host(machine, Parallel(dp=span)) and machine.nodes == 1:
             return machine.link("loopback") or machine.link("device")

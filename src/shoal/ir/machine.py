@@ -8,16 +8,31 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from shoal.core.config import Value
 from shoal.core.errors import MachineError
 
-__all__ = ["Device", "Link", "Machine", "Measurement", "MemoryTier"]
+__all__ = ["Device", "Fabric", "Link", "Machine", "Measurement", "MemoryTier"]
 
 # No device of today reaches these; a file that claims more has a slipped unit.
 MAX_FLOPS = 1e17
 MAX_BANDWIDTH = 1e15
+# None is as slow as this either: 989 is a rate in TFLOP/s, 3350 one in GB/s.
+MIN_FLOPS = 1e6
+MIN_BANDWIDTH = 1e3
+MIN_MEMORY_BANDWIDTH = 1e6
+MIN_GPU_BANDWIDTH = 1e9
+MIN_MAIN_MEMORY = 1e6
+# A message inside a node, and between the nodes of one site, is faster than this.
+MAX_LATENCY_S = {"loopback": 0.1, "device": 0.1, "node": 1.0, "wan": 10.0}
 
 Provenance = Literal["probed", "declared", "emulated"]
 
@@ -67,6 +82,17 @@ class MemoryTier(Value):
     write_bandwidth: PositiveFloat | None = Field(default=None, le=MAX_BANDWIDTH)
     latency_s: PositiveFloat | None = Field(default=None, le=10.0)
 
+    @model_validator(mode="after")
+    def _unit(self) -> Self:
+        for field in ("read_bandwidth", "write_bandwidth"):
+            rate = getattr(self, field)
+            if rate is not None and rate < MIN_MEMORY_BANDWIDTH:
+                raise MachineError(
+                    f"device.memory.{self.name}.{field} = {rate:g} B/s: no memory is so slow; "
+                    "write the rate in B/s (1 TB/s is 1e12)"
+                )
+        return self
+
 
 class Link(Value):
     """A way for bytes to travel between two ends of one scope.
@@ -82,13 +108,90 @@ class Link(Value):
     bandwidth: PositiveFloat = Field(le=MAX_BANDWIDTH)
     latency_s: NonNegativeFloat = Field(le=10.0)
 
+    @model_validator(mode="after")
+    def _unit(self) -> Self:
+        if self.bandwidth < MIN_BANDWIDTH:
+            raise MachineError(
+                f"links.{self.scope}.bandwidth = {self.bandwidth:g} B/s: no link is so slow; "
+                "write the rate in B/s (400 Gbit/s is 5e10)"
+            )
+        if self.latency_s > MAX_LATENCY_S[self.scope]:
+            raise MachineError(
+                f"links.{self.scope}.latency_s = {self.latency_s:g} s: expected at most "
+                f"{MAX_LATENCY_S[self.scope]:g} s in this scope; write the time in s (5 us is 5e-6)"
+            )
+        return self
+
+
+class Fabric(Value):
+    """The leaf-spine network between the nodes of a cluster.
+
+    A node has one port in each rail, and the rails are equal networks of their own: device
+    ``i`` of every node speaks in rail ``i % rails``. The nodes of one leaf reach each other
+    through it; others go over a spine.
+
+    Args:
+        leaves: leaf switches of one rail.
+        hosts_per_leaf: nodes of a leaf.
+        spines: spine switches of one rail; 0 where a single leaf has all nodes.
+        uplinks: links from each leaf to each spine.
+        rails: ports of a node.
+        port_bandwidth: byte/s of a node's port, one direction.
+        uplink_bandwidth: byte/s of one link between leaf and spine, one direction.
+        hop_s: seconds that a switch adds to a message.
+        source: where the numbers come from.
+    """
+
+    leaves: PositiveInt = Field(le=1_000_000)
+    hosts_per_leaf: PositiveInt = Field(le=1_000_000)
+    spines: NonNegativeInt = Field(default=0, le=1_000_000)
+    uplinks: PositiveInt = Field(default=1, le=1024)
+    rails: PositiveInt = Field(default=1, le=1024)
+    port_bandwidth: PositiveFloat = Field(le=MAX_BANDWIDTH)
+    uplink_bandwidth: PositiveFloat | None = Field(default=None, le=MAX_BANDWIDTH)
+    hop_s: NonNegativeFloat = Field(default=5e-7, le=0.1)
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        for field in ("port_bandwidth", "uplink_bandwidth"):
+            rate = getattr(self, field)
+            if rate is not None and rate < MIN_BANDWIDTH:
+                raise MachineError(
+                    f"fabric.{field} = {rate:g} B/s: no link is so slow; write the rate in B/s "
+                    "(400 Gbit/s is 5e10)"
+                )
+        if self.leaves > 1 and self.spines == 0:
+            raise MachineError(
+                f"fabric.spines = 0: {self.leaves} leaves are joined by nothing; give 1 or more"
+            )
+        return self
+
+    @property
+    def hosts(self) -> int:
+        """Nodes that it has ports for."""
+        return self.leaves * self.hosts_per_leaf
+
+    @property
+    def uplink(self) -> float:
+        """Byte/s of one link between leaf and spine; that of a port if not stated."""
+        return self.uplink_bandwidth or self.port_bandwidth
+
+    @property
+    def oversubscription(self) -> float:
+        """What the nodes of a leaf can send over what the leaf can send on; 1 blocks nothing."""
+        if self.spines == 0:
+            return 1.0
+        up = self.spines * self.uplinks * self.uplink
+        return max(1.0, self.hosts_per_leaf * self.port_bandwidth / up)
+
 
 class Device(Value):
     """One kind of device of a node: a GPU, or the CPU as a whole.
 
     Args:
         name: product name.
-        kind: cpu or gpu.
+        kind: cpu, or gpu for every device that is one rank's own: a GPU, a die of one, a TPU.
         num_cores: cores of a CPU; a rank may use some of them.
         peak_flops: dtype -> FLOP/s that the hardware could do.
         matmul_flops: dtype -> FLOP/s that a large matrix product reaches.
@@ -96,6 +199,7 @@ class Device(Value):
         op_overhead_s: time a framework spends to launch one operator.
         memory: tiers from fastest to slowest; the main memory is named dram or hbm.
         power_watts: draw under load.
+        idle_watts: draw while it waits.
     """
 
     name: str
@@ -107,15 +211,17 @@ class Device(Value):
     op_overhead_s: NonNegativeFloat = Field(default=5e-6, le=1.0)
     memory: tuple[MemoryTier, ...] = Field(min_length=1)
     power_watts: PositiveFloat | None = Field(default=None, le=100_000)
+    idle_watts: PositiveFloat | None = Field(default=None, le=100_000)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        for rates in (self.peak_flops, self.matmul_flops, self.matmul_flops_1core):
-            for dtype, rate in rates.items():
-                if rate > MAX_FLOPS:
+        for field in ("peak_flops", "matmul_flops", "matmul_flops_1core"):
+            for dtype, rate in getattr(self, field).items():
+                if not MIN_FLOPS <= rate <= MAX_FLOPS:
+                    bound = "more" if rate > MAX_FLOPS else "so little"
                     raise MachineError(
-                        f"device {self.name}: {dtype} = {rate:g} FLOP/s; no device does more "
-                        f"than {MAX_FLOPS:g}; write the rate in FLOP/s"
+                        f"device {self.name}: {field}.{dtype} = {rate:g} FLOP/s; no device does "
+                        f"{bound}; write the rate in FLOP/s (1 TFLOP/s is 1e12)"
                     )
         for dtype, reached in self.matmul_flops.items():
             peak = self.peak_flops.get(dtype)
@@ -126,7 +232,32 @@ class Device(Value):
                 )
         if not any(tier.name in ("dram", "hbm") for tier in self.memory):
             raise MachineError(f"device {self.name}: no memory tier is named dram or hbm; add one")
+        self._main_memory_possible()
+        self._power_possible()
         return self
+
+    def _main_memory_possible(self) -> None:
+        main = self.main_memory
+        if main.capacity_bytes < MIN_MAIN_MEMORY:
+            raise MachineError(
+                f"device {self.name}: memory.{main.name}.capacity_bytes = {main.capacity_bytes}; "
+                "no model fits; write the size in bytes (80 GB is 80000000000)"
+            )
+        rate = main.read_bandwidth
+        if self.kind == "gpu" and rate is not None and rate < MIN_GPU_BANDWIDTH:
+            raise MachineError(
+                f"device {self.name}: memory.{main.name}.read_bandwidth = {rate:g} B/s; no "
+                "accelerator's memory is so slow; write the rate in B/s (1 TB/s is 1e12)"
+            )
+
+    def _power_possible(self) -> None:
+        if self.idle_watts is None or self.power_watts is None:
+            return
+        if self.idle_watts > self.power_watts:
+            raise MachineError(
+                f"device {self.name}: idle_watts = {self.idle_watts:g} is above power_watts = "
+                f"{self.power_watts:g}; correct one of them"
+            )
 
     @property
     def main_memory(self) -> MemoryTier:
@@ -140,10 +271,13 @@ class Machine(Value):
     Args:
         name: a short name, the file's stem.
         provenance: how most of the numbers came to be.
-        nodes: number of nodes.
+        nodes: number of nodes, of all sites.
         devices_per_node: devices of a node; 1 for a CPU node.
+        node_size: devices that a node has room for; a shorthand fills nodes of so many.
+        sites: places of equal size that a wide-area link joins; a divisor of ``nodes``.
         device: what each of them is.
         links: scope -> link.
+        fabric: switches between the nodes of a site, where they are known.
         usd_per_device_hour: rental price.
         overhead_watts: the rest of a node.
         sources: dotted field -> where its number comes from.
@@ -156,8 +290,11 @@ class Machine(Value):
     provenance: Provenance = "declared"
     nodes: PositiveInt = 1
     devices_per_node: PositiveInt = 1
+    node_size: PositiveInt = Field(default=8, le=100_000)
+    sites: PositiveInt = 1
     device: Device
     links: tuple[Link, ...] = ()
+    fabric: Fabric | None = None
     usd_per_device_hour: NonNegativeFloat | None = Field(default=None, le=100_000)
     overhead_watts: NonNegativeFloat = 0.0
     sources: dict[str, str] = {}
@@ -168,14 +305,46 @@ class Machine(Value):
     @model_validator(mode="after")
     def _linked(self) -> Self:
         needed = {"device"} if self.devices_per_node > 1 else set()
-        needed |= {"node"} if self.nodes > 1 else set()
-        missing = needed - {link.scope for link in self.links}
+        needed |= {"node"} if self.nodes > self.sites else set()
+        needed |= {"wan"} if self.sites > 1 else set()
+        scopes = [link.scope for link in self.links]
+        twice = sorted({scope for scope in scopes if scopes.count(scope) > 1})
+        if twice:
+            raise MachineError(
+                f"machine {self.name}: links: scope {', '.join(twice)} stands twice; keep one"
+            )
+        if self.nodes % self.sites:
+            raise MachineError(
+                f"machine {self.name}: sites = {self.sites}: {self.nodes} nodes cannot be shared "
+                "by them evenly; give a divisor of nodes"
+            )
+        missing = needed - set(scopes)
         if missing:
             raise MachineError(
                 f"machine {self.name}: no link of scope {', '.join(sorted(missing))}; "
                 "several devices or nodes need one"
             )
+        self._fabric_possible()
         return self
+
+    def _fabric_possible(self) -> None:
+        fabric, link = self.fabric, self.link("node")
+        if fabric is None:
+            return
+        here = self.nodes // self.sites
+        if fabric.hosts < here:
+            raise MachineError(
+                f"machine {self.name}: fabric: {fabric.leaves} leaves of {fabric.hosts_per_leaf} "
+                f"hosts have {fabric.hosts} ports for {here} nodes; add leaves"
+            )
+        claimed = 0.0 if link is None else link.bandwidth * self.devices_per_node
+        have = fabric.rails * fabric.port_bandwidth
+        if claimed > 1.05 * have:
+            raise MachineError(
+                f"machine {self.name}: links.node.bandwidth: {self.devices_per_node} devices claim "
+                f"{claimed:g} B/s of a node whose {fabric.rails} fabric ports have {have:g}; "
+                "correct one of them"
+            )
 
     @property
     def num_devices(self) -> int:

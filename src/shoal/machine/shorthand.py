@@ -1,0 +1,164 @@
+"""Machines in one word: how ``2x8xA100@IB200`` is read.
+
+::
+
+    CLUSTER   = [NODESx][COUNTx]NAME[@NETWORK]
+    NETWORK   = IB | ROCE | ETH, then Gbit/s for each device, such as IB400 or ETH2.5
+    SHORTHAND = CLUSTER, or CLUSTER+CLUSTER+...@WANn with n Gbit/s for each site
+
+One number before the name counts devices, which fill nodes of the usual size; two count nodes
+and the devices of each. A description of a whole node, such as Frontier, is counted in nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shoal.core.errors import MachineError, nearest, require
+
+__all__ = ["ALIASES", "Cluster", "Spelled", "canonical", "parse"]
+
+_GBIT = r"\d{1,5}(?:\.\d{1,3})?"
+_CLUSTER = re.compile(
+    r"(?P<counts>(?:\d{1,6}x){0,2})(?P<name>[A-Za-z0-9][A-Za-z0-9.-]*?)"
+    rf"(?:@(?P<kind>IB|ROCE|ETH)(?P<gbit>{_GBIT}))?"
+)
+_WAN = re.compile(rf"(?P<rest>.*?)(?:@WAN(?P<gbit>{_GBIT}))?", re.DOTALL)
+FORMS = (
+    "local, a name, [NODESx][COUNTx]NAME[@IBn, @ROCEn or @ETHn] such as 16xH100@IB400 or "
+    "2x8xA100@IB200, equal clusters joined as 8xA100+8xA100@WAN1, or a YAML file"
+)
+
+# Other names of what is described, in small letters.
+ALIASES = {
+    "4090": "rtx-4090",
+    "rtx4090": "rtx-4090",
+    "a100-80gb": "a100",
+    "a100-sxm": "a100",
+    "a100-sxm4": "a100",
+    "b200-180gb": "b200",
+    "b200-sxm": "b200",
+    "gb200-nvl72": "gb200",
+    "h100-80gb": "h100",
+    "h100-sxm": "h100",
+    "h100-sxm5": "h100",
+    "h200-141gb": "h200",
+    "h200-sxm": "h200",
+    "mi250x-gcd": "mi250x",
+    "mi300x-192gb": "mi300x",
+    "v100-32gb": "v100",
+    "v100-sxm2": "v100",
+    "v5p": "tpu-v5p",
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of one description.
+
+    Args:
+        name: of the description, as it was written.
+        nodes: number of nodes, if it was given beside the devices of each.
+        count: devices of each node where ``nodes`` is given, else of all; None if not given.
+        network: IB, ROCE or ETH, to replace the link between nodes.
+        gbit: Gbit/s of that network for each device.
+    """
+
+    name: str
+    nodes: int | None = None
+    count: int | None = None
+    network: str | None = None
+    gbit: float | None = None
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """What a shorthand says.
+
+    Args:
+        cluster: what each site has.
+        sites: number of sites.
+        wan_gbit: Gbit/s of each site's way to the others.
+    """
+
+    cluster: Cluster
+    sites: int = 1
+    wan_gbit: float | None = None
+
+
+def parse(text: str) -> Spelled:
+    """Read a shorthand.
+
+    Raises:
+        MachineError: it is none, or it says something that no machine can be; the message
+            says which part and what is right.
+    """
+    whole = _WAN.fullmatch(text)
+    assert whole is not None
+    terms = [_cluster(term, text) for term in whole["rest"].split("+")]
+    wan = None if whole["gbit"] is None else float(whole["gbit"])
+    if len(terms) == 1:
+        require(
+            wan is None,
+            "machine",
+            text,
+            expected="several clusters before @WAN, such as 8xA100+8xA100@WAN1",
+            error=MachineError,
+        )
+        return Spelled(terms[0])
+    require(
+        wan is not None,
+        "machine",
+        text,
+        expected="the way between clusters at the end, such as 8xA100+8xA100@WAN1 for 1 Gbit/s",
+        error=MachineError,
+    )
+    require(wan != 0, "machine", text, expected="a WAN link above 0 Gbit/s", error=MachineError)
+    require(
+        all(term == terms[0] for term in terms),
+        "machine",
+        text,
+        expected="equal clusters on both sides of +",
+        hint="a machine has equal nodes; plan for each cluster alone, or for the slower kind of "
+        "both",
+        error=MachineError,
+    )
+    return Spelled(terms[0], sites=len(terms), wan_gbit=wan)
+
+
+def _cluster(term: str, text: str) -> Cluster:
+    match = _CLUSTER.fullmatch(term)
+    require(match is not None, "machine", text, expected=FORMS, error=MachineError)
+    assert match is not None
+    counts = [int(word) for word in match["counts"].split("x") if word]
+    gbit = None if match["gbit"] is None else float(match["gbit"])
+    require(gbit != 0, "machine", text, expected="a network above 0 Gbit/s", error=MachineError)
+    nodes = counts[0] if len(counts) == 2 else None
+    return Cluster(match["name"], nodes, counts[-1] if counts else None, match["kind"], gbit)
+
+
+def canonical(name: str, known: Iterable[str], text: str) -> str:
+    """The description that ``name`` means, whatever its case.
+
+    Args:
+        name: as it was written.
+        known: names of the descriptions.
+        text: the whole shorthand, for the message.
+
+    Raises:
+        MachineError: there is none; the message has the nearest.
+    """
+    found = {word.lower(): word for word in known}
+    key = name.lower()
+    key = ALIASES.get(key, key)
+    require(
+        key in found,
+        "machine",
+        text,
+        expected=f"one of {', '.join(found.values())}, local, or a YAML file",
+        hint=nearest(name, found.values()),
+        error=MachineError,
+    )
+    return found[key]
