@@ -38,6 +38,7 @@ PROTOCOLS: dict[str, str] = {
     "probe": "shoal.machine.protocols:Probe",
     "law": "shoal.cost.scaling.protocols:Law",
     "planner": "shoal.plan.strategy.protocols:Planner",
+    "path_planner": "shoal.plan.paths.protocols:PathPlanner",
     "workload": "shoal.cost.workloads.protocols:Workload",
     "scheduler": "shoal.ir.serving:SchedulerPart",
     "kv": "shoal.ir.serving:KVPart",
@@ -51,6 +52,7 @@ PROTOCOLS: dict[str, str] = {
     "schedule": "shoal.ir.schedule:SchedulePart",
     "context": "shoal.parallel.protocols:ContextPart",
     "launch": "shoal.train.protocols:Launcher",
+    "locator": "shoal.train.watch.protocols:FaultLocator",
     "claim": "shoal.claims.protocols:Experiment",
 }
 
@@ -71,11 +73,13 @@ REACHED: dict[str, str] = {
     "probe": "probe -> Machine -> every Plan",
     "law": "claims, model size and data of a Plan",
     "planner": "plan --planner",
+    "path_planner": "plan paths --policy",
     "family": "model directories of a Job, export of a Run",
     "attention_kernel": "bench attention --kernels",
     "sink": "what a Run writes",
     "pool": "where functions and actors of a Run go",
     "launch": "files that start a Plan",
+    "locator": "train --robust --locator, train diagnose --locator",
     "claim": "claims run",
 }
 

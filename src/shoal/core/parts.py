@@ -59,6 +59,7 @@ KINDS: dict[str, str] = {
     "probe": "shoal.machine:PROBES",
     "law": "shoal.cost.scaling:LAWS",
     "planner": "shoal.plan.strategy:PLANNERS",
+    "path_planner": "shoal.plan.paths:PATH_PLANNERS",
     "workload": "shoal.cost.workloads:WORKLOADS",
     "scheduler": "shoal.plan.batching:SCHEDULERS",
     "kv": "shoal.plan.batching:KV_MANAGERS",
@@ -72,6 +73,7 @@ KINDS: dict[str, str] = {
     "shard": "shoal.parallel:SHARDS",
     "context": "shoal.parallel:CONTEXTS",
     "launch": "shoal.train:LAUNCHERS",
+    "locator": "shoal.train.watch:LOCATORS",
     "claim": "shoal.claims:CLAIMS",
 }
 

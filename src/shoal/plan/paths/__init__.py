@@ -1,0 +1,22 @@
+"""paths: which way each flow takes through a fabric, one way a file.
+
+``protocols`` says what a planner of paths promises, ``colouring`` is the theorem behind the
+good ones, ``compare`` holds planners against each other.
+"""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["PATH_PLANNERS"]
+
+PATH_PLANNERS = PartTable(
+    "path_planner",
+    {
+        "ecmp": "shoal.plan.paths.ecmp:ECMP",
+        "greedy": "shoal.plan.paths.greedy:Greedy",
+        "on_arrival": "shoal.plan.paths.on_arrival:OnArrival",
+        "split": "shoal.plan.paths.split:Split",
+        "spray": "shoal.plan.paths.spray:Spray",
+        "lp": "shoal.plan.paths.lp:MinMaxLP",
+        "c4p": "shoal.plan.paths.c4p:C4P",
+    },
+)

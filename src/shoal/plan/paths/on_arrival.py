@@ -1,0 +1,42 @@
+"""Split when it arrives: no knowledge of what comes later, links as busy as they are now.
+
+Source: Addanki et al., Challenging the Need for Packet Spraying in Large-Scale Distributed
+Training, 2024 (splitting); Karp, Vazirani and Vazirani, 1990 (decisions without the future).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.flows import Flows, Paths
+from shoal.plan.paths.common import pieces_of
+from shoal.plan.paths.greedy import least_loaded
+
+__all__ = ["OnArrival"]
+
+
+@part
+class OnArrival:
+    """As few equal pieces as spraying needs, each to the path least busy when its flow arrives.
+
+    Flows arrive by their beginnings, and those of one moment in random order.
+    """
+
+    def paths(self, flows: Flows, fabric: Fabric, *, seed: int = 0) -> Paths:
+        """Pieces of each flow in the order of arrival."""
+        cut = pieces_of(flows, fabric)
+        k = fabric.spines // math.gcd(fabric.hosts, fabric.spines)
+        turn = generator(seed, purpose="arrival of flows").random(len(flows))
+        rows = np.flatnonzero(cut.crossing)
+        flow = cut.flow[rows]
+        rows = rows[np.lexsort((turn[flow], flows.start_s[flow], cut.phase[rows]))]
+        chosen = np.repeat(rows, k)
+        size = flows.size[cut.flow[chosen]] * cut.share / k
+        spine = least_loaded(cut.first[chosen], cut.last[chosen], size, cut.phase[chosen], fabric)
+        key, many = np.unique(chosen * fabric.spines + spine, return_counts=True)
+        return cut.paths(key // fabric.spines, many / k, key % fabric.spines, planner="on_arrival")

@@ -1,0 +1,29 @@
+"""What a planner of paths promises."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.flows import Flows, Paths
+
+__all__ = ["PathPlanner"]
+
+
+class PathPlanner(Protocol):
+    """A part of kind ``path_planner``."""
+
+    def paths(self, flows: Flows, fabric: Fabric, *, seed: int = 0) -> Paths:
+        """A path, or several with shares, for every flow of every phase.
+
+        Every byte of a flow goes somewhere, and no path crosses a link that is down.
+
+        Args:
+            flows: what is sent.
+            fabric: over what.
+            seed: of what is random, such as hashes.
+
+        Raises:
+            PlanError: this planner cannot plan these flows on this fabric; says which can.
+        """
+        ...

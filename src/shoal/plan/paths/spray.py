@@ -1,0 +1,27 @@
+"""Ideal packet spraying: every flow takes every path at once, packet by packet.
+
+Source: Dixit et al., On the Impact of Packet Spraying in Data Center Networks, 2013.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shoal.core.parts import part
+from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.flows import SPRAYED, Flows, Paths
+from shoal.plan.paths.common import pieces_of
+
+__all__ = ["Spray"]
+
+
+@part
+class Spray:
+    """Packets over all paths in turn, by what each can carry; order at the receiver is free."""
+
+    def paths(self, flows: Flows, fabric: Fabric, *, seed: int = 0) -> Paths:
+        """All spines for every flow that leaves its leaf."""
+        cut = pieces_of(flows, fabric)
+        crossing = np.flatnonzero(cut.crossing)
+        spine = np.full(len(crossing), SPRAYED)
+        return cut.paths(crossing, 1.0, spine, planner="spray")
