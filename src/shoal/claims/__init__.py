@@ -22,6 +22,7 @@ CLAIMS = PartTable(
         "t3": "shoal.claims.experiments.t3:T3",
         "vocab_parallel": "shoal.claims.experiments.vocab_parallel:VocabParallel",
         "tokenring": "shoal.claims.experiments.tokenring:TokenRing",
+        "single_path": "shoal.claims.experiments.single_path:SinglePath",
         "skippipe": "shoal.claims.experiments.skippipe:SkipPipeClaim",
     },
 )

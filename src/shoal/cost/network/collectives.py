@@ -24,7 +24,7 @@ import numpy as np
 
 from shoal.core.errors import PlanError, nearest, require
 from shoal.core.random import generator
-from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import Flows
 
 __all__ = ["ALGORITHMS", "PLACEMENTS", "Collective", "collective", "jittered", "place", "together"]
@@ -59,7 +59,7 @@ class Collective:
 
 
 def place(
-    fabric: Fabric, how: str = "packed", *, ranks: int | None = None, seed: int = 0
+    fabric: LeafSpine, how: str = "packed", *, ranks: int | None = None, seed: int = 0
 ) -> np.ndarray:
     """Host of every rank, [N].
 
@@ -109,7 +109,7 @@ def collective(
     size: float,
     *,
     algorithm: str | None = None,
-    fabric: Fabric | None = None,
+    fabric: LeafSpine | None = None,
 ) -> Collective:
     """The flows of a collective.
 
@@ -220,14 +220,16 @@ def jittered(
 
 
 def _ring(rounds: int) -> Callable[..., _Steps]:
-    def steps(count: int, size: float, where: np.ndarray, fabric: Fabric | None) -> _Steps:
+    def steps(count: int, size: float, where: np.ndarray, fabric: LeafSpine | None) -> _Steps:
         ranks = np.arange(count)
         return [(ranks, (ranks + 1) % count, size / count, rounds * (count - 1))]
 
     return steps
 
 
-def _halving_doubling(count: int, size: float, where: np.ndarray, fabric: Fabric | None) -> _Steps:
+def _halving_doubling(
+    count: int, size: float, where: np.ndarray, fabric: LeafSpine | None
+) -> _Steps:
     power = count.bit_length() - 1
     require(
         count == 1 << power,
@@ -241,7 +243,7 @@ def _halving_doubling(count: int, size: float, where: np.ndarray, fabric: Fabric
     return [(ranks, ranks ^ (1 << k), size / (1 << (k + 1)), 2) for k in range(power)]
 
 
-def _hierarchical(count: int, size: float, where: np.ndarray, fabric: Fabric | None) -> _Steps:
+def _hierarchical(count: int, size: float, where: np.ndarray, fabric: LeafSpine | None) -> _Steps:
     require(
         fabric is not None,
         "fabric",
@@ -280,18 +282,18 @@ def _hierarchical(count: int, size: float, where: np.ndarray, fabric: Fabric | N
     return steps
 
 
-def _pairwise(count: int, size: float, where: np.ndarray, fabric: Fabric | None) -> _Steps:
+def _pairwise(count: int, size: float, where: np.ndarray, fabric: LeafSpine | None) -> _Steps:
     ranks = np.arange(count)
     return [(ranks, (ranks + k) % count, size / count, 1) for k in range(1, count)]
 
 
-def _direct(count: int, size: float, where: np.ndarray, fabric: Fabric | None) -> _Steps:
+def _direct(count: int, size: float, where: np.ndarray, fabric: LeafSpine | None) -> _Steps:
     src, dst = np.divmod(np.arange(count * count), count)
     other = src != dst
     return [(src[other], dst[other], size / count, 1)]
 
 
-def _tree(count: int, size: float, where: np.ndarray, fabric: Fabric | None) -> _Steps:
+def _tree(count: int, size: float, where: np.ndarray, fabric: LeafSpine | None) -> _Steps:
     steps: _Steps = []
     have = 1
     while have < count:

@@ -24,8 +24,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from shoal.core.config import Value
 from shoal.core.errors import MachineError, require
+from shoal.ir.machine import Fabric
 
-__all__ = ["Fabric", "Health"]
+__all__ = ["Health", "LeafSpine"]
 
 _MOST_HOSTS = 1 << 20
 
@@ -44,7 +45,7 @@ class Health(Value):
     share: float = Field(ge=0.0, le=1.0)
 
 
-class Fabric(Value):
+class LeafSpine(Value):
     """Leaves with hosts below and spines above; every leaf is joined with every spine.
 
     A *host* is a network card. With ``rails`` cards of a node are on as many leaves, one
@@ -118,6 +119,20 @@ class Fabric(Value):
                 error=MachineError,
             )
         return self
+
+    @classmethod
+    def of(cls, fabric: Fabric) -> Self:
+        """One rail of a machine's fabric; its hosts are nodes, and rails do not meet."""
+        return cls(
+            leaves=fabric.leaves,
+            hosts=fabric.hosts_per_leaf,
+            # Several links between a leaf and a spine are paths like those over other spines.
+            spines=max(1, fabric.spines * fabric.uplinks),
+            bandwidth=fabric.port_bandwidth,
+            uplink_bandwidth=fabric.uplink,
+            # Up, over a spine and down again.
+            latency_s=3 * fabric.hop_s,
+        )
 
     @property
     def num_hosts(self) -> int:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from shoal.core.errors import PlanError, require
-from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.fabric import LeafSpine
 
 __all__ = [
     "SPRAYED",
@@ -113,7 +113,7 @@ class Flows:
         """The same flows with other sizes, [F]."""
         return replace(self, size=np.asarray(size, np.float64))
 
-    def check(self, fabric: Fabric) -> None:
+    def check(self, fabric: LeafSpine) -> None:
         """Refuse hosts that the fabric does not have.
 
         Raises:
@@ -129,7 +129,7 @@ class Flows:
                 error=PlanError,
             )
 
-    def inside(self, fabric: Fabric) -> np.ndarray:
+    def inside(self, fabric: LeafSpine) -> np.ndarray:
         """Which flows stay inside a node and never reach the fabric, [F]."""
         if fabric.rails == 1:
             return self.src == self.dst
@@ -205,14 +205,14 @@ class Paths:
         columns = (self.flow, self.share, self.spine, self.src_port, self.dst_port)
         return Paths(*(column[chosen] for column in columns), self.planner, self.notes)
 
-    def ends(self, flows: Flows, fabric: Fabric) -> tuple[np.ndarray, np.ndarray]:
+    def ends(self, flows: Flows, fabric: LeafSpine) -> tuple[np.ndarray, np.ndarray]:
         """Leaf that each piece leaves by, and that it arrives at, [P] each."""
         return (
             fabric.leaf(flows.src[self.flow], self.src_port),
             fabric.leaf(flows.dst[self.flow], self.dst_port),
         )
 
-    def links(self, flows: Flows, fabric: Fabric) -> tuple[np.ndarray, np.ndarray | None]:
+    def links(self, flows: Flows, fabric: LeafSpine) -> tuple[np.ndarray, np.ndarray | None]:
         """Numbers of the links of each piece, [P, W], and what share of it each carries.
 
         The shares are None where every link carries the whole piece.
@@ -244,7 +244,7 @@ class Paths:
         weights = np.concatenate([np.ones((len(self), 2)), weight_PS, weight_PS], axis=1)
         return np.where(weights > 0, links, none).astype(np.int32), weights
 
-    def check(self, flows: Flows, fabric: Fabric) -> None:
+    def check(self, flows: Flows, fabric: LeafSpine) -> None:
         """What any paths must keep: every byte goes somewhere, over links that are up.
 
         Raises:
@@ -282,7 +282,7 @@ class Paths:
             )
 
 
-def demand(flows: Flows, fabric: Fabric) -> np.ndarray:
+def demand(flows: Flows, fabric: LeafSpine) -> np.ndarray:
     """Flows from each leaf to each other leaf, [L, L], when a card's ports stay apart.
 
     With several ports a flow counts once for each, since a part of it leaves by each.
@@ -296,7 +296,7 @@ def demand(flows: Flows, fabric: Fabric) -> np.ndarray:
     return out
 
 
-def link_bytes(flows: Flows, paths: Paths, fabric: Fabric) -> tuple[np.ndarray, np.ndarray]:
+def link_bytes(flows: Flows, paths: Paths, fabric: LeafSpine) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that cross each uplink and each downlink in all phases, [L, S] each."""
     size = flows.size[paths.flow] * paths.share
     first, last = paths.ends(flows, fabric)
@@ -315,7 +315,7 @@ def link_bytes(flows: Flows, paths: Paths, fabric: Fabric) -> tuple[np.ndarray, 
     return out[0], out[1]
 
 
-def worst_bytes(flows: Flows, paths: Paths, fabric: Fabric) -> np.ndarray:
+def worst_bytes(flows: Flows, paths: Paths, fabric: LeafSpine) -> np.ndarray:
     """Bytes on the busiest link between leaf and spine in each phase, [phases]."""
     out = np.zeros(flows.num_phases)
     order = np.argsort(paths.flow, kind="stable")
@@ -326,7 +326,7 @@ def worst_bytes(flows: Flows, paths: Paths, fabric: Fabric) -> np.ndarray:
     return out
 
 
-def lower_bound_s(flows: Flows, fabric: Fabric) -> np.ndarray:
+def lower_bound_s(flows: Flows, fabric: LeafSpine) -> np.ndarray:
     """Seconds that no choice of paths can beat, for each phase, [phases].
 
     What a host must send or receive over its ports, and what must leave or reach a leaf over

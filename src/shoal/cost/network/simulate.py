@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.core.errors import require
-from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.fair import max_min_rates
 from shoal.cost.network.flows import Flows, Paths
 
@@ -43,7 +43,7 @@ class Outcome:
 def simulate(
     flows: Flows,
     paths: Paths,
-    fabric: Fabric,
+    fabric: LeafSpine,
     *,
     resolution: float = 0.0,
     progress: Callable[[float], None] = lambda share: None,

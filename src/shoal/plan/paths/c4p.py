@@ -17,7 +17,7 @@ import numpy as np
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
-from shoal.cost.network.fabric import Fabric, Health
+from shoal.cost.network.fabric import Health, LeafSpine
 from shoal.cost.network.fair import max_min_rates
 from shoal.cost.network.flows import Flows, Paths
 from shoal.plan.paths.common import pieces_of
@@ -54,7 +54,7 @@ class C4P:
             expected="0 to 1",
         )
 
-    def paths(self, flows: Flows, fabric: Fabric, *, seed: int = 0) -> Paths:
+    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
         """Deal connections evenly; around bad links, by the linear programme.
 
         Raises:
@@ -67,7 +67,7 @@ class C4P:
         return rounded(flows, good, self.connections, "c4p", notes)
 
 
-def without_bad_links(fabric: Fabric, bad_below: float) -> tuple[Fabric, tuple[str, ...]]:
+def without_bad_links(fabric: LeafSpine, bad_below: float) -> tuple[LeafSpine, tuple[str, ...]]:
     """The fabric as the planner uses it, and what it left out."""
     best = fabric.uplinks.max()
     bad = fabric.uplinks < bad_below * best
@@ -81,10 +81,10 @@ def without_bad_links(fabric: Fabric, bad_below: float) -> tuple[Fabric, tuple[s
     named = ", ".join(f"{a}-{s}" for a, s in left_out[:4]) + (" ..." if len(left_out) > 4 else "")
     note = f"left out {len(left_out)} pairs of links between leaf and spine: {named}"
     changed = fabric.model_dump() | {"health": [*kept, *out]}
-    return Fabric.model_validate(changed), (note,)
+    return LeafSpine.model_validate(changed), (note,)
 
 
-def measured_rates(flows: Flows, paths: Paths, fabric: Fabric) -> np.ndarray:
+def measured_rates(flows: Flows, paths: Paths, fabric: LeafSpine) -> np.ndarray:
     """Byte/s of each connection while all are busy, [P]; infinite for those inside a node."""
     out = np.full(len(paths), np.inf)
     rows = np.flatnonzero(~flows.inside(fabric)[paths.flow])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import WITHIN, Flows, Paths
 
 __all__ = ["Pieces", "pieces_of", "regular_note"]
@@ -70,7 +70,7 @@ class Pieces:
         )
 
 
-def pieces_of(flows: Flows, fabric: Fabric) -> Pieces:
+def pieces_of(flows: Flows, fabric: LeafSpine) -> Pieces:
     """One piece of every flow for each bonded port.
 
     Raises:

@@ -13,7 +13,7 @@ import numpy as np
 
 from shoal.core.parts import Choice
 from shoal.cost.network.collectives import Collective, jittered
-from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import SPRAYED, Flows, Paths, link_bytes, lower_bound_s, worst_bytes
 from shoal.cost.network.simulate import simulate
 from shoal.plan.paths import PATH_PLANNERS
@@ -51,7 +51,7 @@ class Compared:
     notes: tuple[str, ...]
 
 
-def plan_paths(policy: Choice | str, flows: Flows, fabric: Fabric, *, seed: int = 0) -> Paths:
+def plan_paths(policy: Choice | str, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
     """Paths by the planner of that name, checked.
 
     Raises:
@@ -63,7 +63,7 @@ def plan_paths(policy: Choice | str, flows: Flows, fabric: Fabric, *, seed: int 
     return paths
 
 
-def busiest(flows: Flows, paths: Paths, fabric: Fabric) -> int:
+def busiest(flows: Flows, paths: Paths, fabric: LeafSpine) -> int:
     """Most connections that share a link between leaf and spine in one phase."""
     pinned = np.flatnonzero(paths.spine >= 0)
     if not len(pinned):
@@ -79,7 +79,7 @@ def busiest(flows: Flows, paths: Paths, fabric: Fabric) -> int:
 
 def compare(
     job: Collective,
-    fabric: Fabric,
+    fabric: LeafSpine,
     policies: list[Choice | str],
     *,
     seed: int = 0,

@@ -10,7 +10,7 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
-from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import WITHIN, Flows, Paths
 
 __all__ = ["ECMP"]
@@ -38,7 +38,7 @@ class ECMP:
             expected="0 for one a port, to 1024",
         )
 
-    def paths(self, flows: Flows, fabric: Fabric, *, seed: int = 0) -> Paths:
+    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
         """Hashed spines and ports; links that are down are left out, as routing does."""
         flows.check(fabric)
         many = self.connections or fabric.ports

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.core.parts import part
-from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import Flows, Paths
 from shoal.plan.paths.common import pieces_of
 
@@ -20,7 +20,7 @@ __all__ = ["Greedy", "least_loaded"]
 class Greedy:
     """Least-loaded single paths, flow by flow in the order of hosts; no flow is split."""
 
-    def paths(self, flows: Flows, fabric: Fabric, *, seed: int = 0) -> Paths:
+    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
         """The spine on which the busier of the two links is least busy, by bytes."""
         cut = pieces_of(flows, fabric)
         chosen = np.flatnonzero(cut.crossing)
@@ -34,7 +34,7 @@ def least_loaded(
     last: np.ndarray,
     size: np.ndarray,
     phase: np.ndarray,
-    fabric: Fabric,
+    fabric: LeafSpine,
     up: np.ndarray | None = None,
     down: np.ndarray | None = None,
 ) -> np.ndarray:

@@ -19,7 +19,7 @@ import numpy as np
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice
 from shoal.cost.network.collectives import collective, place, together
-from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import Flows
 from shoal.cost.network.simulate import simulate
 from shoal.plan.paths.compare import busiest, plan_paths
@@ -43,7 +43,7 @@ class JobTimes:
 
 
 def rings_of_jobs(
-    fabric: Fabric, *, jobs: int = 3, ranks: int | None = None, size: float = 1e9, seed: int = 0
+    fabric: LeafSpine, *, jobs: int = 3, ranks: int | None = None, size: float = 1e9, seed: int = 0
 ) -> tuple[Flows, np.ndarray]:
     """The rings of jobs whose ranks are strewn over the fabric, and the job of each flow, [F].
 
@@ -69,7 +69,7 @@ def rings_of_jobs(
 def times_of_jobs(
     policy: Choice | str,
     *,
-    fabric: Fabric | None = None,
+    fabric: LeafSpine | None = None,
     jobs: int = 3,
     ranks: int | None = None,
     size: float = 1e9,
@@ -88,7 +88,7 @@ def times_of_jobs(
     Raises:
         PlanError: more ranks than hosts, or a planner that cannot plan here.
     """
-    where = fabric or Fabric(leaves=16, hosts=8, spines=8, ports=2)
+    where = fabric or LeafSpine(leaves=16, hosts=8, spines=8, ports=2)
     flows, job = rings_of_jobs(where, jobs=jobs, ranks=ranks, size=size, seed=seed)
     paths = plan_paths(policy, flows, where, seed=seed)
     ends = simulate(flows, paths, where).flow_s

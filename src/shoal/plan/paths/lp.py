@@ -16,7 +16,7 @@ from scipy.sparse import coo_array
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
-from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import Flows, Paths
 from shoal.plan.paths.common import pieces_of
 from shoal.plan.paths.greedy import least_loaded
@@ -41,7 +41,7 @@ class MinMaxLP:
             1 <= self.pieces <= 1024, "path_planner.lp.pieces", self.pieces, expected="1 to 1024"
         )
 
-    def paths(self, flows: Flows, fabric: Fabric, *, seed: int = 0) -> Paths:
+    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
         """Solve and round phase by phase; phases with the same demand are solved once.
 
         Raises:
@@ -51,7 +51,7 @@ class MinMaxLP:
 
 
 def rounded(
-    flows: Flows, fabric: Fabric, pieces: int, planner: str, notes: tuple[str, ...] = ()
+    flows: Flows, fabric: LeafSpine, pieces: int, planner: str, notes: tuple[str, ...] = ()
 ) -> Paths:
     """Paths by the programme, in whole pieces.
 
@@ -91,7 +91,7 @@ def rounded(
     )
 
 
-def least_worst(bytes_LL: np.ndarray, fabric: Fabric) -> tuple[float, np.ndarray]:
+def least_worst(bytes_LL: np.ndarray, fabric: LeafSpine) -> tuple[float, np.ndarray]:
     """Seconds of the busiest link at its best, and the bytes of each pair on each spine.
 
     Args:
@@ -165,7 +165,7 @@ def _round(
     last: np.ndarray,
     size: np.ndarray,
     share_LLS: np.ndarray,
-    fabric: Fabric,
+    fabric: LeafSpine,
 ) -> np.ndarray:
     """Spine of every piece: quotas first, then the least busy, then moves off the worst link."""
     quota = share_LLS.copy()

@@ -16,7 +16,7 @@ import numpy as np
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
-from shoal.cost.network.fabric import Fabric
+from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import Flows, Paths
 from shoal.plan.paths.colouring import deal
 from shoal.plan.paths.common import Pieces, pieces_of, regular_note
@@ -42,7 +42,7 @@ class Split:
             expected="0 for the fewest, to 1024",
         )
 
-    def paths(self, flows: Flows, fabric: Fabric, *, seed: int = 0) -> Paths:
+    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
         """Pieces of every flow, dealt to spines phase by phase.
 
         Raises:
@@ -61,7 +61,7 @@ class Split:
 
 
 def deal_phases(
-    cut: Pieces, fabric: Fabric, pieces: int, planner: str, notes: tuple[str, ...] = ()
+    cut: Pieces, fabric: LeafSpine, pieces: int, planner: str, notes: tuple[str, ...] = ()
 ) -> Paths:
     """Deal crossing pieces to spines, phase by phase.
 
@@ -93,7 +93,7 @@ def deal_phases(
 
 
 def _deal_one(
-    first: np.ndarray, last: np.ndarray, fabric: Fabric, pieces: int
+    first: np.ndarray, last: np.ndarray, fabric: LeafSpine, pieces: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Row, share and spine of the parts of one phase's pieces."""
     L, n = fabric.leaves, fabric.spines
