@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -64,13 +65,17 @@ class Flows:
         Raises:
             PlanError: columns of different lengths, or a negative number.
         """
-        senders = np.asarray(src, np.int64)
-        count = len(senders)
-        columns = [senders]
-        given = (("dst", dst, np.int64), ("size", size, np.float64))
-        given += (("start_s", start_s, np.float64), ("phase", phase, np.int64))  # type: ignore[assignment]
-        for name, values, kind in given:
-            column = np.asarray(values, kind)
+        count = len(src)
+        given: dict[str, tuple[Any, type]] = {
+            "src": (src, np.int64),
+            "dst": (dst, np.int64),
+            "size": (size, np.float64),
+            "start_s": (start_s, np.float64),
+            "phase": (phase, np.int64),
+        }
+        columns = []
+        for name, (values, kind) in given.items():
+            column: np.ndarray = np.asarray(values, kind)
             column = np.full(count, column) if column.ndim == 0 else column
             require(
                 len(column) == count,
@@ -79,10 +84,9 @@ class Flows:
                 expected=f"{count}, one a flow",
                 error=PlanError,
             )
-            columns.append(column)
-        for name, column in zip(("src", "dst", "size", "start_s", "phase"), columns, strict=True):
             low = float(column.min()) if count else 0.0
             require(low >= 0, f"flows.{name}", low, expected="no negative number", error=PlanError)
+            columns.append(column)
         order = np.argsort(columns[4], kind="stable")
         return cls(*(column[order] for column in columns))
 
@@ -132,7 +136,7 @@ class Flows:
     def inside(self, fabric: LeafSpine) -> np.ndarray:
         """Which flows stay inside a node and never reach the fabric, [F]."""
         if fabric.rails == 1:
-            return self.src == self.dst
+            return np.asarray(self.src == self.dst)
         return np.asarray(self.src // fabric.rails == self.dst // fabric.rails)
 
     def most_ends(self) -> int:
@@ -184,7 +188,7 @@ class Paths:
         flow = np.asarray(flow, np.int64)
 
         def column(values: np.ndarray | float, kind: type) -> np.ndarray:
-            found = np.asarray(values, kind)
+            found: np.ndarray = np.asarray(values, kind)
             return np.full(len(flow), found) if found.ndim == 0 else found
 
         return cls(
@@ -202,8 +206,14 @@ class Paths:
 
     def take(self, chosen: np.ndarray) -> Paths:
         """Some of the pieces."""
-        columns = (self.flow, self.share, self.spine, self.src_port, self.dst_port)
-        return Paths(*(column[chosen] for column in columns), self.planner, self.notes)
+        return replace(
+            self,
+            flow=self.flow[chosen],
+            share=self.share[chosen],
+            spine=self.spine[chosen],
+            src_port=self.src_port[chosen],
+            dst_port=self.dst_port[chosen],
+        )
 
     def ends(self, flows: Flows, fabric: LeafSpine) -> tuple[np.ndarray, np.ndarray]:
         """Leaf that each piece leaves by, and that it arrives at, [P] each."""

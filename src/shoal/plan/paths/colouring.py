@@ -14,7 +14,7 @@ Bipartite Graphs and Multigraphs, 1982 (Euler splitting).
 from __future__ import annotations
 
 import numpy as np
-from scipy.sparse import csr_array
+from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from shoal.core.errors import require
@@ -117,9 +117,8 @@ def _one_colour(count_AB: np.ndarray, colours: int) -> np.ndarray:
     room += [low_B, np.array([low_B.sum()]), np.array([count_AB.sum()])]
     head, tail = np.concatenate(heads), np.concatenate(tails)
     size = A + B + 4
-    graph = csr_array(
-        (np.concatenate(room).astype(np.int32), (head, tail)), shape=(size, size), dtype=np.int32
-    )
+    rooms = np.concatenate(room).astype(np.int32)
+    graph = csr_array(coo_array((rooms, (head, tail)), shape=(size, size)))
     found = maximum_flow(graph, give, take)
     assert found.flow_value == low_A.sum() + low_B.sum(), "the fractional flow is feasible"
     flow = found.flow.toarray()[:A, A : A + B]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 from scipy.optimize import linprog
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, csr_array
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
@@ -81,14 +81,7 @@ def rounded(
         spine.append(_round(first, last, size, solved[key], fabric))
     taken = np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
     spines = np.concatenate(spine) if spine else np.zeros(0, np.int64)
-    key_P, many = np.unique(taken * fabric.spines + spines, return_counts=True)
-    return cut.paths(
-        key_P // fabric.spines,
-        many / pieces,
-        key_P % fabric.spines,
-        planner=planner,
-        notes=notes,
-    )
+    return cut.paths(taken, 1.0 / pieces, spines, planner=planner, notes=notes)
 
 
 def least_worst(bytes_LL: np.ndarray, fabric: LeafSpine) -> tuple[float, np.ndarray]:
@@ -133,20 +126,22 @@ def least_worst(bytes_LL: np.ndarray, fabric: LeafSpine) -> tuple[float, np.ndar
     downs, down_row = np.unique(b[pair] * n + spine, return_inverse=True)
     limit = np.concatenate([rate.ravel()[ups], rate.ravel()[downs]]) / rate_1
     rows = len(limit)
-    bounded = coo_array(
-        (
-            np.concatenate([np.ones(2 * count), -limit]),
+    bounded = csr_array(
+        coo_array(
             (
-                np.concatenate([up_row, down_row + len(ups), np.arange(rows)]),
-                np.concatenate([variable, variable, np.full(rows, count)]),
+                np.concatenate([np.ones(2 * count), -limit]),
+                (
+                    np.concatenate([up_row, down_row + len(ups), np.arange(rows)]),
+                    np.concatenate([variable, variable, np.full(rows, count)]),
+                ),
             ),
-        ),
-        shape=(rows, count + 1),
-    ).tocsr()
-    whole = coo_array((np.ones(count), (pair, variable)), shape=(len(a), count + 1)).tocsr()
+            shape=(rows, count + 1),
+        )
+    )
+    whole = csr_array(coo_array((np.ones(count), (pair, variable)), shape=(len(a), count + 1)))
     cost = np.zeros(count + 1)
     cost[count] = 1.0
-    found = linprog(
+    found = linprog(  # type: ignore[call-overload]
         cost,
         A_ub=bounded,
         b_ub=np.zeros(rows),

@@ -38,5 +38,4 @@ class OnArrival:
         chosen = np.repeat(rows, k)
         size = flows.size[cut.flow[chosen]] * cut.share / k
         spine = least_loaded(cut.first[chosen], cut.last[chosen], size, cut.phase[chosen], fabric)
-        key, many = np.unique(chosen * fabric.spines + spine, return_counts=True)
-        return cut.paths(key // fabric.spines, many / k, key % fabric.spines, planner="on_arrival")
+        return cut.paths(chosen, 1.0 / k, spine, planner="on_arrival")
