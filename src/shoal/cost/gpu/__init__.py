@@ -1,0 +1,1 @@
+"""Accelerators: what a training step costs on GPUs, kernel by kernel."""

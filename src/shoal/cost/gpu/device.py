@@ -1,0 +1,185 @@
+"""What the kernels of a step need to know of an accelerator and of its links.
+
+A :class:`Gpu` is a :class:`~shoal.ir.Machine` in plain floats, with what its generation
+adds: the number of units that share a product's tiles, and what an attention kernel reaches.
+
+Sources: NVIDIA A100, H100 and Blackwell architecture papers, AMD CDNA 2 and 3 papers (units);
+Dao, FlashAttention-2, 2023; Shah et al., FlashAttention-3, 2024; NVIDIA cuDNN 9 release
+notes (attention).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+from shoal.core.errors import MachineError
+from shoal.ir import Machine
+
+__all__ = ["Calibration", "Generation", "Gpu", "generation_of", "gpu_of"]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The constants that measurements set; all else in this room is counted or cited.
+
+    Args:
+        gemm: share of the rate of a probed large product that products keep up in a step of
+            seconds, where power, clocks and other kernels limit them.
+        gemm_low: the same of eight- and four-bit products.
+        stream: share of the memory's rate that chains of elementwise operators reach.
+        wire: share of a link's rate that collectives reach.
+        host: seconds of the host for one kernel, where the host, not the device, sets the pace.
+    """
+
+    gemm: float = 0.86
+    gemm_low: float = 0.80
+    stream: float = 0.75
+    wire: float = 0.75
+    host: float = 6e-6
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What devices of one architecture share.
+
+    Args:
+        name: of the architecture.
+        units: streaming multiprocessors or compute units of the largest device.
+        attention: kernel -> shares of the peak of its (forward, backward) pass on long causal
+            sequences with heads of 128.
+        reach: share of the peak that a probed large product reaches on such a device.
+    """
+
+    name: str
+    units: int
+    reach: float
+    attention: dict[str, tuple[float, float]]
+
+
+_FLASH_ONLY = {"flash1": (0.40, 0.36), "flash2": (0.45, 0.38)}
+GENERATIONS: dict[str, Generation] = {
+    "volta": Generation("volta", 80, 0.8, {"flash1": (0.35, 0.30), "flash2": (0.35, 0.30)}),
+    # FlashAttention-2, figures 5 and 6: 190 and 170 of 312 TFLOP/s; 1 reaches about 0.6 of it.
+    "ampere": Generation(
+        "ampere", 108, 0.869, {"flash1": (0.40, 0.36), "flash2": (0.60, 0.53), "best": (0.62, 0.55)}
+    ),
+    # FlashAttention-3, figures 5 and 6: 370 and 330 of 989 by FlashAttention-2; 640 and 530 by 3.
+    "hopper": Generation(
+        "hopper", 132, 0.803, {"flash1": (0.25, 0.22), "flash2": (0.38, 0.34), "best": (0.64, 0.53)}
+    ),
+    # cuDNN 9.7 and later on a B200.
+    "blackwell": Generation(
+        "blackwell",
+        148,
+        0.77,
+        {"flash1": (0.18, 0.15), "flash2": (0.25, 0.20), "best": (0.60, 0.45)},
+    ),
+    "cdna2": Generation("cdna2", 110, 0.767, {**_FLASH_ONLY, "best": (0.45, 0.38)}),
+    "cdna3": Generation("cdna3", 304, 0.514, {**_FLASH_ONLY, "best": (0.35, 0.28)}),
+    "tpu": Generation("tpu", 4, 0.87, {**_FLASH_ONLY, "best": (0.55, 0.45)}),
+}
+_NAMES = (
+    ("volta", r"V100"),
+    ("ampere", r"A100|A40|A6000|3090|3080|3070|A10\b|A800"),
+    ("blackwell", r"G?B[23]00|RTX PRO|5090"),
+    ("cdna2", r"MI2\d\d"),
+    ("cdna3", r"MI3\d\d"),
+    ("tpu", r"TPU"),
+)
+
+
+def generation_of(name: str) -> Generation:
+    """The architecture of a device of this name; Hopper where the name tells nothing."""
+    for key, pattern in _NAMES:
+        if re.search(pattern, name, re.IGNORECASE):
+            return GENERATIONS[key]
+    return GENERATIONS["hopper"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator among others, in plain numbers.
+
+    Args:
+        name: of the machine.
+        peak: dtype -> FLOP/s of the data sheet.
+        matmul: dtype -> FLOP/s that a large product reaches when nothing else runs.
+        stream: byte/s of the main memory.
+        capacity: bytes of the main memory.
+        generation: of its architecture.
+        inside: byte/s of one device to the others of its domain, in one direction.
+        domain: devices that ``inside`` joins.
+        outside: byte/s of one device to other domains.
+        near_s: seconds of a small message inside.
+        far_s: seconds of a small message outside.
+        sustained: ``matmul`` was probed in runs so long that power limited it, as in a step.
+    """
+
+    name: str
+    peak: tuple[tuple[str, float], ...]
+    matmul: tuple[tuple[str, float], ...]
+    stream: float
+    capacity: float
+    generation: str
+    inside: float
+    domain: int
+    outside: float
+    near_s: float = 3e-6
+    far_s: float = 6e-6
+    sustained: bool = False
+
+    @property
+    def facts(self) -> Generation:
+        """What its architecture adds."""
+        return GENERATIONS[self.generation]
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of a large product; of the nearest wider type where this one is missing."""
+        rates = dict(self.matmul)
+        for name in {
+            "fp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
+            "fp8": ("fp8", "bf16", "fp16"),
+            "bf16": ("bf16", "fp16", "fp32"),
+            "fp16": ("fp16", "bf16", "fp32"),
+            "fp32": ("fp32", "tf32", "bf16"),
+        }[dtype]:
+            if name in rates:
+                return rates[name]
+        raise MachineError(
+            f"machine {self.name}: device.matmul_flops has no rate for {dtype} or a wider type; "
+            "probe the machine, or add the rate in FLOP/s"
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def gpu_of(machine: Machine) -> Gpu:
+    """The accelerator of a machine.
+
+    Raises:
+        MachineError: its memory has no rate.
+    """
+    device = machine.device
+    main = device.main_memory
+    if main.read_bandwidth is None:
+        raise MachineError(
+            f"machine {machine.name}: device.memory.{main.name} has no read_bandwidth; probe the "
+            "machine, or add it in byte/s"
+        )
+    near, far = machine.link("device"), machine.link("node")
+    either = near or far
+    rates = {**device.peak_flops, **device.matmul_flops}
+    return Gpu(
+        name=machine.name,
+        peak=tuple(sorted(device.peak_flops.items())),
+        matmul=tuple(sorted(rates.items())),
+        stream=main.read_bandwidth,
+        capacity=float(main.capacity_bytes),
+        generation=generation_of(f"{machine.name} {device.name}").name,
+        inside=(near or either).bandwidth if either else 1e11,
+        domain=machine.devices_per_node,
+        outside=(far or either).bandwidth if either else 1e11,
+        near_s=(near or either).latency_s if either else 3e-6,
+        far_s=(far or either).latency_s if either else 6e-6,
+    )

@@ -1,0 +1,1 @@
+"""Published runs, replayed: what others measured beside what Shoal would have said."""

@@ -1,0 +1,17 @@
+"""Three analytic models of others, in short: what the same rows cost by their equations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal.cost.gpu.device import Gpu
+from shoal.cost.gpu.spec import Run
+from shoal.cost.published.baselines import calculon, llm_analysis, simumax
+
+__all__ = ["BASELINES"]
+
+BASELINES: dict[str, Callable[[Run, Gpu], float]] = {
+    "llm-analysis": llm_analysis.seconds,
+    "Calculon": calculon.seconds,
+    "SimuMax": simumax.seconds,
+}

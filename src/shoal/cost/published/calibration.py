@@ -1,0 +1,92 @@
+"""The five constants of the accelerator model, set by at most five named rows.
+
+Each constant starts from a value of the literature and moves as far as the named rows ask,
+in least squares on logarithms: a row counts as good to 5 %, a starting value to 20 %. For
+the rows of a publication, the named row of that publication is left out and the constants
+are set anew: what is scored never set what scores it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import astuple, fields
+
+import numpy as np
+
+from shoal.core.errors import ConfigError
+from shoal.cost.gpu.device import Calibration
+from shoal.cost.published.plan import predict
+from shoal.cost.published.rows import Row, read, replay
+
+__all__ = ["NAMED", "PRIOR", "calibrate", "calibration_for"]
+
+# One row for each constant: products in bf16 and in fp8, streams, links, the host.
+NAMED = (
+    "foundry-h100-80gb-13b-s2048-g128-mb16",
+    "mlperf-5.0-405b-h100-512",
+    "torchtitan-8b-8-fsdp",
+    "megatron-seqpar-22B-mfu",
+    "bridge-25.11-pre-training-qwen3_235b_a22b-b200-fp8-mx-g64-b1024",
+)
+# Starting values. gemm: a step's products run at the clock that the power limit leaves, some
+# 15 % below a short probe's; stream: a fused kernel's share of the data sheet (STREAM on GPUs
+# reaches 0.9, chains of kernels with reductions less); wire: bus bandwidth of NCCL's tests over
+# the link's; host: seconds for one kernel of an eager framework.
+PRIOR = Calibration(gemm=0.86, gemm_low=0.80, stream=0.75, wire=0.72, host=6e-6)
+ROW_SPREAD, PRIOR_SPREAD = 0.05, 0.20
+
+
+def calibrate(rows: Iterable[Row], prior: Calibration = PRIOR) -> Calibration:
+    """The constants that ``rows`` ask for, starting from ``prior``.
+
+    Raises:
+        ConfigError: more than five rows, or one that cannot be replayed.
+    """
+    chosen = tuple(rows)
+    if len(chosen) > 5:
+        raise ConfigError(f"{len(chosen)} rows to calibrate on: expected at most 5")
+    replays = [replay(row) for row in chosen]
+    names = [field.name for field in fields(Calibration)]
+    start = np.log(np.array(astuple(prior)))
+    at = start.copy()
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        k = Calibration(**{n: float(v) for n, v in zip(names, np.exp(point), strict=True)})
+        errors = [math.log(predict(r, k).value / r.row.value) / ROW_SPREAD for r in replays]
+        return np.array([*errors, *((point - start) / PRIOR_SPREAD)])
+
+    for _ in range(8):
+        here = residuals(at)
+        step = 0.01
+        slope = np.stack(
+            [(residuals(at + step * unit) - here) / step for unit in np.eye(len(at))], axis=1
+        )
+        move = np.linalg.lstsq(slope, -here, rcond=None)[0]
+        at = at + np.clip(move, -0.2, 0.2)
+        if float(np.abs(move).max()) < 1e-3:
+            break
+    return Calibration(**{n: float(f"{v:.4g}") for n, v in zip(names, np.exp(at), strict=True)})
+
+
+def calibration_for(group: str, rows: tuple[Row, ...] | None = None) -> Calibration:
+    """The constants for the rows of one publication, set without any of them."""
+    table = read() if rows is None else rows
+    return _fitted(tuple(row for row in table if row.id in NAMED and row.group != group))
+
+
+_FITTED: dict[tuple[tuple[str, float], ...], Calibration] = {}
+
+
+def _fitted(rows: tuple[Row, ...]) -> Calibration:
+    key = tuple((row.id, row.value) for row in rows)
+    if key not in _FITTED:
+        _FITTED[key] = calibrate(rows)
+    return _FITTED[key]
+
+
+@functools.cache
+def fitted() -> Calibration:
+    """The constants by all named rows: what plans are priced with."""
+    return _fitted(tuple(row for row in read() if row.id in NAMED))

@@ -1,0 +1,77 @@
+"""A replayed row's prediction: what its open choices become, and what that gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shoal.cost.gpu.device import Calibration
+from shoal.cost.gpu.memory import memory_bytes
+from shoal.cost.gpu.spec import Run
+from shoal.cost.gpu.step import Step, price
+from shoal.cost.published.quantity import reported
+from shoal.cost.published.rows import Replay
+
+__all__ = ["Predicted", "predict"]
+
+_TENSOR = (1, 2, 4, 8)
+_PIPELINE = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_MICRO = (1, 2, 4, 8, 16, 32, 64)
+_CHUNKS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the model says of a row.
+
+    Args:
+        value: in the row's quantity.
+        run: with every choice made.
+        step: seconds by cause.
+    """
+
+    value: float
+    run: Run
+    step: Step
+
+
+def _options(replay: Replay) -> Iterator[Run]:
+    run = replay.run
+    shape, world = run.shape, run.devices
+    splits = [run]
+    if "degrees" in replay.open:
+        splits = [
+            replace(
+                run,
+                tp=tp,
+                pp=pp,
+                dp=world // tp // pp,
+                sp=tp > 1 and run.engine.name[-4:] != "2021",
+            )
+            for tp in _TENSOR
+            for pp in _PIPELINE
+            if world % (tp * pp) == 0 and shape.num_layers % pp == 0 and shape.num_heads % tp == 0
+        ]
+    wide = "vpp" in replay.open or "degrees" in replay.open
+    for split in splits:
+        share = max(1, split.global_batch // split.dp)
+        sizes = [m for m in _MICRO if m <= share] if "micro_batch" in replay.open else ()
+        for size in sizes or (split.micro_batch,):
+            for vpp in _CHUNKS if wide and split.pp > 1 else (split.vpp,):
+                if vpp == 1 or shape.num_layers % (split.pp * vpp) == 0 or not wide:
+                    yield replace(split, micro_batch=size, vpp=vpp)
+
+
+def predict(replay: Replay, k: Calibration) -> Predicted:
+    """The prediction for a row: of open choices the fastest that fits, or that lacks least."""
+    options = list(_options(replay))
+    if len(options) > 1:
+        need = {option: memory_bytes(option) for option in options}
+        fitting = [o for o in options if need[o] <= replay.gpu.capacity]
+        options = fitting or [min(options, key=lambda o: need[o])]
+    step, run = min(
+        ((price(option, replay.gpu, k), option) for option in options),
+        key=lambda found: found[0].seconds,
+    )
+    peak = dict(replay.gpu.peak)["bf16"]
+    return Predicted(reported(replay.row, run, step.seconds, peak), run, step)
