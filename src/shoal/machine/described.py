@@ -28,7 +28,7 @@ _DATA = Path(__file__).parent / "data"
 
 @functools.cache
 def _shipped() -> dict[str, Path]:
-    return {path.stem: path for path in sorted(_DATA.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(_DATA.glob("*.yaml"), key=lambda path: path.stem)}
 
 
 def names() -> tuple[str, ...]:

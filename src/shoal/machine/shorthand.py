@@ -22,7 +22,7 @@ __all__ = ["ALIASES", "Cluster", "Spelled", "canonical", "parse"]
 
 _GBIT = r"\d{1,5}(?:\.\d{1,3})?"
 _CLUSTER = re.compile(
-    r"(?P<counts>(?:\d{1,6}x){0,2})(?P<name>[A-Za-z0-9][A-Za-z0-9.-]*?)"
+    r"(?P<counts>(?:\d{1,6}x){0,2})(?P<name>(?:[A-Za-z]|4090)[A-Za-z0-9.-]*?)"
     rf"(?:@(?P<kind>IB|ROCE|ETH)(?P<gbit>{_GBIT}))?"
 )
 _WAN = re.compile(rf"(?P<rest>.*?)(?:@WAN(?P<gbit>{_GBIT}))?", re.DOTALL)
