@@ -1,9 +1,17 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
 from shoal.ir.estimate import Estimate, Interval
-from shoal.ir.job import CheckpointPolicy, Evaluation, Parallel, ServeJob, TrainJob
+from shoal.ir.job import (
+    CheckpointPolicy,
+    Evaluation,
+    LayerGroup,
+    Parallel,
+    Replan,
+    ServeJob,
+    TrainJob,
+)
 from shoal.ir.layout import Layout
-from shoal.ir.machine import Device, Link, Machine, Measurement, MemoryTier
+from shoal.ir.machine import Device, Fabric, Link, Machine, Measurement, MemoryTier
 from shoal.ir.plan import Plan, Report, ServePlan, ServeReport, Work
 from shoal.ir.protocols import Part
 from shoal.ir.schedule import Event, LinkModel, Op, OpCosts, Schedule, SchedulePart
@@ -34,9 +42,11 @@ __all__ = [
     "Estimate",
     "Evaluation",
     "Event",
+    "Fabric",
     "Interval",
     "KVManager",
     "KVPart",
+    "LayerGroup",
     "Layout",
     "Limits",
     "Link",
@@ -51,6 +61,7 @@ __all__ = [
     "Parallel",
     "Part",
     "Plan",
+    "Replan",
     "Report",
     "Request",
     "Runner",

@@ -22,7 +22,15 @@ from shoal.core.errors import ConfigError, require
 from shoal.core.parts import Choice
 from shoal.ir.layout import Layout
 
-__all__ = ["CheckpointPolicy", "Evaluation", "Parallel", "ServeJob", "TrainJob"]
+__all__ = [
+    "CheckpointPolicy",
+    "Evaluation",
+    "LayerGroup",
+    "Parallel",
+    "Replan",
+    "ServeJob",
+    "TrainJob",
+]
 
 
 class Parallel(Value):
@@ -47,6 +55,8 @@ class Parallel(Value):
         overlap: what of tensor parallelism's communication travels while the products around
             it are computed; tile cuts every split linear layer in row tiles, none does not.
         order: axes from slowest to fastest; neighbours differ in the last.
+        stages: blocks of each stage, in order; if not given, the blocks are cut so that the
+            slowest stage is as fast as it can be.
     """
 
     dp: PositiveInt = 1
@@ -64,6 +74,7 @@ class Parallel(Value):
     context: Annotated[Choice, Kind("context")] = Choice(name="zigzag")
     overlap: Literal["none", "tile"] = "none"
     order: str = "pp-dp-cp-tp"
+    stages: tuple[PositiveInt, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -85,6 +96,12 @@ class Parallel(Value):
             "parallel.vocab",
             self.vocab,
             expected="none, auto or pp where tp = 1",
+        )
+        require(
+            len(self.stages) in (0, self.pp * self.vpp),
+            "parallel.stages",
+            ", ".join(map(str, self.stages)),
+            expected=f"the blocks of pp * vpp = {self.pp * self.vpp} stages, or nothing",
         )
         return self
 
@@ -109,6 +126,29 @@ class Parallel(Value):
         inner = self.dp * self.cp * self.tp
         edp = inner // (self.ep * self.etp)
         return Layout((("pp", self.pp), ("edp", edp), ("ep", self.ep), ("etp", self.etp)))
+
+
+class LayerGroup(Value):
+    """Consecutive blocks that run in one way; what is not given is as the job says.
+
+    The runtime runs groups that differ in ``recompute``; groups that differ in degrees or in
+    sharding are planned and priced, and refused when they are to be run.
+
+    Args:
+        blocks: how many blocks.
+        recompute: none, or full: only the blocks' inputs are kept.
+        dp: data-parallel replicas of these blocks.
+        tp: tensor-parallel ranks of these blocks.
+        cp: context-parallel ranks of these blocks; dp * tp * cp is that of the job.
+        shard: what is sharded over their data-parallel ranks.
+    """
+
+    blocks: PositiveInt
+    recompute: Literal["none", "full"] | None = None
+    dp: PositiveInt | None = None
+    tp: PositiveInt | None = None
+    cp: PositiveInt | None = None
+    shard: Annotated[Choice, Kind("shard")] | None = None
 
 
 class Evaluation(Value):
@@ -139,6 +179,24 @@ class CheckpointPolicy(Value):
     keep: PositiveInt = 3
 
 
+class Replan(Value):
+    """When a run that goes on changes its plan.
+
+    Args:
+        enabled: measure every step, and change to another plan where that pays.
+        gain: how much shorter, as a share of a step, another plan has to be predicted.
+        patience: consecutive steps in which it has to be.
+        smoothing: weight of the newest step in the moving averages.
+        probe_every: most steps between two measurements of the links.
+    """
+
+    enabled: bool = False
+    gain: float = Field(default=0.1, gt=0.0, lt=1.0)
+    patience: PositiveInt = 20
+    smoothing: float = Field(default=0.2, gt=0.0, le=1.0)
+    probe_every: PositiveInt = 50
+
+
 class TrainJob(Value):
     """Train a decoder-only language model.
 
@@ -165,12 +223,15 @@ class TrainJob(Value):
         shard: what is sharded over the data-parallel ranks.
         recompute: none; full (only each block's input is kept); or stage (only the input of
             a pipeline stage is kept).
+        layers: groups of blocks from first to last, where blocks run in different ways; their
+            numbers of blocks add up to the model's.
         dropout: share of the outputs of attention and feed-forward that is dropped.
         compile: compile the model with ``torch.compile``.
         threads: threads of one rank; 0 shares the cores among the ranks of a host.
         seed: seed of everything random.
         evaluation: when and how much to evaluate.
         checkpoint: when to save and what to keep.
+        replan: whether the run goes over to another plan when what it measures drifts.
         timeout_s: a rank that makes no progress for so long is reported and ended.
         log_every: steps between lines in the event file.
         sinks: where events go besides the run's own ``events.jsonl``.
@@ -195,12 +256,14 @@ class TrainJob(Value):
     parallel: Parallel = Parallel()
     shard: Annotated[Choice, Kind("shard")] = Choice(name="replicated")
     recompute: Literal["none", "full", "stage"] = "none"
+    layers: tuple[LayerGroup, ...] = ()
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     compile: bool = False
     threads: NonNegativeInt = 0
     seed: NonNegativeInt = 0
     evaluation: Evaluation = Evaluation()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
+    replan: Replan = Replan()
     timeout_s: PositiveFloat = 120.0
     log_every: PositiveInt = 1
     sinks: tuple[Annotated[Choice, Kind("sink")], ...] = ()
@@ -222,7 +285,37 @@ class TrainJob(Value):
                 f"microbatch = {self.microbatch}: each of {self.parallel.dp} ranks has {share} "
                 f"sequences a step; give a divisor of {share}"
             )
+        if self.layers and self.recompute == "stage":
+            raise ConfigError(
+                "recompute = 'stage' with layers: a stage is computed again as a whole; give none "
+                "or full, or leave layers out"
+            )
+        inner = self.parallel.dp * self.parallel.tp * self.parallel.cp
+        for number, group in enumerate(self.layers):
+            dp, tp, cp = self.degrees(group)
+            if dp * tp * cp != inner:
+                raise ConfigError(
+                    f"layers.{number}: dp * tp * cp = {dp} * {tp} * {cp} = {dp * tp * cp}; a stage "
+                    f"of the job has {inner} ranks, so give degrees whose product is {inner}"
+                )
         return self
+
+    def degrees(self, group: LayerGroup) -> tuple[int, int, int]:
+        """dp, tp and cp of a group of blocks."""
+        split = self.parallel
+        return group.dp or split.dp, group.tp or split.tp, group.cp or split.cp
+
+    def recomputed(self, num_layers: int) -> frozenset[int]:
+        """Blocks of which only the input is kept for the backward pass."""
+        if not self.layers:
+            return frozenset(range(num_layers if self.recompute == "full" else 0))
+        found: set[int] = set()
+        first = 0
+        for group in self.layers:
+            if (group.recompute or self.recompute) == "full":
+                found.update(range(first, first + group.blocks))
+            first += group.blocks
+        return frozenset(found)
 
 
 class ServeJob(Value):

@@ -10,6 +10,7 @@ cast once, and no operator falls back to fp32 except statistics and softmax.
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +99,7 @@ class Transformer(nn.Module):
         *,
         documents_BT: Tensor | None = None,
         cache: KVCache | None = None,
-        recompute: bool = False,
+        recompute: bool | Collection[int] = False,
         dropout: StepDropout | None = None,
     ) -> Tensor:
         """Final normalised hidden states [B, T, D], in the dtype of the computation.
@@ -108,7 +109,8 @@ class Transformer(nn.Module):
             documents_BT: number of the document each token is of; tokens of different
                 documents do not see each other.
             cache: keys and values of the tokens before these; is moved on.
-            recompute: keep only the input of every block for the backward pass.
+            recompute: keep only the input of every block, or of the blocks with these numbers,
+                for the backward pass.
             dropout: of these sequences; none where the model is not in training mode.
 
         Raises:
@@ -144,8 +146,9 @@ class Transformer(nn.Module):
         if dropout is not None and self.training:
             positions_T = torch.arange(start, start + length, device=x_BTD.device)
             drop = dropout.over(positions_T, length, len(tokens_BT))
-        for block in self.blocks:
-            if recompute and torch.is_grad_enabled():
+        again = recompute if isinstance(recompute, Collection) else range(len(self.blocks))
+        for layer, block in enumerate(self.blocks):
+            if recompute and layer in again and torch.is_grad_enabled():
                 x_BTD = checkpoint(block, x_BTD, cos, sin, mask, None, drop, use_reentrant=False)
             else:
                 x_BTD = block(x_BTD, cos, sin, mask, cache, drop)
@@ -193,7 +196,7 @@ class Transformer(nn.Module):
         targets_BT: Tensor,
         *,
         documents_BT: Tensor | None = None,
-        recompute: bool = False,
+        recompute: bool | Collection[int] = False,
         dropout: StepDropout | None = None,
     ) -> Tensor:
         """Sum of the cross-entropies of ``targets_BT``, in nats and fp32, logits never kept.

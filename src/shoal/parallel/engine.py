@@ -74,16 +74,24 @@ class Rows(NamedTuple):
 class _Whole:
     """The whole model as the only stage."""
 
-    def __init__(self, model: Transformer, compiled: bool, dropout: Dropout | None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        compiled: bool,
+        dropout: Dropout | None,
+        recomputed: frozenset[int],
+    ) -> None:
         self._loss = torch.compile(model.loss_sum) if compiled else model.loss_sum
         self._dropout = dropout
+        self._recomputed = recomputed
 
     def __call__(self, x: Tensor | None, mb: MicroBatch, *, recompute: bool) -> Tensor:
         extra: dict[str, Any] = {}
         if self._dropout is not None:
             extra = {"dropout": self._dropout.at(mb.step, mb.row)}
+        again = recompute or self._recomputed
         return self._loss(
-            mb.tokens, mb.targets, documents_BT=mb.documents, recompute=recompute, **extra
+            mb.tokens, mb.targets, documents_BT=mb.documents, recompute=again, **extra
         )
 
 
@@ -124,6 +132,8 @@ class Engine:
         self.gathers = bool(shard.divides & {"gradients", "weights"})
         self.context = table("context").build(parallel.context) if parallel.cp > 1 else None
         dropout = Dropout(job.dropout, job.seed) if job.dropout else None
+        # Where the runtime is told the same of all blocks, none is named.
+        self.recomputed = job.recomputed(self.config.num_layers) if job.layers else frozenset()
         self.vocab: VocabShard | None = None
         self.whole: Transformer | None = None
         self.local: nn.Module
@@ -145,7 +155,7 @@ class Engine:
             self.local, self.ranks.data, whole_matrices=optimizer.whole_matrices
         )
         if self.whole is not None:  # now that its loss_sum is the sharded one
-            stages = {0: _Whole(self.whole, job.compile, dropout)}
+            stages = {0: _Whole(self.whole, job.compile, dropout, self.recomputed)}
         compute = torch.bfloat16 if job.precision == "bf16" else dtype
         # Stages of a pipeline end their backward passes at different times.
         self.sharded.overlap = parallel.pp == 1
@@ -164,7 +174,7 @@ class Engine:
             vocab=self.vocab,
             autocast=self.autocast,
             around=lambda last: self.sharded.accumulate(last=last),
-            recompute=job.recompute,
+            recompute="none" if job.layers else job.recompute,
         )
 
     def _build(self, weights: Weights, dropout: Dropout | None) -> Mapping[int, Any]:
@@ -174,7 +184,12 @@ class Engine:
         from shoal.plan.partition import cells_for
 
         parallel, place = self.job.parallel, self.schedule.place
-        layers = cells_for(self.config.shape(), self.schedule, vocab_split=parallel.vocab_split)
+        layers = cells_for(
+            self.config.shape(),
+            self.schedule,
+            vocab_split=parallel.vocab_split,
+            given=parallel.stages,
+        )
         cells = {
             stage: cell
             for stage, cell in enumerate(self.schedule.cell_of)
@@ -188,6 +203,7 @@ class Engine:
             ranks=self.ranks,
             context=self.context,
             dropout=dropout,
+            recomputed=self.recomputed,
         )
         self._slices = dict(local.slices)
         if self.schedule.vocab_barriers:

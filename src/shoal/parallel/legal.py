@@ -11,6 +11,7 @@ from shoal.core.parts import table
 from shoal.cost.training import microbatch_of
 from shoal.ir import ModelShape, Schedule, TrainJob
 from shoal.parallel.overlap import TILES
+from shoal.plan.partition import cells_for
 
 __all__ = ["check_split", "schedule_of"]
 
@@ -85,7 +86,7 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
     )
     schedule = schedule_of(job)
     require(
-        shape.num_layers % schedule.stages == 0 or p.vpp == 1,
+        shape.num_layers % schedule.stages == 0 or p.vpp == 1 or bool(p.stages),
         "parallel.vpp",
         p.vpp,
         expected=f"with pp = {pp} a number of stages that divides {shape.num_layers} layers: "
@@ -99,6 +100,9 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         expected=f"at most {shape.num_layers} stages, one for each layer",
         error=PlanError,
     )
+    _check_layers(job, shape)
+    if p.stages:
+        cells_for(shape, schedule, given=p.stages)
     if cp > 1:
         context = table("context").build(p.context, where="parallel.context")
         context.positions(job.seq_len, cp)
@@ -159,3 +163,29 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     return schedule
+
+
+def _check_layers(job: TrainJob, shape: ModelShape) -> None:
+    """Refuse groups of blocks that are not the model's, or that the runtime cannot run."""
+    if not job.layers:
+        return
+    total = sum(group.blocks for group in job.layers)
+    require(
+        total == shape.num_layers,
+        "layers",
+        f"{total} blocks",
+        expected=f"groups whose blocks add up to the {shape.num_layers} of {shape.name}",
+        error=PlanError,
+    )
+    p = job.parallel
+    for number, group in enumerate(job.layers):
+        require(
+            job.degrees(group) == (p.dp, p.tp, p.cp) and group.shard in (None, job.shard),
+            f"layers.{number}",
+            group.model_dump(mode="json", exclude_none=True),
+            expected=f"dp, tp, cp and shard of the job: {p.dp}, {p.tp}, {p.cp} and {job.shard}. "
+            "Blocks with degrees or sharding of their own are planned only: this version runs "
+            "groups that differ in recompute, and stages of any length",
+            hint="plan with --set planner.runnable=true, or remove these keys",
+            error=PlanError,
+        )

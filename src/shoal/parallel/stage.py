@@ -46,6 +46,7 @@ class Stage(nn.Module):
         ranks: communicators of this rank; ``tp`` and ``cp`` are used.
         context: attention over sequences that ranks share; needed where cp > 1.
         dropout: of the outputs of attention and feed-forward, in training mode.
+        recomputed: numbers of the layers of which only the input is kept, whatever a pass says.
 
     Raises:
         PlanError: the model cannot be split so.
@@ -63,10 +64,12 @@ class Stage(nn.Module):
         ranks: Ranks,
         context: ContextPart | None = None,
         dropout: Dropout | None = None,
+        recomputed: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
         self.config, self.layers, self.first, self.last = config, layers, first, last
         self.tp, self.cp, self.context, self.dropout = ranks.tp, ranks.cp, context, dropout
+        self.recomputed = recomputed
         self.sp = parallel.sp and self.tp.world > 1
         self.vocab = parallel.vocab_split
         self.split = self.tp.world > 1 or self.cp.world > 1
@@ -132,8 +135,8 @@ class Stage(nn.Module):
             mask = None if mb.documents is None else document_mask(mb.documents, x.dtype)
             rest = (mask, None, drop)
             x = x.view(batch, share, -1)
-        for block in self.blocks.values():
-            if recompute and torch.is_grad_enabled():
+        for layer, block in zip(self.layers, self.blocks.values(), strict=True):
+            if (recompute or layer in self.recomputed) and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, *rest, use_reentrant=False)
             else:
                 x = block(x, cos, sin, *rest)
@@ -234,6 +237,7 @@ class LocalModel(nn.Module):
         ranks: as for :class:`Stage`.
         context: as for :class:`Stage`.
         dropout: as for :class:`Stage`.
+        recomputed: as for :class:`Stage`.
 
     Attributes:
         stages: stage -> :class:`Stage`.
@@ -250,6 +254,7 @@ class LocalModel(nn.Module):
         ranks: Ranks,
         context: ContextPart | None = None,
         dropout: Dropout | None = None,
+        recomputed: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
         self.config = config
@@ -264,6 +269,7 @@ class LocalModel(nn.Module):
                 ranks=ranks,
                 context=context,
                 dropout=dropout,
+                recomputed=recomputed,
             )
             for number, chosen in sorted(layers.items())
         }

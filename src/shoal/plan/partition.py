@@ -197,6 +197,7 @@ def cells_for(
     schedule: Schedule,
     *,
     vocab_split: Literal["none", "tp", "pp"] = "pp",
+    given: Sequence[int] = (),
 ) -> tuple[range, ...]:
     """Blocks of each cell of a schedule: those of its stages, or of the stages' replicas.
 
@@ -207,10 +208,22 @@ def cells_for(
         shape: the model.
         schedule: of which the cells are taken.
         vocab_split: as for :func:`stages_for`.
+        given: number of blocks of each stage, where the job says it.
 
     Raises:
-        PlanError: more stages than blocks.
+        PlanError: more stages than blocks, or stages that do not hold the blocks.
     """
+    if given:
+        require(
+            not schedule.cells and len(given) == schedule.stages and sum(given) == shape.num_layers,
+            "parallel.stages",
+            ", ".join(map(str, given)),
+            expected=f"{schedule.stages} numbers that add up to the {shape.num_layers} blocks of "
+            f"{shape.name}, with a schedule whose stages are not replicas",
+            error=PlanError,
+        )
+        ends = accumulate(given)
+        return tuple(range(end - own, end) for own, end in zip(given, ends, strict=True))
     if not schedule.bare_head:
         return stages_for(shape, schedule.num_cells, vocab_split=vocab_split)
     last = range(shape.num_layers, shape.num_layers)
