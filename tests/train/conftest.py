@@ -1,5 +1,6 @@
 """A small corpus, a described machine and jobs that run in seconds."""
 
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 from shoal.cost.shapes import find
 from shoal.cost.training import estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, Plan, TrainJob, Work
+
+
+# The tests of this room share modules that are no tests.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

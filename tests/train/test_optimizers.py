@@ -17,7 +17,7 @@ def parameters() -> dict[str, torch.Tensor]:
 def gradients(params: dict[str, torch.Tensor], step: int) -> None:
     generator = torch.Generator().manual_seed(step + 1)
     for tensor in params.values():
-        tensor.grad = torch.randn(tensor.shape, generator=generator)
+        tensor.grad = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
 
 
 def test_adamw_follows_the_paper() -> None:
@@ -58,7 +58,38 @@ def test_muon_makes_blocks_matrices_orthogonal_and_leaves_the_rest_to_adamw() ->
     assert torch.allclose(moved, torch.full_like(moved, 0.1), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_lamb_follows_the_paper_in_float64() -> None:
+    lr, b1, b2, eps, decay = 0.01, 0.9, 0.95, 1e-6, 0.01
+    params = {name: p.detach().double().requires_grad_() for name, p in parameters().items()}
+    with torch.no_grad():
+        params["norm"].zero_()  # without a norm the ratio is 1
+    expected = {name: p.detach().clone() for name, p in params.items()}
+    first = {name: torch.zeros_like(p) for name, p in expected.items()}
+    second = {name: torch.zeros_like(p) for name, p in expected.items()}
+    updater = table("optimizer").build({"name": "lamb", "lr": lr}).build(params)
+    for step in range(3):
+        gradients(params, step)
+        updater.step(0.5)
+        for name, w in expected.items():
+            g = params[name].grad
+            assert g is not None
+            first[name] = b1 * first[name] + (1 - b1) * g
+            second[name] = b2 * second[name] + (1 - b2) * g * g
+            m, v = first[name] / (1 - b1 ** (step + 1)), second[name] / (1 - b2 ** (step + 1))
+            update = m / (v.sqrt() + eps) + (decay * w if w.dim() > 1 else 0)
+            sizes = float(w.norm()), float(update.norm())
+            w -= 0.5 * lr * (sizes[0] / sizes[1] if all(sizes) else 1.0) * update
+    for name, w in expected.items():
+        assert torch.allclose(params[name], w, rtol=1e-12, atol=1e-12), name
+
+
+@pytest.mark.parametrize("option", [{"lr": 0}, {"beta1": 1.0}, {"eps": 0}, {"weight_decay": -1}])
+def test_lamb_refuses_options(option: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"optimizer.lamb.{next(iter(option))} = "):
+        table("optimizer").build({"name": "lamb", **option})
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lamb"])
 def test_state_goes_round(name: str) -> None:
     straight, broken = parameters(), parameters()
     one = table("optimizer").build(name).build(straight)

@@ -10,7 +10,9 @@ import os
 import sys
 from typing import Annotated
 
+import click
 import typer
+from typer.core import TyperGroup
 
 from shoal import __version__
 from shoal.app.commands import (
@@ -32,8 +34,23 @@ from shoal.core.errors import ShoalError
 
 __all__ = ["app", "main"]
 
+
+class _Verbs(TyperGroup):
+    """Verbs of one word and of two: ``train`` takes a file, and ``train diagnose`` a run."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command of the first word, or of the first two."""
+        both = " ".join(args[:2])
+        if len(args) > 1 and both in self.commands:
+            args = [both, *args[2:]]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="shoal",
+    cls=_Verbs,
     help="Predict what a large-model job will cost on your machines, run it there, keep score.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -65,6 +82,7 @@ app.command("doctor")(doctor.doctor)
 plan.app.command("sbp")(sbp.sbp)
 app.add_typer(plan.app, name="plan")
 app.command("train")(train.train)
+app.command("train diagnose")(train.diagnose)
 app.command("serve")(serve.serve)
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")

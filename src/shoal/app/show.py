@@ -155,6 +155,9 @@ class TrainingBar:
             self._say(f"refused: {event['message']}")
         elif kind == "restart":
             self._say(f"{event['message']}\nrestarting from the newest checkpoint")
+        elif kind == "fault":
+            place = "nobody could be named" if event["place"] is None else f"place {event['place']}"
+            self._say(f"fault ({event['rule']}, {place}) after {event['seconds']:.1f} s")
 
     def _start(self, event: dict[str, Any]) -> None:
         from rich.progress import (

@@ -33,6 +33,7 @@ from shoal.ir.serving import (
     TokenInfo,
 )
 from shoal.ir.shape import ModelShape
+from shoal.ir.watch import WatchPolicy
 
 __all__ = [
     "Arrival",
@@ -78,5 +79,6 @@ __all__ = [
     "StepResult",
     "TokenInfo",
     "TrainJob",
+    "WatchPolicy",
     "Work",
 ]

@@ -21,6 +21,7 @@ from shoal.core.config import Kind, Value
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import Choice
 from shoal.ir.layout import Layout
+from shoal.ir.watch import WatchPolicy
 
 __all__ = [
     "CheckpointPolicy",
@@ -231,6 +232,7 @@ class TrainJob(Value):
         seed: seed of everything random.
         evaluation: when and how much to evaluate.
         checkpoint: when to save and what to keep.
+        watch: what each rank records about itself.
         replan: whether the run goes over to another plan when what it measures drifts.
         timeout_s: a rank that makes no progress for so long is reported and ended.
         log_every: steps between lines in the event file.
@@ -263,6 +265,7 @@ class TrainJob(Value):
     seed: NonNegativeInt = 0
     evaluation: Evaluation = Evaluation()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
+    watch: WatchPolicy = WatchPolicy()
     replan: Replan = Replan()
     timeout_s: PositiveFloat = 120.0
     log_every: PositiveInt = 1

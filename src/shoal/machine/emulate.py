@@ -148,6 +148,29 @@ class Network:
         self._started.append(process)
         return process
 
+    def reshape(self, host: int, bandwidth: float, *, sends: bool) -> None:
+        """Give what a host sends, or receives, another rate from now on.
+
+        Args:
+            host: number of the host.
+            bandwidth: byte/s.
+            sends: what it sends; else what it receives.
+
+        Raises:
+            MachineError: no such host, or it cannot be done.
+        """
+        require(
+            0 <= host < len(self.names),
+            "host",
+            host,
+            expected=f"0 to {len(self.names) - 1}",
+            error=MachineError,
+        )
+        name, interface = self.names[host], INTERFACE
+        if not sends:
+            name, interface = f"{name.rpartition('-')[0]}-switch", f"port{host}"
+        _shape(name, interface, bandwidth, verb="replace")
+
     def run(
         self, commands: Sequence[Sequence[str]], *, timeout_s: float = 60.0
     ) -> list[subprocess.CompletedProcess[str]]:
@@ -252,10 +275,10 @@ def emulate(hosts: int, *, bandwidth: float) -> Iterator[Network]:
         yield network
 
 
-def _shape(name: str, interface: str, bandwidth: float) -> None:
+def _shape(name: str, interface: str, bandwidth: float, *, verb: str = "add") -> None:
     burst = burst_bytes(bandwidth)
     _call(
-        *("tc", "-n", name, "qdisc", "add", "dev", interface, "root", "tbf"),
+        *("tc", "-n", name, "qdisc", verb, "dev", interface, "root", "tbf"),
         *("rate", f"{max(1, round(8 * bandwidth))}bit", "burst", f"{burst}b"),
         *("limit", f"{burst + int(_QUEUE_S * bandwidth)}b"),
     )

@@ -18,6 +18,7 @@ FAMILIES = PartTable(
         "qwen2": "shoal.model.families.qwen2:Qwen2",
         "qwen3": "shoal.model.families.qwen3:Qwen3",
         "mixtral": "shoal.model.families.mixtral:Mixtral",
+        "parallel": "shoal.model.families.parallel:ParallelBlock",
     },
 )
 

@@ -12,7 +12,7 @@ from shoal.ir.shape import ModelShape
 
 __all__ = ["Family", "ModelConfig", "RopeScaling"]
 
-Family = Literal["llama", "qwen2", "qwen3", "mixtral"]
+Family = Literal["llama", "qwen2", "qwen3", "mixtral", "parallel"]
 
 # Beyond every real model, and small enough that a wrong file cannot exhaust memory
 # before its weights were looked at.
@@ -76,7 +76,8 @@ class ModelConfig(Value):
 
     Args:
         name: what people call it.
-        family: llama, qwen2, qwen3 or mixtral; the Hugging Face class that is written.
+        family: llama, qwen2, qwen3 or mixtral: the Hugging Face class that is written; or
+            parallel, whose blocks add attention and feed-forward of the same norm.
         vocab_size: rows V of the embedding.
         hidden: width D.
         num_layers: blocks L.
@@ -205,7 +206,9 @@ class ModelConfig(Value):
                 "families llama, qwen2, qwen3, mixtral"
             )
         family: Family = "llama"
-        if shape.num_experts:
+        if shape.family == "parallel":
+            family = "parallel"
+        elif shape.num_experts:
             family = "mixtral"
         elif shape.qk_norm:
             family = "qwen3"

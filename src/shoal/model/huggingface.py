@@ -51,6 +51,7 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "mixtral": "mixtral",
+    "shoal_parallel": "parallel",
 }
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

@@ -30,14 +30,19 @@ __all__ = ["Block", "Transformer"]
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on the normalised stream and added to it."""
+    """Attention, then feed-forward, each on the normalised stream and added to it.
+
+    In the family parallel both read the same: y = x + attention(norm(x)) + mlp(norm(x)).
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.attention_norm = RMSNorm(config.hidden, config.rms_norm_eps)
         self.attention = Attention(config, layer)
-        self.mlp_norm = RMSNorm(config.hidden, config.rms_norm_eps)
+        self.parallel = config.family == "parallel"
+        if not self.parallel:
+            self.mlp_norm = RMSNorm(config.hidden, config.rms_norm_eps)
         self.mlp = Experts(config) if config.num_experts else SwiGLU(config)
 
     def forward(
@@ -50,9 +55,12 @@ class Block(nn.Module):
         drop: Drop | None = None,
     ) -> Tensor:
         """One step of the residual stream."""
-        mixed = self.attention(self.attention_norm(x_BTD), cos, sin, mask, cache)
+        normed = self.attention_norm(x_BTD)
+        mixed = self.attention(normed, cos, sin, mask, cache)
         x_BTD = self.residual(x_BTD, mixed, drop, ATTENTION)
-        return self.residual(x_BTD, self.mlp(self.mlp_norm(x_BTD)), drop, FEED_FORWARD)
+        if not self.parallel:
+            normed = self.mlp_norm(x_BTD)
+        return self.residual(x_BTD, self.mlp(normed), drop, FEED_FORWARD)
 
     def residual(self, x: Tensor, branch: Tensor, drop: Drop | None, site: str) -> Tensor:
         """Add the output of a branch to the stream, some of it dropped if asked."""
@@ -60,8 +68,11 @@ class Block(nn.Module):
 
     def flat(self, x_ND: Tensor, cos: Tensor, sin: Tensor, mixer: Mixer) -> Tensor:
         """The same for tokens of any sequences side by side."""
-        x_ND = x_ND + self.attention.flat(self.attention_norm(x_ND), cos, sin, mixer)
-        out: Tensor = x_ND + self.mlp(self.mlp_norm(x_ND))
+        normed = self.attention_norm(x_ND)
+        x_ND = x_ND + self.attention.flat(normed, cos, sin, mixer)
+        if not self.parallel:
+            normed = self.mlp_norm(x_ND)
+        out: Tensor = x_ND + self.mlp(normed)
         return out
 
 

@@ -108,12 +108,14 @@ class SplitBlock(WholeBlock):
         """
         attention = self.attention
         total = batch * len(cos)
-        qkv = attention.qkv_proj(self.attention_norm(x_ND), total)
+        normed = self.attention_norm(x_ND)
+        qkv = attention.qkv_proj(normed, total)
         q, k, v = attention.rotated(qkv.view(batch, len(cos), -1), cos, sin)
         mixed = mix(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         out = attention.o_proj(mixed.transpose(1, 2).reshape(total, -1))
         x_ND = self.residual(x_ND, out, drop, ATTENTION)
-        normed = self.mlp_norm(x_ND)
+        if not self.parallel:
+            normed = self.mlp_norm(x_ND)
         if isinstance(self.mlp, SwiGLU):
             out = self.mlp.down_proj(gate(self.mlp.gate_up_proj(normed, total)))
         else:

@@ -105,7 +105,8 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         block["attention.o_proj.bias"] = (dim,)
     if config.qk_norm:
         block["attention.q_norm.weight"] = block["attention.k_norm.weight"] = (config.head_dim,)
-    block["mlp_norm.weight"] = (dim,)
+    if config.family != "parallel":  # one norm for both branches
+        block["mlp_norm.weight"] = (dim,)
     if experts:
         block["mlp.gate_up_proj"] = (experts, 2 * ffn, dim)
         block["mlp.down_proj"] = (experts, dim, ffn)

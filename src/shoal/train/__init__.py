@@ -13,6 +13,7 @@ OPTIMIZERS = PartTable(
     {
         "adamw": "shoal.train.optimizers.adamw:AdamW",
         "muon": "shoal.train.optimizers.muon:Muon",
+        "lamb": "shoal.train.optimizers.lamb:Lamb",
     },
 )
 

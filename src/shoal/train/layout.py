@@ -80,6 +80,10 @@ class RunDir:
         """Stacks of a rank, written when it crashes or is asked."""
         return self.ranks / f"rank-{rank}.stack"
 
+    def flight(self, rank: int) -> Path:
+        """What a rank has recorded of its collectives and phases."""
+        return self.ranks / f"rank-{rank}.flight"
+
     def error(self, rank: int) -> Path:
         """The error that a rank ended with."""
         return self.ranks / f"rank-{rank}.error"

@@ -24,6 +24,8 @@ from shoal.parallel.actor import prefetch
 from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
 from shoal.parallel.protocols import Held
+from shoal.train.watch.selfcheck import check_arithmetic
+from shoal.train.watch.watched import phase
 
 if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from shoal.parallel.comm import TorchComm
     from shoal.parallel.engine import Weights
     from shoal.train.protocols import LrSchedule, Updater
+    from shoal.train.watch.recorder import Recorder
 
 __all__ = ["StepResult", "Trainer"]
 
@@ -104,6 +107,7 @@ class Trainer:
 
         With ``record`` the engine's runtime keeps the times of its passes.
 
+        self.recorder: Recorder | None = getattr(comm, "recorder", None)
         Raises:
             RankError: a peer is gone.
             ConfigError: the loss is not finite.
@@ -111,7 +115,13 @@ class Trainer:
         begin = time.perf_counter()
         if self.comm.beat is not None:
             self.comm.beat.step(step)
-        rows = self._source.get(step)
+        if self.recorder is not None:
+            self.recorder.step = step
+            every = self.job.watch.check_every
+            if every and step % every == every - 1:
+                check_arithmetic(str(self.device), seed=step)
+        with phase(self.comm, "load"):
+            rows = self._source.get(step)
         count = self._global_count(rows)
         engine = self.engine
         loss_sum = engine.backward(rows, self.microbatch, count, record=record)
@@ -131,7 +141,8 @@ class Trainer:
                 f"step {step}: the loss is {loss}; lower optimizer.lr "
                 f"(now {self.peak_lr:g}) or use precision: fp32"
             )
-        self.updater.step(factor)
+        with phase(self.comm, "update"):
+            self.updater.step(factor)
         engine.sharded.publish()
         return StepResult(
             loss=loss,

@@ -26,7 +26,16 @@ from shoal.train.layout import RunDir
 from shoal.train.report import make_report, write_page
 from shoal.train.supervise import Supervisor
 
-__all__ = ["Watch", "conclude", "execute", "plan_job", "prepare_run", "train"]
+__all__ = [
+    "EventTail",
+    "Watch",
+    "conclude",
+    "execute",
+    "plan_job",
+    "prepare_run",
+    "threads_of",
+    "train",
+]
 
 Watch = Callable[[dict[str, Any]], None]
 """Called with every event of a run as it happens."""
@@ -115,7 +124,7 @@ def execute(
     resume = resume or from_step is not None
     prepare_run(plan, directory, resume=resume, watch=watch)
     job = plan.job
-    threads = job.threads or max(1, (os.cpu_count() or 1) // job.parallel.world)
+    threads = threads_of(job)
     while True:
         supervisor = Supervisor(
             directory,
@@ -125,9 +134,9 @@ def execute(
             resume=resume,
             from_step=from_step,
         )
-        tail = _Tail(directory.events)
+        tail = EventTail(directory.events)
 
-        def tick(tail: _Tail = tail, supervisor: Supervisor = supervisor) -> None:
+        def tick(tail: EventTail = tail, supervisor: Supervisor = supervisor) -> None:
             for event in tail:
                 if watch is not None:
                     watch(event)
@@ -146,6 +155,11 @@ def execute(
             if watch is not None:
                 watch({"kind": "restart", "message": str(error)})
     return conclude(plan, directory)
+
+
+def threads_of(job: TrainJob) -> int:
+    """Threads of each rank of a job that runs on this host."""
+    return job.threads or max(1, (os.cpu_count() or 1) // job.parallel.world)
 
 
 def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | None = None) -> None:
@@ -219,7 +233,7 @@ def conclude(plan: Plan, directory: RunDir) -> Report:
     return report
 
 
-class _Tail:
+class EventTail:
     """New whole lines of a file that is being written, as JSON."""
 
     def __init__(self, path: Path) -> None:

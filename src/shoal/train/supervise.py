@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shoal.core import errors
@@ -41,6 +41,8 @@ class Supervisor:
         start_s: time allowed before the first step.
         resume: continue from the newest checkpoint.
         from_step: continue from this checkpoint instead.
+        environment: variables of a rank on top of this process's own.
+        module: what a rank runs.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class Supervisor:
         start_s: float = 300.0,
         resume: bool = False,
         from_step: int | None = None,
+        environment: Callable[[int], Mapping[str, str]] | None = None,
+        module: str = "shoal.train.worker",
     ) -> None:
         self.directory = directory
         self.ranks = ranks
@@ -61,7 +65,11 @@ class Supervisor:
         self.start_s = start_s
         self.resume = resume
         self.from_step = from_step
+        self.environment = environment
+        self.module = module
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.lost: int | None = None
+        """The rank that the error of :meth:`wait` is about, once there is one."""
 
     def start(self) -> None:
         """Start all ranks."""
@@ -69,7 +77,8 @@ class Supervisor:
         meeting = self.directory.ranks / "rendezvous"
         meeting.unlink(missing_ok=True)
         for rank in range(self.ranks):
-            for path in (self.directory.beat(rank), self.directory.error(rank)):
+            here = self.directory
+            for path in (here.beat(rank), here.error(rank), here.flight(rank)):
                 path.unlink(missing_ok=True)
             self.processes.append(self._spawn(rank, meeting))
 
@@ -86,8 +95,9 @@ class Supervisor:
             "TOKENIZERS_PARALLELISM": "false",
             # Ranks of one host talk over its own interface and nobody else's.
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            **(self.environment(rank) if self.environment is not None else {}),
         }
-        command = [sys.executable, "-m", "shoal.train.worker", str(self.directory.root)]
+        command = [sys.executable, "-m", self.module, str(self.directory.root)]
         if self.resume:
             command.append("--resume")
         if self.from_step is not None:
@@ -151,7 +161,7 @@ class Supervisor:
             return True
         if any(code not in (None, 0) for code in codes):
             self._explain_death()
-        beats = self._beats()
+        beats = self.beats()
         limit = self.timeout_s
         if not beats or max(beat.step for beat in beats) < 0:
             # Importing, tokenising and compiling come before the first step.
@@ -164,7 +174,8 @@ class Supervisor:
             self._explain_hang(beats)
         return False
 
-    def _beats(self) -> list[Beat]:
+    def beats(self) -> list[Beat]:
+        """The newest heartbeats of the ranks that run."""
         found = (
             Heartbeat.read(self.directory.beat(rank), rank)
             for rank in range(self.ranks)
@@ -187,7 +198,7 @@ class Supervisor:
                 return (0, rank)
             return ({2: 1, 3: 3}.get(code, 2), rank)
 
-        rank = min(range(self.ranks), key=order)
+        rank = self.lost = min(range(self.ranks), key=order)
         code = self.processes[rank].poll() or 0
         told = self.directory.error(rank)
         if code > 0 and told.exists():
@@ -224,6 +235,7 @@ class Supervisor:
                 f"see {self.directory.ranks}"
             )
         worst = blame(beats)
+        self.lost = worst.rank
         process = self.processes[worst.rank]
         stack = _tail(self.directory.stack(worst.rank), 30)
         if not stack:

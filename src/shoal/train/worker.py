@@ -16,19 +16,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from shoal.core.errors import CheckpointError, PlanError, RankError, ShoalError
+from shoal.core.errors import CheckpointError, MachineError, PlanError, RankError, ShoalError
 from shoal.core.files import write_json
 from shoal.cost.arithmetic import parameters
 from shoal.train import timeline
 from shoal.train.layout import RunDir
+from shoal.train.watch.watched import phase
 
 if TYPE_CHECKING:
     from shoal.checkpoint.store import Saved, Store
     from shoal.core.meter import Meter
     from shoal.corpora.tokens import TokenSet
-    from shoal.ir import Plan
+    from shoal.ir import Plan, TrainJob
     from shoal.parallel.comm import TorchComm
     from shoal.train.loop import Trainer
 
@@ -133,6 +134,10 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
             rendezvous=os.environ.get("SHOAL_RENDEZVOUS", "env://"),
         )
         try:
+            if "SHOAL_SELF_CHECK" in os.environ:
+                _self_check(directory, comm)
+            if job.watch.record:
+                comm = _watched(comm, directory, job)
             weights = JobWeights(job)
             place = Path(json.loads(directory.tokens.read_text())["path"])
             tokens = open_tokens(place, weights.config.vocab_size)
@@ -159,6 +164,41 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
             )
         finally:
             comm.close()
+
+
+def _watched(comm: TorchComm, directory: RunDir, job: TrainJob) -> TorchComm:
+    """The communicator with a flight recorder on it."""
+    import socket
+
+    from shoal.train.watch.recorder import Recorder
+    from shoal.train.watch.watched import Watched
+
+    recorder = Recorder(
+        directory.flight(comm.rank),
+        comm.rank,
+        comm.world,
+        capacity=job.watch.events,
+        host=socket.gethostname(),
+        beat_s=job.watch.beat_s,
+    )
+    return cast("TorchComm", Watched(comm, recorder))
+
+
+def _self_check(directory: RunDir, comm: TorchComm) -> None:
+    """What a robust run asks of every rank before it trains.
+
+    Raises:
+        MachineError: this rank must not take part.
+    """
+    from shoal.train.watch.selfcheck import check_neighbours, check_rank
+
+    rates = check_rank(comm.device)
+    wrong = check_neighbours(comm)
+    if comm.rank in wrong:
+        raise MachineError(
+            f"self-check: sums with the neighbours are wrong, as seen by ranks {list(wrong)}"
+        )
+    write_json(directory.ranks / f"rank-{comm.rank}.check", rates)
 
 
 def local_world() -> int:
@@ -270,9 +310,11 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
         last = done == rank.total
         due = job.checkpoint.every and done % job.checkpoint.every == 0
         if last or due or result.stop:
-            _save(rank, done)
+            with phase(rank.comm, "checkpoint"):
+                _save(rank, done)
         if job.evaluation.every and done % job.evaluation.every == 0 and not last:
-            _evaluate(rank, done, final=False)
+            with phase(rank.comm, "evaluate"):
+                _evaluate(rank, done, final=False)
         if result.stop and not last:
             return True
     return False
@@ -306,7 +348,8 @@ def _evaluate(rank: _Rank, step: int, *, final: bool) -> None:
 
 def _finish(rank: _Rank) -> None:
     if rank.plan.job.evaluation.final:
-        _evaluate(rank, rank.total, final=True)
+        with phase(rank.comm, "evaluate"):
+            _evaluate(rank, rank.total, final=True)
 
 
 def main() -> int:

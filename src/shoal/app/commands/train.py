@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from shoal.app.show import Format
 
 if TYPE_CHECKING:
     from shoal.core.config import Resolved
     from shoal.ir import Plan, Report, TrainJob
 
-__all__ = ["train"]
+__all__ = ["diagnose", "train"]
 
 EXAMPLES = """
 **Examples**
@@ -26,6 +28,10 @@ EXAMPLES = """
     shoal train --plan plan.yaml                  # what `shoal plan train --out` wrote
 
     shoal train --dir runs/run --resume           # go on where it stopped
+
+    shoal train job.yaml --robust --spares 1      # find faults, exclude, go on
+
+    shoal train diagnose runs/run                 # who was slow, who hung
 
     shoal train job.yaml --launch slurm           # write what starts it on a cluster
 
@@ -63,6 +69,23 @@ def train(
     restarts: Annotated[
         int, typer.Option(help="Lost ranks after which the run restarts by itself.")
     ] = 0,
+    robust: Annotated[
+        bool,
+        typer.Option(
+            "--robust",
+            help="Find faults while it runs, exclude what failed, go on from the last checkpoint.",
+        ),
+    ] = False,
+    spares: Annotated[int, typer.Option(help="With --robust: places that stand by.")] = 0,
+    min_ranks: Annotated[
+        int, typer.Option(help="With --robust: fewest replicas to go on with; 0: never fewer.")
+    ] = 1,
+    hang_s: Annotated[
+        float, typer.Option(help="With --robust: seconds without progress that are a hang.")
+    ] = 30.0,
+    locator: Annotated[
+        str, typer.Option(help="With --robust: who names hanging and slow ranks.")
+    ] = "megascale",
     launch: Annotated[
         str | None, typer.Option(help="Write launch files for torchrun, slurm or kubernetes.")
     ] = None,
@@ -112,6 +135,21 @@ def train(
 
         execute_under_torchrun(chosen, directory, resume=resume)
         return
+    if robust:
+        _run_robust(
+            chosen,
+            directory,
+            machine,
+            resume=resume,
+            quiet=quiet,
+            options={
+                "spares": spares,
+                "min_ranks": min_ranks,
+                "hang_s": hang_s,
+                "locator": locator,
+            },
+        )
+        return
     from shoal.train.run import execute
 
     with TrainingBar(quiet=quiet) as bar:
@@ -124,6 +162,60 @@ def train(
             watch=bar,
         )
     show_report(report, directory)
+
+
+def _run_robust(
+    plan: Plan,
+    directory: Path,
+    machine: str,
+    *,
+    resume: bool,
+    quiet: bool,
+    options: dict[str, Any],
+) -> None:
+    from shoal.app.show import TrainingBar
+    from shoal.train.watch.robust import Robust, execute_robust
+
+    with TrainingBar(quiet=quiet) as bar:
+        report = execute_robust(
+            plan,
+            directory,
+            Robust(**options),
+            resume=resume,
+            watch=bar,
+            replan=lambda job: _plan(job, machine),
+        )
+    show_report(report, directory)
+
+
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    locator: Annotated[
+        list[str] | None, typer.Option(help="Ask these; c4d and megascale by default.")
+    ] = None,
+    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+) -> None:
+    """Say who was slow and who hung; write a heat map and a trace for Perfetto.
+
+    **Examples**
+
+        shoal train diagnose runs/run
+
+        shoal train diagnose runs/run --locator c4d -o json
+    """
+    from shoal.app.show import as_json
+    from shoal.train.layout import RunDir
+    from shoal.train.watch.diagnose import diagnose as ask
+
+    found = ask(RunDir(run).ranks, tuple(locator or ("c4d", "megascale")))
+    if output is Format.json:
+        as_json(found)
+        return
+    typer.echo(found["text"])
+    if "driver" in found:
+        typer.echo(f"the driver found last: {found['driver']['message']}")
+    for file in found["files"]:
+        typer.echo(f"wrote {file}")
 
 
 def _resolve(

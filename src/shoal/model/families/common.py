@@ -224,9 +224,10 @@ def attention_names(config: ModelConfig) -> Names:
                 names[f"{own}.attention.{letter}_norm.weight"] = (
                     Piece(f"{attention}.{letter}_norm.weight", (width,)),
                 )
-        names[f"{own}.mlp_norm.weight"] = (
-            Piece(f"{theirs}.post_attention_layernorm.weight", (dim,)),
-        )
+        if config.family != "parallel":
+            names[f"{own}.mlp_norm.weight"] = (
+                Piece(f"{theirs}.post_attention_layernorm.weight", (dim,)),
+            )
     names["norm.weight"] = (Piece("model.norm.weight", (dim,)),)
     if not config.tied:
         names["output.weight"] = (Piece("lm_head.weight", embedding),)

@@ -96,7 +96,9 @@ def divided(
     from shoal.parallel.shard.gathered import GatheredModel
 
     kind: type[FsdpModel | GatheredModel]
-    kind = FsdpModel if isinstance(comm, TorchComm) else GatheredModel
+    # A communicator that is watched is still one of torch's.
+    real = isinstance(getattr(comm, "inner", comm), TorchComm)
+    kind = FsdpModel if real else GatheredModel
     return kind(model, comm, reshard=reshard, whole_matrices=whole_matrices, across=across)
 
 

@@ -1,0 +1,89 @@
+"""LAMB: Adam's direction, with a step in proportion to the size of each tensor.
+
+The trust ratio keeps large batches stable: MegaScale trains with four times the batch.
+
+Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes,
+2020, algorithm 2 (phi is the identity); Jiang et al., MegaScale, 2024, section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.cost.arithmetic import parameters as count_parameters
+from shoal.ir import Estimate, Interval, Machine, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.train.protocols import Updater
+
+__all__ = ["Lamb"]
+
+
+@part
+class Lamb:
+    """For large batches; its steps are relative to the norm of each tensor.
+
+    A tensor's norms need all of it on one rank: choose ``shard: replicated``, or ``zero1``.
+    A tensor that tensor parallelism splits has a trust ratio for each of its parts.
+
+    Args:
+        lr: peak learning rate, relative to the norm of each tensor.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decay of matrices, added to Adam's direction before it is scaled.
+    """
+
+    lr: float = 1e-2
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    whole_matrices: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "optimizer.lamb.lr", self.lr, expected="a number above 0")
+        for name in ("beta1", "beta2"):
+            beta = getattr(self, name)
+            require(0 <= beta < 1, f"optimizer.lamb.{name}", beta, expected="a number in [0, 1)")
+        require(self.eps > 0, "optimizer.lamb.eps", self.eps, expected="a number above 0")
+        require(
+            self.weight_decay >= 0,
+            "optimizer.lamb.weight_decay",
+            self.weight_decay,
+            expected="0 or more",
+        )
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Two fp32 moments; a pass for moments and direction, two for norms, one for the step."""
+        count = count_parameters(work.shape)
+        seconds = 12 * 4 * count / (machine.device.main_memory.read_bandwidth or 1e10)
+        return Estimate(
+            step_s=Interval.around(seconds, 0.3),
+            terms_s={"optimizer": seconds},
+            memory_bytes={"optimizer": 8.0 * count},
+        )
+
+    def build(self, parameters: Mapping[str, Tensor]) -> Updater:
+        """An optimizer of torch's form, one group for matrices and one for vectors."""
+        from shoal.train.optimizers.lamb_step import LambStep
+        from shoal.train.optimizers.torch_state import TorchUpdater
+
+        matrices = [p for p in parameters.values() if p.dim() >= 2]
+        vectors = [p for p in parameters.values() if p.dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        optimizer = LambStep(
+            [group for group in groups if group["params"]],
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            eps=self.eps,
+        )
+        return TorchUpdater([optimizer], {p: name for name, p in parameters.items()})

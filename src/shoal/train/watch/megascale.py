@@ -1,0 +1,133 @@
+"""MegaScale: stragglers by the time a rank works, hangs by who has not entered.
+
+The time that a rank is busy in a step, waiting for others not counted, is compared with that
+of ranks with the same work. A rank that waits longest is thereby the last to be blamed.
+
+Source: Jiang et al., MegaScale: Scaling Large Language Model Training to More Than 10,000
+GPUs, 2024, section 5.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.watch.evidence import Evidence, robust_z
+from shoal.train.watch.hangs import find_hangs, hang_limit_s
+from shoal.train.watch.protocols import Fault, Verdict
+
+__all__ = ["MegaScale", "growing_spread"]
+
+_ENOUGH_RANKS = 3
+
+
+@part
+class MegaScale:
+    """Slow and hanging ranks, over many steps.
+
+    Args:
+        z: robust z of a rank's busy time among ranks with the same work.
+        steps: steps in which it must be so, at least, and most of those looked at.
+        window: newest steps that are looked at.
+        ratio: busy time over that of the others that is worth telling.
+        hang_s: seconds of waiting that are a hang; three times the p99 of a step, or 60 s
+            without a history, if not given.
+    """
+
+    z: float = 3.5
+    steps: int = 10
+    window: int = 40
+    ratio: float = 1.2
+    hang_s: float | None = None
+
+    def __post_init__(self) -> None:
+        require(self.z > 0, "locator.megascale.z", self.z, expected="a number above 0")
+        require(self.steps >= 1, "locator.megascale.steps", self.steps, expected="at least 1")
+        require(
+            self.window >= self.steps,
+            "locator.megascale.window",
+            self.window,
+            expected=f"at least steps = {self.steps}",
+        )
+        require(self.ratio >= 1, "locator.megascale.ratio", self.ratio, expected="at least 1")
+        require(
+            self.hang_s is None or self.hang_s > 0,
+            "locator.megascale.hang_s",
+            self.hang_s,
+            expected="seconds above 0",
+        )
+
+    def locate(self, evidence: Evidence) -> Verdict:
+        """Name what hangs, else who is slow."""
+        hang = find_hangs(evidence, hang_limit_s(evidence, self.hang_s))
+        if hang.faults:
+            return hang
+        notes = list(hang.notes)
+        if evidence.missing:
+            notes.append(f"no records of ranks {list(evidence.missing)}")
+        steps = evidence.steps()[-self.window :]
+        faults: list[Fault] = []
+        for ranks in sorted(set(evidence.roles.values())):
+            if len(ranks) < _ENOUGH_RANKS:
+                notes.append(
+                    f"ranks {list(ranks)} do work that nobody else does: with fewer than "
+                    f"{_ENOUGH_RANKS} alike, who is slow cannot be told from who has more to do"
+                )
+                continue
+            faults += self._stragglers(evidence, ranks, steps)
+        faults.sort(key=lambda fault: -fault.seconds)
+        return Verdict(faults=tuple(faults), notes=tuple(dict.fromkeys(notes)))
+
+    def _stragglers(
+        self, evidence: Evidence, ranks: tuple[int, ...], steps: list[int]
+    ) -> list[Fault]:
+        busy = evidence.busy
+        common = [step for step in steps if all(step in busy[rank] for rank in ranks)]
+        if len(common) < self.steps:
+            return []
+        times = np.array([[busy[rank][step] for step in common] for rank in ranks])
+        scores = np.stack([robust_z(times[:, i])[0] for i in range(len(common))], axis=1)
+        middle = np.maximum(np.median(times, axis=0), 1e-9)
+        found = []
+        for rank, score, own in zip(ranks, scores, times, strict=True):
+            odd = (score > self.z) & (own >= self.ratio * middle)
+            if odd.sum() >= max(self.steps, 0.7 * len(common)):
+                ratio = float(np.median(own / middle))
+                lost = float((own - middle).sum())
+                found.append(
+                    Fault(
+                        kind="non_communication_slow",
+                        place="rank",
+                        ranks=(rank,),
+                        op="compute",
+                        score=float(np.median(score)),
+                        ratio=ratio,
+                        seconds=lost,
+                        text=f"rank {rank} is busy {ratio:.2f} times as long as ranks with the "
+                        f"same work, in {int(odd.sum())} of {len(common)} steps",
+                    )
+                )
+        return found
+
+
+def growing_spread(evidence: Evidence) -> float:
+    """Growth of the spread of arrivals, seconds a step: a slow decline's sign.
+
+    Of the ranks' first operations in each step; the slope of Theil and Sen, which a single bad
+    step does not bend.
+    """
+    first: dict[int, dict[int, int]] = {}
+    for rank, rows in evidence.entries.items():
+        for entry in rows:
+            if entry.step >= 0:
+                first.setdefault(entry.step, {}).setdefault(rank, entry.enter)
+    points = [
+        (step, (max(times.values()) - min(times.values())) / 1e9)
+        for step, times in sorted(first.items())
+        if len(times) == len(evidence.flights)
+    ]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(points) for b in points[i + 1 :]]
+    return statistics.median(slopes) if slopes else 0.0

@@ -1,0 +1,482 @@
+"""A run that finds its own faults: stop, exclude, take a spare or shrink, go on.
+
+The driver watches the ranks from outside: signs of life, their output, their records. When a
+rule fires it ends all ranks, keeps the evidence, excludes the place that is to blame and starts
+again from the newest good checkpoint, in which every rank first checks its own arithmetic,
+its loopback and its neighbours. A *place* is what a rank runs on; rank numbers move, places
+stay, and a place that has failed is not used again.
+
+Source: Jiang et al., MegaScale, 2024, section 4 (driver, executors, self-checks).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.core.config import Value
+from shoal.core.errors import (
+    CheckpointError,
+    ConfigError,
+    MachineError,
+    RankError,
+    ShoalError,
+    require,
+)
+from shoal.core.files import write_json
+from shoal.core.meter import SINKS, Meter
+from shoal.core.parts import table
+from shoal.ir import Plan, Report, TrainJob
+from shoal.train.layout import RunDir
+from shoal.train.run import EventTail, Watch, conclude, prepare_run, threads_of
+from shoal.train.supervise import Supervisor
+from shoal.train.watch.evidence import Evidence
+from shoal.train.watch.protocols import Fault, FaultLocator
+from shoal.train.watch.recorder import COMPUTE, Flight, read
+
+__all__ = ["Found", "Robust", "execute_robust"]
+
+_LOOK_S = 0.25
+_MISSED = 3
+# Lines of a rank's output that say that the hardware or its driver has failed.
+_ERRORS = re.compile(
+    r"CUDA error|NCCL (?:error|WARN)|uncorrectable ECC|\bXid\b|Bus error|Segmentation fault|"
+    r"Input/output error|Cannot allocate memory|MemoryError|Out of memory"
+)
+_LONG_PHASES = frozenset({"checkpoint", "evaluate"})
+# Failures without a culprit and without a step between them that end the run.
+_PATIENCE = 3
+
+
+class Found(Value):
+    """A failure, as a rule of the driver tells it.
+
+    Args:
+        rule: lost, error, keyword, beat, hang, slow, or self_check.
+        rank: who is to blame; None if nobody could be named.
+        place: what that rank runs on.
+        step: newest step that was finished; -1 if none was.
+        seconds: from the last progress, or the rank's last sign of life, to this finding.
+        message: a sentence for people.
+        fault: what the locator says, if it was asked.
+    """
+
+    rule: str
+    rank: int | None
+    place: int | None
+    step: int
+    seconds: float
+    message: str
+    fault: Fault | None = None
+
+
+class _FoundError(RankError):
+    """Carries a finding out of the supervisor's loop."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__(found.message)
+        self.found = found
+
+
+class Robust(Value):
+    """How a run looks after itself.
+
+    Args:
+        spares: places that stand by.
+        min_ranks: data-parallel replicas below which the run stops instead of shrinking; 0 for
+            never shrinking.
+        hang_s: seconds without any progress of anybody that are a hang.
+        slow_s: seconds between looks for stragglers; 0 for never.
+        locator: who names hanging and slow ranks.
+        exclude_slow: a straggler is excluded, not only told.
+    """
+
+    spares: int = 0
+    min_ranks: int = 1
+    hang_s: float = 30.0
+    slow_s: float = 10.0
+    locator: str = "megascale"
+    exclude_slow: bool = True
+
+
+def execute_robust(
+    plan: Plan,
+    run_dir: Path,
+    robust: Robust,
+    *,
+    resume: bool = False,
+    watch: Watch | None = None,
+    replan: Callable[[TrainJob], Plan] | None = None,
+    inject: Callable[[Supervisor, dict[str, Any]], None] | None = None,
+    environment: Callable[[int], Mapping[str, str]] | None = None,
+    module: str = "shoal.train.worker",
+) -> Report:
+    """Run a plan on this host and repair what fails.
+
+    Args:
+        plan: what to run.
+        run_dir: directory of the run.
+        robust: how.
+        resume: continue from the newest checkpoint.
+        watch: called with every event; ``fault`` and ``restart`` are the driver's own.
+        replan: makes the plan of a job with fewer ranks; without it the plan keeps its other
+            choices.
+        inject: called with the supervisor and every event, to break something on purpose.
+        environment: variables of a place.
+        module: what a rank runs.
+
+    Raises:
+        RankError: nothing is left to go on with; the newest checkpoint is kept.
+        ShoalError: an error that no restart repairs.
+    """
+    require(robust.spares >= 0, "--spares", robust.spares, expected="0 or more")
+    require(robust.hang_s > 0, "robust.hang_s", robust.hang_s, expected="seconds above 0")
+    require(
+        plan.job.watch.record,
+        "watch.record",
+        False,
+        expected="true with --robust: faults are found in the records",
+    )
+    directory = RunDir(run_dir)
+    prepare_run(plan, directory, resume=resume, watch=watch)
+    driver = _Driver(plan, directory, robust, watch, replan, inject, environment, module)
+    return driver.run(resume=resume)
+
+
+class _Driver:
+    def __init__(
+        self,
+        plan: Plan,
+        directory: RunDir,
+        robust: Robust,
+        watch: Watch | None,
+        replan: Callable[[TrainJob], Plan] | None,
+        inject: Callable[[Supervisor, dict[str, Any]], None] | None,
+        environment: Callable[[int], Mapping[str, str]] | None,
+        module: str,
+    ) -> None:
+        self.plan = plan
+        self.directory = directory
+        self.robust = robust
+        self.watch = watch
+        self.replan = replan
+        self.inject = inject
+        self.environment = environment
+        self.module = module
+        world = plan.job.parallel.world
+        self.places = list(range(world))
+        self.spares = list(range(world, world + robust.spares))
+        self.excluded: list[int] = []
+        self.step = -1
+
+    def run(self, *, resume: bool) -> Report:
+        without_culprit, last_step = 0, -1
+        while True:
+            began = time.monotonic()
+            try:
+                self._once(resume=resume)
+                return conclude(self.plan, self.directory)
+            except _FoundError as error:
+                found = error.found
+            except (RankError, MachineError) as error:
+                found = self._from_error(error)
+            except ConfigError as error:
+                # A loss that is no number may be a unit that computes wrongly: the self-checks
+                # of the next start tell. The same again is the job's own fault.
+                if "the loss is" not in str(error) or (without_culprit and self.step == last_step):
+                    raise
+                found = Found(
+                    rule="error",
+                    rank=None,
+                    place=None,
+                    step=self.step,
+                    seconds=0.0,
+                    message=str(error),
+                )
+            without_culprit = without_culprit + 1 if found.place is None else 0
+            if self.step > last_step:
+                without_culprit = min(without_culprit, 1)
+            last_step = self.step
+            self._tell("fault", seconds_of_start=time.monotonic() - began, **found.model_dump())
+            resume = True
+            self._repair(found, without_culprit)
+
+    def _once(self, *, resume: bool) -> None:
+        job = self.plan.job
+        supervisor = Supervisor(
+            self.directory,
+            ranks=job.parallel.world,
+            threads=threads_of(job),
+            timeout_s=max(job.timeout_s, 2 * self.robust.hang_s),
+            resume=resume,
+            environment=self._environment,
+            module=self.module,
+        )
+        self.supervisor = supervisor
+        tail = EventTail(self.directory.events)
+        rules = _Rules(self, supervisor)
+
+        def tick() -> None:
+            for event in tail:
+                if event["kind"] == "step":
+                    self.step = int(event["step"])
+                if self.watch is not None:
+                    self.watch(event)
+                if self.inject is not None:
+                    self.inject(supervisor, event)
+            rules.look()
+
+        # What was printed before this start is not of it.
+        supervisor.start()
+        supervisor.wait(tick)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        place = self.places[rank]
+        extra = self.environment(place) if self.environment is not None else {}
+        return {"SHOAL_PLACE": str(place), "SHOAL_SELF_CHECK": "1", **extra}
+
+    def _from_error(self, error: ShoalError) -> Found:
+        rank = self.supervisor.lost
+        message = str(error)
+        checked = isinstance(error, MachineError)
+        rule = "self_check" if checked else "hang" if " hangs in step " in message else "lost"
+        return Found(
+            rule=rule,
+            rank=rank,
+            place=None if rank is None else self.places[rank],
+            step=self.step,
+            seconds=0.0,
+            message=message,
+        )
+
+    def _repair(self, found: Found, without_culprit: int) -> None:
+        """Choose the places of the next start.
+
+        Raises:
+            RankError: there are none.
+        """
+        if found.place is None:
+            if without_culprit >= _PATIENCE:
+                raise RankError(
+                    f"{found.message}\n{without_culprit} starts failed and nobody could be "
+                    f"named; {self._saved()}"
+                )
+            self._tell("restart", message=found.message, places=self.places, ranks=len(self.places))
+            return
+        rank = self.places.index(found.place)
+        self.excluded.append(found.place)
+        if self.spares:
+            self.places[rank] = self.spares.pop(0)
+        else:
+            self._shrink(rank, found)
+        self._tell("restart", message=found.message, places=self.places, ranks=len(self.places))
+
+    def _shrink(self, rank: int, found: Found) -> None:
+        """Go on with fewer data-parallel replicas."""
+        job = self.plan.job
+        parallel = job.parallel
+        rest = parallel.world // parallel.dp
+        floor = self.robust.min_ranks
+        fitting = [
+            dp
+            for dp in range(1, parallel.dp)
+            if job.global_batch % dp == 0 and dp * rest <= parallel.world - 1
+        ]
+        if not floor or not fitting or fitting[-1] < floor:
+            raise RankError(
+                f"{found.message}\nno spare is left for place {found.place}, and the run cannot go "
+                f"on with fewer than {parallel.dp if not floor else max(floor, 1)} replicas; "
+                f"{self._saved()}"
+            )
+        degrees = parallel.model_copy(update={"dp": fitting[-1]})
+        changed = job.model_copy(update={"parallel": degrees, "microbatch": None})
+        if self.replan is not None:
+            self.plan = self.replan(changed)
+        else:
+            self.plan = self.plan.model_copy(update={"job": changed, "estimate": None})
+        left = [place for place in self.places if place != found.place]
+        world = self.plan.job.parallel.world
+        self.places, self.spares = left[:world], left[world:]
+        prepare_run(self.plan, self.directory, resume=True, watch=self.watch)
+
+    def _saved(self) -> str:
+        from shoal.checkpoint.store import Store
+
+        try:
+            saved = Store(self.directory.checkpoints).latest()
+        except CheckpointError:
+            saved = None
+        if saved is None:
+            return "there is no checkpoint yet: the run must begin again"
+        return (
+            f"the state of step {saved.meta['step']} is saved; mend or add a machine and continue "
+            f"with: shoal train --dir {self.directory.root} --resume --robust"
+        )
+
+    def _tell(self, kind: str, **what: Any) -> None:
+        with Meter([SINKS.build({"name": "jsonl", "path": str(self.directory.events)})]) as meter:
+            meter.event(kind, **what)
+        if self.watch is not None:
+            self.watch({"kind": kind, **what})
+
+    def fail(
+        self, rule: str, rank: int | None, seconds: float, message: str, fault: Fault | None = None
+    ) -> None:
+        """End this start.
+
+        Raises:
+            RankError: always; it carries the finding.
+        """
+        place = None if rank is None else self.places[rank]
+        found = Found(
+            rule=rule,
+            rank=rank,
+            place=place,
+            step=self.step,
+            seconds=seconds,
+            message=message,
+            fault=fault,
+        )
+        write_json(self.directory.ranks / "fault.json", found.model_dump(mode="json"))
+        raise _FoundError(found)
+
+
+class _Rules:
+    """What is looked at while the ranks run."""
+
+    def __init__(self, driver: _Driver, supervisor: Supervisor) -> None:
+        self.driver = driver
+        self.supervisor = supervisor
+        self.locator: FaultLocator = table("locator").build(
+            {"name": driver.robust.locator, "hang_s": 0.5 * driver.robust.hang_s}
+        )
+        self._next = 0.0
+        self._next_slow = time.monotonic() + driver.robust.slow_s
+        self._counts: dict[int, int] = {}
+        self._moved = time.monotonic()
+        self._slow: dict[int, int] = {}
+        self._read: dict[int, int] = {}
+        for rank in range(supervisor.ranks):
+            log = driver.directory.log(rank)
+            self._read[rank] = log.stat().st_size if log.exists() else 0
+
+    def look(self) -> None:
+        """Apply every rule; raises what it finds."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _LOOK_S
+        self._keywords()
+        flights = self._flights()
+        if len(flights) < self.supervisor.ranks:
+            return  # they still start
+        self._beats(flights)
+        self._progress(flights, now)
+        if self.driver.robust.slow_s and now >= self._next_slow:
+            self._next_slow = now + self.driver.robust.slow_s
+            self._stragglers(flights)
+
+    def _flights(self) -> dict[int, Flight]:
+        found = {}
+        for rank in range(self.supervisor.ranks):
+            flight = read(self.driver.directory.flight(rank))
+            if flight is not None:
+                found[rank] = flight
+        return found
+
+    def _keywords(self) -> None:
+        for rank in range(self.supervisor.ranks):
+            log = self.driver.directory.log(rank)
+            if not log.exists() or log.stat().st_size <= self._read[rank]:
+                continue
+            with log.open("rb") as file:
+                file.seek(self._read[rank])
+                data = file.read()
+            whole = data.rfind(b"\n") + 1
+            self._read[rank] += whole
+            for line in data[:whole].decode(errors="replace").splitlines():
+                if _ERRORS.search(line):
+                    self.driver.fail("keyword", rank, 0.0, f"rank {rank} printed: {line.strip()}")
+
+    def _beats(self, flights: dict[int, Flight]) -> None:
+        """A rank whose process has stopped, while the others' go on."""
+        now = time.monotonic_ns()
+        beat_s = self.driver.plan.job.watch.beat_s
+        ages = {rank: (now - flight.beat) / 1e9 for rank, flight in flights.items()}
+        silent = [rank for rank, age in ages.items() if age > _MISSED * beat_s + 0.5 * beat_s]
+        # Where most are silent it is this host that is busy, or asleep.
+        if len(silent) == 1 or (silent and 2 * len(silent) < len(ages)):
+            rank = max(silent, key=lambda rank: ages[rank])
+            if len(ages) > 1 or ages[rank] > 2 * _MISSED * beat_s:
+                self.driver.fail(
+                    "beat",
+                    rank,
+                    ages[rank],
+                    f"rank {rank} has missed {int(ages[rank] / beat_s)} beats of {beat_s:g} s: its "
+                    "process does not run",
+                )
+
+    def _progress(self, flights: dict[int, Flight], now: float) -> None:
+        """Nobody enters anything any more: somebody hangs."""
+        counts = {rank: flight.lost + len(flight.rows) for rank, flight in flights.items()}
+        if counts != self._counts:
+            self._counts, self._moved = counts, now
+            return
+        silent = now - self._moved
+        if silent <= self.driver.robust.hang_s or not any(counts.values()):
+            return
+        if self.driver.step < 0 and silent < self.supervisor.start_s:
+            busy = [f for f in flights.values() if len(f.rows) and int(f.rows["step"][-1]) < 0]
+            if busy:
+                return  # before the first step compiling takes its time
+        if any(_open_phases(flight) & _LONG_PHASES for flight in flights.values()) and (
+            silent <= self.driver.plan.job.timeout_s
+        ):
+            return
+        verdict = self.locator.locate(Evidence(flights, now=time.monotonic_ns()))
+        for fault in verdict.faults:
+            if fault.kind.endswith("hang") and fault.place == "rank":
+                self.driver.fail("hang", fault.ranks[0], silent, fault.text, fault)
+        text = "; ".join(fault.text for fault in verdict.faults) or "no rank makes progress"
+        behind = self._behind()
+        if behind is not None:
+            text += f"; below the records, rank {behind} alone has not come to it"
+        self.driver.fail(
+            "hang", behind, silent, text, verdict.faults[0] if verdict.faults else None
+        )
+
+    def _behind(self) -> int | None:
+        """The one rank that the heartbeats, written further down, show behind all others."""
+        beats = self.supervisor.beats()
+        places = sorted((beat.collective, beat.inside, beat.rank) for beat in beats)
+        if len(places) < 2 or places[0][:2] == places[1][:2]:
+            return None
+        return places[0][2]
+
+    def _stragglers(self, flights: dict[int, Flight]) -> None:
+        verdict = self.locator.locate(Evidence(flights, now=time.monotonic_ns()))
+        slow = {
+            fault.ranks[0]: fault
+            for fault in verdict.faults
+            if fault.kind == "non_communication_slow" and fault.place == "rank"
+        }
+        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
+        for rank, fault in slow.items():
+            if self._slow[rank] >= 2 and self.driver.robust.exclude_slow:
+                self.driver.fail("slow", rank, fault.seconds, fault.text, fault)
+
+
+def _open_phases(flight: Flight) -> set[str]:
+    """Phases that the rank is in now."""
+    if COMPUTE not in flight.names:
+        return set()
+    number = flight.names.index(COMPUTE)
+    rows = flight.rows[-64:]
+    return {
+        flight.names[tag]
+        for op, tag, left in zip(rows["op"], rows["tag"], rows["left"], strict=True)
+        if op == number and not left
+    }
