@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -38,9 +37,7 @@ __all__ = ["app", "main"]
 class _Verbs(TyperGroup):
     """Verbs of one word and of two: ``train`` takes a file, and ``train diagnose`` a run."""
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command of the first word, or of the first two."""
         both = " ".join(args[:2])
         if len(args) > 1 and both in self.commands:

@@ -39,6 +39,11 @@ class RunDir:
         return self.root / "ranks"
 
     @property
+    def faults(self) -> Path:
+        """What the ranks had recorded at each fault that a robust run has found, by number."""
+        return self.root / "faults"
+
+    @property
     def tokenizer(self) -> Path:
         """The tokenizer that the run uses."""
         return self.root / "tokenizer.json"

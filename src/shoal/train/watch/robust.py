@@ -26,7 +26,7 @@ from shoal.core.errors import (
     ShoalError,
     require,
 )
-from shoal.core.files import write_json
+from shoal.core.files import write_atomic, write_json
 from shoal.core.meter import SINKS, Meter
 from shoal.core.parts import table
 from shoal.ir import Plan, Report, TrainJob
@@ -200,6 +200,7 @@ class _Driver:
             if self.step > last_step:
                 without_culprit = min(without_culprit, 1)
             last_step = self.step
+            self._keep()
             self._tell("fault", seconds_of_start=time.monotonic() - began, **found.model_dump())
             resume = True
             self._repair(found, without_culprit)
@@ -232,6 +233,12 @@ class _Driver:
         # What was printed before this start is not of it.
         supervisor.start()
         supervisor.wait(tick)
+
+    def _keep(self) -> None:
+        """Put what the ranks have recorded aside: the next start begins new records."""
+        folder = self.directory.faults / str(1 + sum(1 for _ in self.directory.faults.glob("*")))
+        for path in sorted(self.directory.ranks.glob("*.flight")):
+            write_atomic(folder / path.name, path.read_bytes())
 
     def _environment(self, rank: int) -> dict[str, str]:
         place = self.places[rank]
