@@ -469,6 +469,7 @@ def running(chosen: Settings, listening: socket.socket):
         thread.join(10)
 
 
+@pytest.mark.slow
 def test_in_a_real_browser(home: Path, upstream: Upstream, tmp_path: Path) -> None:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:

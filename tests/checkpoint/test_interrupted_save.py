@@ -24,6 +24,7 @@ def killed(mode: str, root: Path) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_killed_at_every_call_to_the_file_system(tmp_path: Path) -> None:
     assert killed("calls", tmp_path) >= 50

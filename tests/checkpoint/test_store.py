@@ -319,6 +319,7 @@ def test_two_processes_do_not_save_into_one_place(tmp_path: Path) -> None:
     store.save(2, tensors(2), META)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     keep=st.integers(1, 4),

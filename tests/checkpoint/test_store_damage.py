@@ -17,6 +17,7 @@ from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, CorruptError
 
 
+@pytest.mark.slow
 def test_flipping_any_byte_is_refused_by_name(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.save(1, tensors(1), META)

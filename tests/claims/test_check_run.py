@@ -53,6 +53,7 @@ def test_wrong_divisor_with_ragged_rows(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.first == "0.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_missing_reduction_on_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(monkeypatch, HERE / "sequence_parallel.py", "norm", mesh={"dp": 1, "tp": 2})

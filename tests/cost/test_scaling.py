@@ -82,7 +82,9 @@ def test_the_same_points_give_the_same_intervals():
     assert fit("power", curve, seed=3).parameters != fit("power", curve, seed=4).parameters
 
 
-@pytest.mark.parametrize("law", ["power", "power_floor", "three_regime"])
+@pytest.mark.parametrize(
+    "law", ["power", "power_floor", pytest.param("three_regime", marks=pytest.mark.slow)]
+)
 def test_the_best_law_is_the_one_that_made_the_curve(law):
     curve = points(law, *PLANTED[law], noise=0.005, seed=1)
     assert fit_best(curve).law.name == law

@@ -68,6 +68,7 @@ def whole(out: Path, choice: str, world: int) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     run_ranks(tmp_path, 2, CHOICES)

@@ -75,6 +75,7 @@ def test_a_run_leaves_everything(straight: Path) -> None:
     assert [row for row in Score().rows() if row.quantity == "step_s"]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_resumed_losses_are_bit_equal(
     make_plan: Make, straight: Path, tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_killed_rank_is_named_and_the_resumed_losses_are_bit_equal(
     assert resumed[0] in (6, 12, 18), "from a checkpoint before the kill"
 
 
+@pytest.mark.slow
 def test_a_lost_rank_restarts_the_run_by_itself(
     make_plan: Make, straight: Path, tmp_path: Path
 ) -> None:
@@ -192,6 +194,7 @@ def test_a_corpus_shorter_than_one_batch(make_plan: Make, tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists(), "nothing of a run that cannot start"
 
 
+@pytest.mark.slow
 def test_resume_refuses_another_run(make_plan: Make, straight: Path, tmp_path: Path) -> None:
     import shutil
 
@@ -206,6 +209,7 @@ def test_resume_refuses_another_run(make_plan: Make, straight: Path, tmp_path: P
             execute(make_plan(**change), run, resume=True)
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_is_refused_and_the_previous_step_offered(
     make_plan: Make, straight: Path, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(messages=st.lists(st.dictionaries(st.text(), VALUES)), cuts=st.lists(st.integers(1, 9)))
 def test_messages_survive_any_cutting(messages, cuts):
