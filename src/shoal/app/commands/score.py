@@ -15,6 +15,13 @@ __all__ = ["score"]
 def score(
     output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
     last: Annotated[int, typer.Option(help="Newest rows to show.")] = 20,
+    published: Annotated[
+        str | None,
+        typer.Option(
+            "--published",
+            help="training or serving: published runs, predicted beside reported, worst first.",
+        ),
+    ] = None,
 ) -> None:
     """Show every past prediction beside what was measured, and the errors in sum.
 
@@ -23,7 +30,14 @@ def score(
         shoal score
 
         shoal score -o json --last 1000
+
+        shoal score --published training
     """
+    if published is not None:
+        from shoal.app.published import show_published
+
+        show_published(published, output, last)
+        return
     from shoal.app.show import as_json, table
     from shoal.cost.score import Score
 

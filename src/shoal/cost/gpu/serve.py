@@ -10,7 +10,7 @@ Sources: Pope et al., Efficiently Scaling Transformer Inference, 2022; Kwon et a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal.cost.arithmetic import linears, mixture_layers
 from shoal.cost.gpu.spec import latent_of
@@ -31,6 +31,7 @@ class ServeCalibration:
         kernel_s: seconds of one small kernel with its gap, where kernels follow each other.
         step_s: seconds that an engine takes between steps, beside its kernels.
         cached: share of the memory's rate that attention over cached keys reaches.
+        token_s: seconds of the host for one sequence of a step: sampling, bookkeeping, text.
     """
 
     products: float = 0.60
@@ -39,6 +40,7 @@ class ServeCalibration:
     kernel_s: float = 5e-6
     step_s: float = 4e-3
     cached: float = 0.65
+    token_s: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Host:
         stream: byte/s of its memory.
         capacity: bytes of its memory.
         lanes: units times cycles a second; 0 where the memory alone limits.
+        units: units that share a product's tiles; 0 where tiles do not matter.
         wire: byte/s to its neighbours.
         hop_s: seconds of a small all-reduce among them.
         cpu: it is a CPU.
@@ -68,6 +71,7 @@ class Host:
     wire: float = 25e9
     hop_s: float = 12e-6
     cpu: bool = False
+    units: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,12 +88,15 @@ class Server:
         kv_bytes: bytes of one cached number.
         dtype: type of products: bf16, fp8 or fp4.
         kernels: kernels of a block.
-        gap: share of ``kernel_s`` that a kernel costs: recorded graphs leave little.
+        gap: share of ``kernel_s`` that a kernel costs, where graphs or streams hide some of it.
         step: share of ``step_s`` that the engine takes.
         overlap: prompts and steps share a pass, so that products hide reading.
         most: most sequences of a step.
         quantised: products unpack the weights first.
         products: share of the usual efficiency of products that this engine has.
+        dense_bytes: bytes of a weight outside experts, where they differ.
+        chunk: most tokens of one pass of a prompt.
+        plain: each unit reads its own rows of a matrix, so that units limit what is read.
     """
 
     shape: ModelShape
@@ -108,6 +115,8 @@ class Server:
     quantised: bool = False
     products: float = 1.0
     dense_bytes: float = 0.0
+    chunk: float = 4096.0
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,8 @@ def _met(shape: ModelShape, tokens: float) -> float:
     """Share of the experts that ``tokens`` tokens reach, drawn evenly."""
     if not shape.num_experts:
         return 0.0
-    return 1.0 - (1.0 - shape.top_k / shape.num_experts) ** max(1.0, tokens)
+    missed: float = (1.0 - shape.top_k / shape.num_experts) ** max(1.0, tokens)
+    return 1.0 - missed
 
 
 def kv_token_bytes(server: Server) -> float:
@@ -154,18 +164,36 @@ def _reach(shape: ModelShape, whole: float) -> float:
     return 0.55 * whole if "gpt-oss" in shape.name else whole
 
 
+# Rows and columns of a tile that one unit computes.
+TILE = 128.0
+# What cores reach of their memory's rate, beside what a GPU does (STREAM on two-channel DDR5).
+CPU_STREAM = 0.8
+# Small experts and few rows of each leave the tiles of grouped products emptier.
+GROUPED = 0.7
+
+
 def _rate(server: Server, k: ServeCalibration, tokens: float) -> float:
-    host = server.host
+    """FLOP/s of products with ``tokens`` rows."""
+    host, shape = server.host, server.shape
     peak = {"fp4": host.least or host.low, "fp8": host.low}.get(server.dtype, 0.0) or host.flops
-    share = k.products * server.products * (0.8 if server.quantised else 1.0)
-    # Few rows fill few tiles of a wide device.
-    return share * peak * tokens / (tokens + 64.0 * min(1.0, host.flops / 300e12))
+    share = k.products * server.products
+    if server.quantised:
+        if host.cpu and host.low:
+            peak = host.low
+        else:
+            share *= 0.8
+    if mixture_layers(shape):
+        share *= GROUPED
+    # As many rows as give every unit half a tile reach half the rate.
+    width = 0.5 * (shape.hidden + (shape.ffn_hidden or shape.hidden)) / server.tp
+    wave = 0.5 * TILE * TILE * host.units / width
+    return share * peak * tokens / (tokens + max(16.0, wave))
 
 
 def _flops(server: Server, tokens: float, context: float) -> float:
     """FLOP of one device for ``tokens`` tokens that see ``context`` tokens each."""
     shape = server.shape
-    linear = sum(x.flops_per_token for x in linears(shape) if x.name != "logits")
+    linear = float(sum(x.flops_per_token for x in linears(shape) if x.name != "logits"))
     latent = latent_of(shape)
     if latent:
         common, experts = _weights(shape)
@@ -185,8 +213,8 @@ def _read(server: Server, k: ServeCalibration, tokens: float) -> float:
     size = (high * common + low * experts * _met(shape, tokens)) / server.tp
     if server.experts_dp > 1:
         size = high * common + low * experts * _met(shape, tokens) / server.experts_dp
-    rate = k.stream * host.stream
-    if host.lanes and tokens < 8:
+    rate = k.stream * host.stream * (CPU_STREAM if host.cpu else 1.0)
+    if server.plain and host.lanes and tokens < 8:
         rate = min(rate, k.lanes * host.lanes)
     return size / rate
 
@@ -211,7 +239,7 @@ def _gaps(server: Server, k: ServeCalibration) -> float:
 
 def prefill_s(server: Server, k: ServeCalibration, tokens: float, before: float = 0.0) -> float:
     """Seconds of the pass of a prompt of ``tokens`` tokens behind ``before`` cached ones."""
-    busy = _flops(server, tokens, before + tokens / 2) / _rate(server, k, min(tokens, 2048.0))
+    busy = _flops(server, tokens, before + tokens / 2) / _rate(server, k, min(tokens, server.chunk))
     return max(busy, _read(server, k, tokens)) + _gaps(server, k) + _hops(server, k, tokens)
 
 
@@ -220,8 +248,12 @@ def step_s(server: Server, k: ServeCalibration, batch: float, context: float) ->
     own = batch / server.experts_dp
     cached = own * context * kv_token_bytes(server) / server.tp
     wait = _read(server, k, batch) + cached / (k.cached * server.host.stream)
-    busy = _flops(server, batch, 1.0) / _rate(server, k, max(own, 1.0))
-    whole = max(wait, busy) if batch > 8 or server.host.cpu else wait
+    busy = _flops(server, batch, 1.0) / _rate(server, k, max(batch, 1.0))
+    if latent := latent_of(server.shape):
+        # Heads share one compressed key, which each of them multiplies in full.
+        work = 2.0 * server.shape.num_heads * (2 * latent.kv + latent.rotary) / server.tp
+        wait += own * context * server.shape.num_layers * work / (0.5 * server.host.flops)
+    whole = max(wait, busy) if batch >= 4 else wait
     return whole + _gaps(server, k) + _hops(server, k, batch)
 
 
@@ -245,15 +277,11 @@ def full_load_s(server: Server, k: ServeCalibration, load: Load) -> float:
     batch = batch_of(server, load)
     prompt = prefill_s(server, k, max(load.prompt, 4096.0)) * load.prompt / max(load.prompt, 4096.0)
     context = load.prompt + load.output / 2
-    step = step_s(server, k, batch, context) + server.step * k.step_s
+    step = step_s(server, k, batch, context)
+    step += server.step * (k.step_s + k.token_s * batch / server.experts_dp)
     decode = load.output * step / batch
     if not server.overlap:
         return prompt + decode
     # Products of all tokens in one pass hide the reading of weights and cache.
     busy = prompt + load.output * _flops(server, batch, 1.0) / batch / _rate(server, k, 1024.0)
     return max(busy, decode)
-
-
-def without_experts_dp(server: Server) -> Server:
-    """The same server with every layer shared."""
-    return replace(server, tp=server.experts_dp, experts_dp=1)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
-from dataclasses import astuple, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import require
 from shoal.cost.gpu.device import Calibration
 from shoal.cost.published.plan import predict
 from shoal.cost.published.rows import Row, read, replay
 
-__all__ = ["NAMED", "PRIOR", "calibrate", "calibration_for"]
+__all__ = ["NAMED", "PRIOR", "at_most_five", "calibrate", "calibration_for", "fit", "fitted"]
 
 # One row for each constant: products in bf16 and in fp8, streams, links, the host.
 NAMED = (
@@ -38,24 +38,25 @@ PRIOR = Calibration(gemm=0.86, gemm_low=0.80, stream=0.75, wire=0.72, host=6e-6)
 ROW_SPREAD, PRIOR_SPREAD = 0.05, 0.20
 
 
-def calibrate(rows: Iterable[Row], prior: Calibration = PRIOR) -> Calibration:
-    """The constants that ``rows`` ask for, starting from ``prior``.
+def fit(
+    start: Mapping[str, float], errors: Callable[[dict[str, float]], Sequence[float]]
+) -> dict[str, float]:
+    """Constants near ``start`` for which ``errors`` (on logarithms) are small.
 
-    Raises:
-        ConfigError: more than five rows, or one that cannot be replayed.
+    Gauss-Newton on logarithms, with the starting values as observations of their own.
+
+    Args:
+        start: constant -> starting value, above 0.
+        errors: constants -> logarithm of predicted over reported for each row.
     """
-    chosen = tuple(rows)
-    if len(chosen) > 5:
-        raise ConfigError(f"{len(chosen)} rows to calibrate on: expected at most 5")
-    replays = [replay(row) for row in chosen]
-    names = [field.name for field in fields(Calibration)]
-    start = np.log(np.array(astuple(prior)))
-    at = start.copy()
+    names = list(start)
+    origin = np.log(np.array([start[name] for name in names]))
+    at = origin.copy()
 
     def residuals(point: np.ndarray) -> np.ndarray:
-        k = Calibration(**{n: float(v) for n, v in zip(names, np.exp(point), strict=True)})
-        errors = [math.log(predict(r, k).value / r.row.value) / ROW_SPREAD for r in replays]
-        return np.array([*errors, *((point - start) / PRIOR_SPREAD)])
+        values = {n: float(v) for n, v in zip(names, np.exp(point), strict=True)}
+        rows = [error / ROW_SPREAD for error in errors(values)]
+        return np.array([*rows, *((point - origin) / PRIOR_SPREAD)])
 
     for _ in range(8):
         here = residuals(at)
@@ -63,30 +64,51 @@ def calibrate(rows: Iterable[Row], prior: Calibration = PRIOR) -> Calibration:
         slope = np.stack(
             [(residuals(at + step * unit) - here) / step for unit in np.eye(len(at))], axis=1
         )
-        move = np.linalg.lstsq(slope, -here, rcond=None)[0]
-        at = at + np.clip(move, -0.2, 0.2)
+        move = np.clip(np.linalg.lstsq(slope, -here, rcond=None)[0], -0.2, 0.2)
+        at = at + move
         if float(np.abs(move).max()) < 1e-3:
             break
-    return Calibration(**{n: float(f"{v:.4g}") for n, v in zip(names, np.exp(at), strict=True)})
+    return {n: float(f"{v:.4g}") for n, v in zip(names, np.exp(at), strict=True)}
+
+
+def at_most_five(number: int) -> None:
+    """Refuse to calibrate on more.
+
+    Raises:
+        ConfigError: there are more than five rows.
+    """
+    require(number <= 5, "rows to calibrate on", number, expected="at most 5")
+
+
+def calibrate(rows: Iterable[Row], prior: Calibration = PRIOR) -> Calibration:
+    """The constants that ``rows`` ask for, starting from ``prior``.
+
+    Raises:
+        ConfigError: more than five rows, or one that cannot be replayed.
+    """
+    chosen = tuple(rows)
+    at_most_five(len(chosen))
+    replays = [replay(row) for row in chosen]
+
+    def errors(values: dict[str, float]) -> list[float]:
+        k = Calibration(**values)
+        return [math.log(predict(r, k).value / r.row.value) for r in replays]
+
+    return Calibration(**fit(asdict(prior), errors))
 
 
 def calibration_for(group: str, rows: tuple[Row, ...] | None = None) -> Calibration:
     """The constants for the rows of one publication, set without any of them."""
     table = read() if rows is None else rows
-    return _fitted(tuple(row for row in table if row.id in NAMED and row.group != group))
+    named = [row for row in table if row.id in NAMED and row.group != group]
+    return _fitted(tuple((row.id, row.value, row) for row in named))
 
 
-_FITTED: dict[tuple[tuple[str, float], ...], Calibration] = {}
+@functools.lru_cache(maxsize=64)
+def _fitted(rows: tuple[tuple[str, float, Row], ...]) -> Calibration:
+    return calibrate(row for _, _, row in rows)
 
 
-def _fitted(rows: tuple[Row, ...]) -> Calibration:
-    key = tuple((row.id, row.value) for row in rows)
-    if key not in _FITTED:
-        _FITTED[key] = calibrate(rows)
-    return _FITTED[key]
-
-
-@functools.cache
 def fitted() -> Calibration:
     """The constants by all named rows: what plans are priced with."""
-    return _fitted(tuple(row for row in read() if row.id in NAMED))
+    return calibration_for("")

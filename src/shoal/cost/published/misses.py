@@ -17,11 +17,11 @@ _KNOWN = (
     ),
     (
         r"nanotron-80b-4n",
-        "far below the same model on 8 nodes: 37 GB of weights a GPU leave no room",
+        "far below the same model on 8 nodes; its memory is nearly full",
     ),
     (
         r"nanotron-.*-64n",
-        "the network of 64 nodes is slower than that of 32 in every cell of the source",
+        "from 32 to 64 nodes the source's speed about halves in every cell",
     ),
     (
         r"torchtitan-(8b-8|405b-512)-cp[248]",

@@ -29,7 +29,7 @@ _NEEDED = ("id", "source", "model", "device", "reported_metric", "reported_value
 METRICS = ("tokens_per_s_per_gpu", "step_s", "mfu", "hfu", "tflops_per_gpu")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One published measurement.
 

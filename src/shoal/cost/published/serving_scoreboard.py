@@ -1,0 +1,99 @@
+"""The scoreboard of serving: every published row, predicted beside reported."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from shoal.cost.published.board import CLOSE, Board, Scored, widths
+from shoal.cost.published.rows import UnplayableError
+from shoal.cost.published.serving import (
+    ServeReplay,
+    ServeRow,
+    predict_serving,
+    read_serving,
+    replay_serving,
+)
+from shoal.cost.published.serving_calibration import SERVE_NAMED, serving_calibration_for
+
+__all__ = ["score_serving"]
+
+
+def score_serving(rows: tuple[ServeRow, ...] | None = None) -> Board:
+    """Score all rows of the shipped table, or of another."""
+    return _shipped() if rows is None else _score(rows)
+
+
+@functools.cache
+def _shipped() -> Board:
+    return _score(read_serving())
+
+
+def _kind(item: ServeReplay) -> str:
+    if item.server.host.cpu:
+        return "cpu"
+    return "prompt" if item.row.metric.startswith(("prefill", "ttft")) else "answer"
+
+
+def _reason(item: ServeReplay) -> str:
+    row = item.row
+    if item.server.host.cpu:
+        if row.group == "sglang-xeon":
+            return "matrix units and nodes of memory of a 128-core CPU are far from their sheet"
+        return "kernels that unpack weights on few threads are bound by the cores"
+    if row.metric == "prefill_tokens_per_s":
+        return "kernels of quantised products do not use the newest matrix instructions"
+    if row.group == "llmservingsim":
+        return "lengths vary: only their means are stated"
+    if item.server.shape.num_experts:
+        return "small groups of experts, and their exchange, are slower than modelled"
+    if "0.5.0" in row.source:
+        return "an early release: static batches, separate kernels"
+    return "the engine's largest batch is not stated"
+
+
+def _run(item: ServeReplay) -> str:
+    server = item.server
+    parts = [f"tp{server.tp}"] if server.tp > 1 else []
+    parts += [f"stages{server.stages}"] if server.stages > 1 else []
+    parts += [f"dep{server.experts_dp}"] if server.experts_dp > 1 else []
+    load = f"{item.load.prompt:.0f} in, {item.load.output:.0f} out"
+    return " ".join([*parts, item.row.raw["precision"] or "bf16", load])
+
+
+def _score(rows: tuple[ServeRow, ...]) -> Board:
+    skipped: dict[str, str] = {}
+    found: list[tuple[ServeReplay, float]] = []
+    for row in rows:
+        try:
+            item = replay_serving(row)
+        except UnplayableError as cause:
+            skipped[row.id] = str(cause)
+            continue
+        found.append((item, predict_serving(item, serving_calibration_for(row.group, rows))))
+    spreads = widths([(i.row.group, _kind(i), abs(math.log(p / i.row.value))) for i, p in found])
+    scored = []
+    for item, value in found:
+        row = item.row
+        spread = math.exp(spreads[row.group, _kind(item)])
+        far = abs(value / row.value - 1.0) > CLOSE
+        scored.append(
+            Scored(
+                id=row.id,
+                group=row.group,
+                device=row.raw["device"],
+                devices=item.devices,
+                metric=row.metric,
+                reported=row.value,
+                predicted=value,
+                low=value / spread,
+                high=value * spread,
+                run=_run(item),
+                bound="",
+                filled=item.filled,
+                remembered=row.remembered,
+                named=row.id in SERVE_NAMED,
+                reason=_reason(item) if far else "",
+            )
+        )
+    return Board(kind="serving", rows=tuple(scored), skipped=skipped)
