@@ -228,12 +228,16 @@ def test_catalogue_has_every_system_once() -> None:
     assert len({row.name for row in rows}) == 146
     assert {row.status for row in rows} == {"planned"}
     assert {row.id: row.claim for row in rows if row.claim} == {
+        4: "c4",
         6: "t3",
+        9: "frontier",
         21: "oneflow",
         22: "megatron",
+        41: "gemm_forest",
         48: "dissect",
         77: "learning_curves",
         91: "tokenring",
+        81: "megascale",
         93: "skippipe",
         100: "lca_bench",
         113: "vocab_parallel",

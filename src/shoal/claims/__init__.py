@@ -15,6 +15,8 @@ CLAIMS = PartTable(
         "dissect": "shoal.claims.experiments.dissect:Dissect",
         "oneflow": "shoal.claims.experiments.oneflow:OneFlow",
         "lca_bench": "shoal.claims.experiments.lca_bench:LCABench",
+        "gemm_forest": "shoal.claims.experiments.gemm_forest:GemmForest",
+        "frontier": "shoal.claims.experiments.frontier:FrontierRecipe",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
         "megatron": "shoal.claims.experiments.megatron:Megatron",
         "gpipe": "shoal.claims.experiments.gpipe:GPipeClaim",
@@ -23,6 +25,8 @@ CLAIMS = PartTable(
         "vocab_parallel": "shoal.claims.experiments.vocab_parallel:VocabParallel",
         "tokenring": "shoal.claims.experiments.tokenring:TokenRing",
         "single_path": "shoal.claims.experiments.single_path:SinglePath",
+        "c4": "shoal.claims.experiments.c4:C4",
+        "megascale": "shoal.claims.experiments.megascale:MegaScaleClaim",
         "skippipe": "shoal.claims.experiments.skippipe:SkipPipeClaim",
     },
 )

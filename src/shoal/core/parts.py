@@ -59,6 +59,8 @@ KINDS: dict[str, str] = {
     "probe": "shoal.machine:PROBES",
     "law": "shoal.cost.scaling:LAWS",
     "planner": "shoal.plan.strategy:PLANNERS",
+    "tuner": "shoal.plan.tune:TUNERS",
+    "emitter": "shoal.plan.emit:EMITTERS",
     "path_planner": "shoal.plan.paths:PATH_PLANNERS",
     "workload": "shoal.cost.workloads:WORKLOADS",
     "scheduler": "shoal.plan.batching:SCHEDULERS",

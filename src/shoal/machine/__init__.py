@@ -35,9 +35,11 @@ PROBES = PartTable(
         "matmul": "shoal.machine.probes.matmul:Matmul",
         "framework": "shoal.machine.probes.framework:Framework",
         "collective": "shoal.machine.probes.collective:Collective",
+        "crowd": "shoal.machine.probes.crowd:Crowd",
         "gpu": "shoal.machine.probes.gpu:Gpu",
         "loopback": "shoal.machine.probes.loopback:Loopback",
         "system": "shoal.machine.probes.system:System",
+        "gemm": "shoal.machine.probes.gemm:Gemm",
     },
 )
 

@@ -41,7 +41,7 @@ def probe(
 
     Args:
         fast: about 20 seconds on 2 cores, instead of 2 minutes.
-        probes: names or choices of the probes to run; None for all.
+        probes: names or choices of the probes to run; None for all that are not on request.
         strict: refuse a noisy machine instead of warning.
         save: write the result there; :func:`saved_path` makes it the machine ``local``.
         progress: called with (probes done, probes in all, what happens now); also for
@@ -52,7 +52,8 @@ def probe(
         NoisyMachineError: with ``strict``, when the machine is too busy.
         BuildError: there is no compiler.
     """
-    chosen = [Choice(name=p) if isinstance(p, str) else p for p in (probes or list(PROBES))]
+    usual = [name for name in PROBES if not getattr(PROBES.load(name), "on_request", False)]
+    chosen = [Choice(name=p) if isinstance(p, str) else p for p in (probes or usual)]
     built = [(choice.name, PROBES.build(choice)) for choice in chosen]
 
     def say(done: int, text: str) -> None:

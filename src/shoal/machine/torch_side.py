@@ -149,17 +149,29 @@ def gpu_facts() -> dict[str, Any] | None:
     }
 
 
+def _gemm(**options: Any) -> Any:
+    from shoal.machine.probes.gemm_torch import gemm
+
+    return gemm(**options)
+
+
 def _all_reduce(**options: Any) -> Any:
     # Collectives live above this room and are loaded by name, as parts are.
     return importlib.import_module("shoal.parallel.measure").all_reduce(**options)
 
 
+def _crowd(**options: Any) -> Any:
+    return importlib.import_module("shoal.parallel.measure").crowd(**options)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "hello": hello,
     "matmul": matmul,
+    "gemm": _gemm,
     "elementwise": elementwise,
     "copy": copy,
     "overhead": overhead,
     "all_reduce": _all_reduce,
+    "crowd": _crowd,
     "gpu_facts": gpu_facts,
 }

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.app.commands.plan_context import context
+from shoal.app.commands.plan_gemm import gemm
+from shoal.app.commands.plan_paths import paths
 from shoal.app.commands.plan_routes import routes
 from shoal.app.commands.plan_scaling import scaling
 from shoal.app.commands.plan_schedule import schedule
 from shoal.app.commands.plan_t3 import t3
+from shoal.app.commands.plan_tune import tune
 from shoal.app.counts import count
+from shoal.app.emitting import write_emitted
 from shoal.app.show import Format
 
 if TYPE_CHECKING:
@@ -47,6 +51,13 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="Save the best plan, its estimate as it was priced.")
     ] = None,
+    emit: Annotated[
+        str | None,
+        typer.Option(help="Write launch files for torchtitan, megatron, deepspeed or accelerate."),
+    ] = None,
+    emit_dir: Annotated[
+        Path | None, typer.Option(help="Where to; launch-ENGINE if not given.")
+    ] = None,
     output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
 ) -> None:
     """Rank the ways to train a model on a machine; nothing runs and no torch is needed.
@@ -58,6 +69,8 @@ def train(
         shoal plan train Qwen3-14B --machine 16xH100 --tokens 20B
 
         shoal plan train Llama-3-70B -m 8xA100@IB200 --set optimizer=muon --out plan.yaml
+
+        shoal plan train Llama-3-8B -m 16xH100 --tokens 20B --emit torchtitan
     """
     from shoal.app.show import as_json
     from shoal.core.config import resolve
@@ -86,6 +99,8 @@ def train(
     if out is not None:
         plans[0].save(out, header="The best plan; run it with `shoal train --plan`.")
         typer.echo(f"saved {out}", err=True)
+    if emit is not None:
+        write_emitted(plans, emit, emit_dir)
     plans = plans[:top]
     if calibrate:
         plans = [_calibrated(plan) for plan in plans]
@@ -150,6 +165,13 @@ def serve(
         bool, typer.Option(help="Rank the other schedulers and caches beside it.")
     ] = True,
     out: Annotated[Path | None, typer.Option(help="Save the plan.")] = None,
+    emit: Annotated[
+        str | None,
+        typer.Option(help="Write launch files for vllm, sglang or llamacpp."),
+    ] = None,
+    emit_dir: Annotated[
+        Path | None, typer.Option(help="Where to; launch-ENGINE if not given.")
+    ] = None,
     output: Annotated[
         Written, typer.Option("--output", "-o", help="text, json or yaml.")
     ] = Written.text,
@@ -162,7 +184,7 @@ def serve(
 
         shoal plan serve shoal-4m --machine laptop
 
-        shoal plan serve Qwen3-8B --machine H100 --workload chat --rate 20
+        shoal plan serve Qwen3-8B --machine H100 --workload chat --rate 20 --emit vllm
 
         shoal plan serve Llama-3.1-8B -m RTX-4090 --workload shared_prefix --set max_position=8192
 
@@ -199,6 +221,8 @@ def serve(
     if out is not None:
         asked.save(out, header="Planned by `shoal plan serve`.")
         typer.echo(f"saved {out}", err=True)
+    if emit is not None:
+        write_emitted([asked], emit, emit_dir)
     if output is Written.json:
         as_json(asked.model_dump(mode="json", exclude_none=True))
     elif output is Written.yaml:
@@ -272,3 +296,6 @@ app.command("schedule")(schedule)
 app.command("t3")(t3)
 app.command("routes")(routes)
 app.command("context")(context)
+app.command("paths")(paths)
+app.command("gemm")(gemm)
+app.command("tune")(tune)

@@ -16,6 +16,10 @@ __all__ = ["probe", "show_machine"]
 
 
 def probe(
+    sweep: Annotated[
+        str | None,
+        typer.Argument(help="gemm: sweep matrix products for the learned predictor instead."),
+    ] = None,
     full: Annotated[bool, typer.Option("--full/--fast", help="Every size, more repeats.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Where to save; the machine called `local` by default.")
@@ -29,6 +33,13 @@ def probe(
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the roofline as SVG.")] = None,
     output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    budget: Annotated[float, typer.Option(help="Of gemm: seconds of the sweep.")] = 180.0,
+    watts: Annotated[
+        float, typer.Option(help="Of gemm: draw of this host under load, if it has no counters.")
+    ] = 0.0,
+    importance: Annotated[
+        bool, typer.Option("--importance", help="Of gemm: say which features matter.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Measure this machine and save it, or show a machine that is known.
@@ -42,12 +53,28 @@ def probe(
         shoal probe --show 16xH100
 
         shoal probe --compare local --compare 8xH100
+
+        shoal probe gemm --budget 180              # goes on where it stopped
     """
     from shoal.app.show import WorkBar, as_json, table
     from shoal.core.errors import ConfigError
     from shoal.core.files import shoal_home, write_atomic
     from shoal.machine.described import load
 
+    if sweep is not None:
+        from shoal.app.commands.probe_gemm import sweep as sweep_products
+        from shoal.core.errors import require
+
+        require(sweep == "gemm", "probe", sweep, expected="gemm, or nothing")
+        sweep_products(
+            budget,
+            out,
+            watts,
+            importance=importance,
+            json=output is Format.json,
+            quiet=quiet,
+        )
+        return
     if compare:
         from shoal.machine.comparing import compare as side_by_side
 

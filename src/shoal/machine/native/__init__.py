@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_double, c_int, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [c_int, c_uint64, c_int, POINTER(c_int), c_int, c_int, POINTER(c_double)],
     ),
     "unit_clock": (c_double, [c_uint64]),
+    "gemm_run": (
+        c_double,
+        [c_int, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int],
+    ),
+    "gemm_moved": (c_uint64, [c_int, c_int64, c_int64, c_int64]),
     "system_ping_pong": (c_double, [c_int, c_int, c_int, c_int]),
     "system_page_fault": (c_double, [c_int]),
     "system_launch": (c_double, [c_char_p, c_int]),

@@ -1,0 +1,340 @@
+"""[9] Frontier recipe: does Bayesian tuning find good splits, and is the recipe in the model?
+
+Source: Dash et al., Optimizing Distributed Training on Frontier for Large Language Models, 2023.
+
+Simulated on the described machine. The tuner with failures against all configurations and
+against random search; five observations of the paper as statements about the cost model; and
+the utilisation that the model predicts for the paper's two largest runs. The A/A run puts random
+search in the tuner's place, and the device's peak in the cost model's.
+
+The degrees and batches of the two runs (tp 4, pp 16, 640 sequences a replica; tp 8, pp 64, 1,600)
+are the paper's table of best parameters; the rates are counted as its engine counts them, with
+what is computed again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import Choice, part
+from shoal.cost.scaling_reports import scaling_report
+from shoal.ir import Machine, ModelShape, Parallel, TrainJob
+from shoal.machine.described import load
+from shoal.plan.tune.bayes import Bayes
+from shoal.plan.tune.exhaustive import Exhaustive
+from shoal.plan.tune.protocols import Setting, Space, Study
+from shoal.plan.tune.random import Random
+from shoal.plan.tune.shapley import explain
+from shoal.plan.tune.training import TrainingObjective, training_space
+
+__all__ = ["MODELS", "PAPER", "FrontierRecipe", "rules"]
+
+# Share of the peak that the paper reports.
+PAPER = {"22B": 0.3838, "175B": 0.3614, "1T": 0.3196}
+_POINTS = 0.10
+# (blocks, hidden, heads) of GPT models.
+_SIZES = {"22B": (48, 6144, 64), "175B": (96, 12288, 96), "1T": (128, 25600, 160)}
+# (tp, pp, sequences of a replica, replicas, sequences of a strongly scaled step).
+_RUNS = {"175B": (4, 16, 640, 16, 8000), "1T": (8, 64, 1600, 6, 8016)}
+# A rate that moves by less over all of its steps is flat.
+_FLAT = 0.05
+
+
+def _gpt(name: str) -> ModelShape:
+    layers, hidden, heads = _SIZES[name]
+    return ModelShape(
+        name=f"GPT {name}",
+        num_layers=layers,
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_hidden=4 * hidden,
+        gated=False,
+        vocab_size=51200,
+        tied=True,
+        attention="MHA",
+        family="GPT",
+    )
+
+
+MODELS = {name: _gpt(name) for name in _SIZES}
+_JOB = TrainJob(seq_len=2048, precision="bf16")
+
+
+@part
+class FrontierRecipe:
+    """Tuning GPT 175B on sixteen nodes, five rules, and two published runs.
+
+    Args:
+        trials: trials of each search.
+        seeds: searches.
+        explained: trials from which the influence of the axes is learnt.
+    """
+
+    trials: int = 48
+    seeds: int = 10
+    explained: int = 192
+
+    rows: ClassVar[tuple[int, ...]] = (9,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="share_of_optimum",
+            unit="1",
+            statistic="min",
+            comparison=">=",
+            threshold=0.95,
+            baseline="random search",
+            evidence="simulated",
+        ),
+        Metric(
+            name="gain_over_random",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=0.001,
+            baseline="random search",
+            evidence="simulated",
+        ),
+        Metric(
+            name="rules_broken",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.0,
+            baseline="the device's peak",
+            evidence="simulated",
+        ),
+        Metric(
+            name="utilisation_175b",
+            unit="1",
+            statistic="value",
+            comparison="within",
+            threshold=PAPER["175B"] - _POINTS,
+            upper=PAPER["175B"] + _POINTS,
+            baseline="the device's peak",
+            evidence="simulated",
+            paper="36.14 % of the peak",
+        ),
+        Metric(
+            name="utilisation_1t",
+            unit="1",
+            statistic="value",
+            comparison="within",
+            threshold=PAPER["1T"] - _POINTS,
+            upper=PAPER["1T"] + _POINTS,
+            baseline="the device's peak",
+            evidence="simulated",
+            paper="31.96 % of the peak",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in (("trials", self.trials), ("explained", self.explained)):
+            require(value >= 24, f"claim.frontier.{name}", value, expected="24 or more")
+        require(self.seeds >= 1, "claim.frontier.seeds", self.seeds, expected="1 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """Needs nothing that could be missing."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        seeds = min(3, self.seeds) if quick else self.seeds
+        objective = TrainingObjective(_JOB, load("16xFrontier"), model=MODELS["175B"])
+        space = tuning_space(objective)
+        context.progress("every configuration", 0.05)
+        optimum = context.remember(
+            "optimum", lambda: Exhaustive().tune(space, objective, space.size)
+        ).best
+        top = optimum.value or math.nan
+        shares, random_shares = [], []
+        for seed in range(seeds):
+            context.progress(f"search {seed + 1} of {seeds}", 0.1 + 0.5 * seed / seeds)
+            plain = Random().tune(space, objective, self.trials, seed=context.seed + seed)
+            found = (
+                plain
+                if as_baseline
+                else Bayes().tune(space, objective, self.trials, seed=context.seed + seed)
+            )
+            shares.append(_share(found, top))
+            random_shares.append(_share(plain, top))
+        context.progress("five rules", 0.7)
+        broken, influence = rules(self.explained, context.seed, peak=as_baseline)
+        metrics = {
+            "share_of_optimum": Paired(method=tuple(shares)),
+            "gain_over_random": Paired(
+                method=tuple(a - b for a, b in zip(shares, random_shares, strict=True))
+            ),
+            "rules_broken": Paired(method=tuple(map(float, broken.values()))),
+        }
+        told: dict[str, JsonValue] = {}
+        for name in _RUNS:
+            context.progress(f"the run of {name}", 0.9)
+            utilisation, model_share, more = published(name)
+            value = 1.0 if as_baseline else utilisation
+            metrics[f"utilisation_{name.lower()}"] = Paired(method=(value,))
+            told[name] = {
+                "predicted": utilisation,
+                "without_recomputation": model_share,
+                "paper": PAPER[name],
+                **more,
+            }
+        return Samples(
+            metrics=metrics,
+            bounds={"share_of_optimum": 1.0},
+            profile=f"optimum {top:.1f} TFLOP/s of {space.size} configurations; "
+            f"shares {min(shares):.3f} to {max(shares):.3f}, random {np.mean(random_shares):.3f}",
+            details={
+                "optimum": {"tflops": top, **{k: str(v) for k, v in optimum.config.items()}},
+                "configurations": space.size,
+                "random_shares": list(random_shares),
+                "rules": {name: bool(wrong) for name, wrong in broken.items()},
+                "influence": dict(influence),
+                "runs": told,
+            },
+        )
+
+
+def tuning_space(objective: TrainingObjective) -> Space:
+    """The space of the tuner's trials: seven axes, at most 3,000 configurations."""
+    return training_space(
+        objective.shape,
+        objective.machine,
+        {
+            "tp": (1, 2, 4, 8),
+            "pp": (4, 8, 12, 16, 32),
+            "microbatch": (1, 2, 4, 8),
+            "accumulate": (16, 32, 64),
+        },
+    )
+
+
+def _share(study: Study, top: float) -> float:
+    """The best trial's rate over the optimum; 0 where every trial failed."""
+    return max((t.value for t in study.trials if t.value is not None), default=0.0) / top
+
+
+def rules(
+    trials: int, seed: int, *, peak: bool = False
+) -> tuple[dict[str, bool], dict[str, float]]:
+    """The paper's five observations, each broken or not; and the influence of the axes.
+
+    Args:
+        trials: trials from which the influence is learnt.
+        seed: seed of these trials.
+        peak: put the device's peak in the place of the cost model.
+    """
+    model = MODELS["175B"]
+    objective = TrainingObjective(_JOB, load("64xFrontier"), model=model)
+    best = objective.machine.device.peak_flops["bf16"]
+
+    def rate(**changes: Setting) -> float:
+        usual: dict[str, Setting] = {
+            "nodes": 16,
+            "tp": 8,
+            "pp": 16,
+            "vpp": 1,
+            "microbatch": 1,
+            "accumulate": 64,
+            "shard": "zero1",
+            "recompute": "full",
+        }
+        return best if peak else objective.rate(*objective.price({**usual, **changes}))
+
+    # One replica on as many nodes as it needs: what changes is the pipeline alone.
+    deep = (4, 8, 16, 32)
+    flat = [rate(nodes=pp, pp=pp, accumulate=4 * pp) for pp in deep]
+    influence = _influence(trials, seed)
+    return {
+        "tensor parallelism beyond a node is slower": not (rate(tp=16, pp=8) < rate(tp=8, pp=8)),
+        "more micro-batches a stage are faster": not _rising(
+            lambda m: rate(accumulate=m), (16, 32, 64, 128)
+        ),
+        "more stages at a fixed batch are slower": not _rising(
+            lambda pp: -rate(nodes=pp, pp=pp, accumulate=64), deep
+        ),
+        "more stages with as many micro-batches each are as fast": (
+            max(flat) / min(flat) - 1 > _FLAT
+        ),
+        "the micro-batch has the most influence": next(iter(influence)) != "microbatch",
+    }, influence
+
+
+def _rising(rate: Callable[[int], float], values: tuple[int, ...]) -> bool:
+    found = [rate(value) for value in values]
+    return all(a < b for a, b in itertools.pairwise(found))
+
+
+def _influence(trials: int, seed: int) -> dict[str, float]:
+    """Axis -> mean absolute Shapley value in the paper's own space, largest first."""
+    objective = TrainingObjective(_JOB, load("16xFrontier"), model=MODELS["175B"])
+    paper: Mapping[str, tuple[Setting, ...]] = {
+        "nodes": (12, 16),
+        "tp": (4, 8),
+        "pp": (1, 2, 4, 8, 12, 16),
+        "vpp": (1,),
+        "microbatch": (4, 6, 8, 10, 12, 14, 16, 18, 20),
+        "accumulate": (5, 10),
+        "shard": ("replicated", "zero1"),
+        "recompute": ("full",),
+    }
+    space = training_space(objective.shape, objective.machine, paper)
+    study = Random().tune(space, objective, trials, seed=seed)
+    return {one.axis: one.influence for one in explain(study, seed=seed)}
+
+
+def published(name: str) -> tuple[float, float, dict[str, JsonValue]]:
+    """Predicted share of the peak of a published run, counted two ways, and how it scales.
+
+    First as its engine counts, then without what is computed again.
+    """
+    tp, pp, batch, replicas, fixed = _RUNS[name]
+    machine: Machine = load(f"{tp * pp * replicas // 8}xFrontier")
+    job = _JOB.model_copy(
+        update={
+            "parallel": Parallel(dp=replicas, tp=tp, pp=pp),
+            "global_batch": batch * replicas,
+            "microbatch": 1,
+            "shard": Choice(name="zero1"),
+            "recompute": "full",
+        }
+    )
+    shape = MODELS[name]
+    objective = TrainingObjective(job, machine, model=shape, whole_flops=True)
+    config: dict[str, Setting] = {
+        "nodes": machine.nodes,
+        "tp": tp,
+        "pp": pp,
+        "vpp": 1,
+        "microbatch": 1,
+        "accumulate": batch,
+        "shard": "zero1",
+        "recompute": "full",
+    }
+    found, cost = objective.price(config)
+    whole = objective.utilisation(found, cost)
+    few = [dp for dp in (2, 4, 6, 8, 16) if dp <= replicas and fixed % dp == 0]
+    weak = scaling_report(found, machine, few, kind="weak", shape=shape)
+    strong_job = found.model_copy(update={"global_batch": fixed})
+    strong = scaling_report(strong_job, machine, few, kind="strong", shape=shape)
+    return (
+        whole,
+        0.75 * whole,
+        {
+            "weak_efficiency": weak[-1].efficiency,
+            "strong_efficiency": strong[-1].efficiency,
+            "memory_gb": cost.memory_total / 1e9,
+            "bound": cost.bound,
+            "terms_s": {k: float(v) for k, v in cost.terms_s.items()},
+        },
+    )

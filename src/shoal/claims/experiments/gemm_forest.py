@@ -1,0 +1,330 @@
+"""[41] GemmForest: does a forest know how long a matrix product takes, and on which tile?
+
+Source: Huynh-Tran et al., Understanding GEMM Performance and Energy on NVIDIA Ada Lovelace: A
+Machine-Learning-based Analytical Approach, 2024.
+
+A sweep of torch's products and of an own tiled kernel on this machine; the forest predicts what
+it has not seen, by rows and by whole shapes. The A/A run puts the roofline in its place, which
+knows no tile. The quick run counts: the kernel's products against NumPy's, and the same forest
+on the elements that the kernel's own loops say they move, instead of on times. Draw and energy
+are judged only where a sensor measures them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.measure import interleave
+from shoal.core.native import compiler
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.cost.gemm import fit
+from shoal.cost.gemm_validate import SPLITS, HeldOut, held_out, importance, tile_choices
+from shoal.machine.probes.gemm import Gemm, drawn, moved_elements, own_product
+from shoal.machine.probes.gemm_table import TILES, GemmPoint, GemmShape, GemmTable, telling
+from shoal.machine.protocols import Context as Probing
+
+__all__ = ["GemmForest"]
+
+_ROOFLINE = "roofline"
+_WITHIN = 1.10
+_EDGE = 1024
+# Rounding of fp32 sums: an error of so many units of the sum of the terms' sizes.
+_TOLERANCE = 1e-5
+_SENSORLESS = "no sensor of power on this machine: draw and energy are modelled, not measured"
+
+
+def _timed(name: str, **fields: object) -> Metric:
+    return Metric.model_validate(
+        {"name": name, "evidence": "same_regime", "timing": True, "baseline": _ROOFLINE, **fields}
+    )
+
+
+@part
+class GemmForest:
+    """A sweep of this machine's products, and a forest on it.
+
+    Args:
+        budget_s: seconds of the sweep.
+        trees: trees of the forest.
+        pairs: rounds of the best and the worst tile at 1024^3.
+    """
+
+    budget_s: float = 150.0
+    trees: int = 100
+    pairs: int = 7
+
+    rows: ClassVar[tuple[int, ...]] = (41,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        _timed(
+            "time_r2",
+            unit="1",
+            statistic="value",
+            comparison=">=",
+            threshold=0.97,
+            paper="R2 0.98 of the time, on a random split",
+        ),
+        _timed(
+            "grouped_error",
+            unit="1",
+            statistic="value",
+            comparison="<=",
+            threshold=0.20,
+            paper="mean error 15.57 %, on a random split",
+        ),
+        _timed(
+            "error_over_roofline",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.5,
+        ),
+        _timed(
+            "interval_coverage",
+            unit="1",
+            statistic="mean",
+            comparison="within",
+            threshold=0.85,
+            upper=0.95,
+        ),
+        _timed(
+            "good_tiles",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=0.80,
+            paper="16 x 16 is the best balance",
+        ),
+        _timed(
+            "tile_gain",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=3.2,
+            paper="up to 3.2x between tiles",
+        ),
+        _timed(
+            "power_error",
+            unit="1",
+            statistic="value",
+            comparison="<=",
+            threshold=0.10,
+            paper="R2 0.78 and median error 5.42 % of the power",
+        ),
+        Metric(
+            name="shrinking",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.0,
+            baseline=_ROOFLINE,
+            evidence="same_regime",
+            quick=False,
+        ),
+        Metric(
+            name="wrong_products",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.0,
+            baseline="numpy",
+            evidence="same_regime",
+        ),
+        Metric(
+            name="moved_error_over_roofline",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.5,
+            baseline=_ROOFLINE,
+            evidence="mechanism",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            self.budget_s > 0,
+            "claim.gemm_forest.budget_s",
+            self.budget_s,
+            expected="seconds above 0",
+        )
+        for name, value in (("trees", self.trees), ("pairs", self.pairs)):
+            require(value >= 1, f"claim.gemm_forest.{name}", value, expected="1 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """The kernel needs a compiler, the forest scikit-learn, the library torch."""
+        if compiler() is None:
+            return "no C++ compiler for the tiled kernel"
+        for module, extra in (("sklearn", "bench"), ("torch", "run")):
+            if importlib.util.find_spec(module) is None:
+                return f"no {module}; install shoal-ml[{extra}]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        metrics = {
+            "wrong_products": Paired(method=(float(_wrong(context.seed, as_baseline)),)),
+            "moved_error_over_roofline": self._moved(context, quick, as_baseline),
+        }
+        if quick:
+            return Samples(metrics=metrics)
+        return self._timed(context, metrics, as_baseline)
+
+    def _moved(self, context: Context, quick: bool, as_baseline: bool) -> Paired:
+        """Median errors of forest and roofline on elements moved, of shapes held out."""
+        context.progress("counting what the tiles move", 0.05)
+
+        def count() -> HeldOut:
+            turns = 0, 3 * (90 if quick else 200), 3
+            shapes = [s for i in range(*turns) for s in drawn(context.seed, i, threads=1)]
+            trees = 30 if quick else self.trees
+            return held_out(_counted(shapes), "grouped", trees=trees, folds=3, peers=False)
+
+        found = context.remember("moved", count)
+        return _medians(found, as_baseline)
+
+    def _timed(self, context: Context, metrics: dict[str, Paired], as_baseline: bool) -> Samples:
+        table = context.remember("sweep", lambda: self._sweep(context))
+        splits = {
+            name: context.remember(name, lambda name=name: self._split(context, table, name))  # type: ignore[misc]
+            for name in SPLITS
+        }
+        who = _ROOFLINE if as_baseline else "forest"
+        grouped = splits["grouped"]
+        metrics["time_r2"] = Paired(method=(splits["random"].r2(who),))
+        metrics["grouped_error"] = Paired(method=tuple(map(float, grouped.errors(who))))
+        metrics["error_over_roofline"] = _medians(grouped, as_baseline)
+        inside = [
+            float(not as_baseline and low <= real <= high)
+            for low, real, high in zip(grouped.low, grouped.seconds, grouped.high, strict=True)
+        ]
+        metrics["interval_coverage"] = Paired(method=tuple(inside))
+        context.progress("choosing tiles", 0.85)
+        chosen = tile_choices(table, trees=self.trees, seed=context.seed, roofline=as_baseline)
+        metrics["good_tiles"] = Paired(method=tuple(float(c.loss <= _WITHIN) for c in chosen))
+        predictor = context.remember("forest", lambda: fit(table, trees=self.trees))
+        metrics["shrinking"] = Paired(method=(_shrinking(predictor.seconds),))
+        best = min(TILES) if as_baseline else predictor.best_tile(_EDGE, _EDGE, _EDGE)[0].shape.tile
+        context.progress("best and worst tile", 0.9)
+        metrics["tile_gain"], seconds = self._tiles(context, best)
+        skipped = {}
+        if "watts_error" in predictor.errors:
+            metrics["power_error"] = Paired(method=(predictor.errors["watts_error"],))
+        else:
+            skipped["power_error"] = _SENSORLESS
+        losses = [c.loss for c in chosen]
+        details: dict[str, JsonValue] = {
+            "products": len(table.points),
+            "own": sum(1 for p in table.points if p.tile),
+            "splits": {
+                name: {who: dict(scores) for who, scores in split.summary().items()}
+                for name, split in splits.items()
+            },
+            "coverage": {name: split.coverage for name, split in splits.items()},
+            "tiles": {str(t): sum(1.0 for c in chosen if c.chosen == t) for t in TILES},
+            "best_tiles": {str(t): sum(1.0 for c in chosen if c.best == t) for t in TILES},
+            "mean_tile_loss": float(np.mean(losses)),
+            "tile_seconds": dict(seconds),
+            "chosen_tile": best,
+        }
+        if not as_baseline:
+            details["importance"] = dict(importance(table, trees=self.trees))
+        return Samples(
+            metrics=metrics,
+            skipped=skipped,
+            bounds={"interval_coverage": 0.9, "good_tiles": 1.0, "time_r2": 1.0},
+            profile=f"{len(table.points)} products in {self.budget_s:g} s; tiles at {_EDGE}^3: "
+            + ", ".join(f"{tile}: {1e3 * s:.0f} ms" for tile, s in seconds.items()),
+            details=details,
+        )
+
+    def _sweep(self, context: Context) -> GemmTable:
+        probe = Gemm(
+            budget_s=self.budget_s, path=str(context.work_dir / "gemm.jsonl"), seed=context.seed
+        )
+        with Probing(home=Path(context.work_dir)) as probing:
+            return probe.sweep(
+                probing,
+                lambda done, total, text: context.progress(f"sweep: {text}", 0.6 * done / total),
+            )
+
+    def _split(self, context: Context, table: GemmTable, name: str) -> HeldOut:
+        context.progress(f"predicting: {name} split", 0.65 + 0.05 * SPLITS.index(name))
+        return held_out(table, name, trees=self.trees, seed=context.seed)
+
+    def _tiles(self, context: Context, best: int) -> tuple[Paired, dict[str, float]]:
+        """Rounds of the chosen and of the slowest tile; seconds of one run of each tile."""
+        random = generator(context.seed, purpose="gemm tiles")
+        a = random.random((_EDGE, _EDGE), dtype=np.float32)
+        b = random.random((_EDGE, _EDGE), dtype=np.float32)
+
+        def once() -> dict[str, float]:
+            runs = {str(t): (lambda t=t: own_product(a, b, t)) for t in TILES}
+            timed = interleave(runs, 1, warmup=1, seed=context.seed)
+            return {name: taken[0] for name, taken in timed.seconds.items()}
+
+        seconds = context.remember("tiles", once)
+        worst = max(seconds, key=lambda name: seconds[name])
+        timed = interleave(
+            {
+                "chosen": lambda: own_product(a, b, best),
+                "worst": lambda: own_product(a, b, int(worst)),
+            },
+            self.pairs,
+            warmup=1,
+            seed=context.seed,
+        )
+        pair = Paired(method=timed.seconds["chosen"], baseline=timed.seconds["worst"])
+        return pair, seconds
+
+
+def _medians(found: HeldOut, as_baseline: bool) -> Paired:
+    """Median error of the predictor and of the roofline."""
+    forest, roofline = (float(np.median(found.errors(name))) for name in ("forest", _ROOFLINE))
+    return Paired(method=(roofline if as_baseline else forest,), baseline=(roofline,))
+
+
+def _counted(shapes: list[GemmShape]) -> GemmTable:
+    """A table whose seconds are elements moved, as the kernel's loops count them."""
+    points = []
+    for shape in shapes:
+        moved = float(moved_elements(shape))
+        points.append(
+            GemmPoint(**shape.model_dump(), seconds=moved, low=moved, high=moved, repeats=1)
+        )
+    return GemmTable(fingerprint=telling(), points=tuple(points))
+
+
+def _wrong(seed: int, by_numpy: bool) -> int:
+    """Products of irregular shapes, at every tile, off from fp64 by more than rounding."""
+    wrong = 0
+    for index in range(8):
+        random = generator(seed, purpose="gemm check", index=index)
+        M, N, K = (int(size) for size in random.integers(1, 300, 3))
+        a = random.standard_normal((M, K), dtype=np.float32)
+        b = random.standard_normal((K, N), dtype=np.float32)
+        exact = a.astype(np.float64) @ b.astype(np.float64)
+        room = _TOLERANCE * (np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64))
+        for tile in TILES:
+            found = a @ b if by_numpy else own_product(a, b, tile)
+            wrong += bool((np.abs(found - exact) > room + 1e-30).any())
+    return wrong
+
+
+def _shrinking(seconds: object) -> float:
+    """Products that are told to take less than 0.9 times as long when K doubles."""
+    shapes, longer = [], []
+    for index in range(300):
+        for shape in drawn(1, index, threads=2, largest=2048):
+            shapes.append(shape)
+            longer.append(shape.model_copy(update={"K": 2 * shape.K}))
+    told = [np.asarray(seconds(list(which))) for which in (shapes, longer)]  # type: ignore[operator]
+    return float(np.sum(told[1] < 0.9 * told[0]))

@@ -1,0 +1,185 @@
+"""Bayesian search: try what is expected to improve most, and learn what fails.
+
+A surrogate learns the objective from the trials. A trial that failed (out of memory, an
+illegal split) is not dropped: it stays at the worst value that was seen, and further surrogates
+learn what fails: how much of a limited thing a configuration needs, where its trial told, and
+else whether it works at all. The next trial has the largest product of expected improvement and
+probability to work. Trials that are still running are taken for what the surrogate expects
+on average (the constant liar), so several can run at a time.
+
+Sources: Jones, Schonlau and Welch, Efficient Global Optimization of Expensive Black-box
+Functions, 1998; Ginsbourger, Le Riche and Carraro, Kriging Is Well-suited to Parallelize
+Optimization, 2010 (constant liar); Gardner et al., Bayesian Optimization with Inequality
+Constraints, 2014 (what a configuration needs); Dash et al., Optimizing Distributed Training on
+Frontier for Large Language Models, 2023 (the use, with failures).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import numpy as np
+from scipy.special import ndtr
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.plan.tune.protocols import Objective, Progress, Space, Study, Trial, check
+from shoal.plan.tune.surrogate import Surrogate, fit_surrogate
+
+__all__ = ["Bayes", "penalised"]
+
+# Configurations whose improvement is computed for one choice.
+MOST_CANDIDATES = 5000
+# Variance of a failure's value, in variances of all values: where its need tells why, and else.
+UNSEEN = 1000.0
+FAILED = 0.3
+
+
+def penalised(trials: Sequence[Trial]) -> np.ndarray:
+    """Values of trials, [N]; a failure has the worst value that was seen."""
+    seen = [trial.value for trial in trials if trial.value is not None]
+    worst = min(seen, default=0.0)
+    return np.array([worst if trial.value is None else trial.value for trial in trials])
+
+
+@part
+class Bayes:
+    """Expected improvement with failures; the default.
+
+    Args:
+        starts: random trials before the surrogate is asked; more while all of them fail.
+        surrogate: gp (a Gaussian process), or forest (needs scikit-learn).
+        parallel: trials that run at a time, in threads.
+        explore: improvement below this share of the values' spread is none.
+    """
+
+    starts: int = 16
+    surrogate: Literal["gp", "forest"] = "gp"
+    parallel: int = 1
+    explore: float = 0.01
+
+    def __post_init__(self) -> None:
+        require(self.starts >= 2, "tuner.bayes.starts", self.starts, expected="2 or more")
+        require(
+            1 <= self.parallel <= 1024, "tuner.bayes.parallel", self.parallel, expected="1 to 1024"
+        )
+        require(
+            0 <= self.explore <= 1, "tuner.bayes.explore", self.explore, expected="a share, 0 to 1"
+        )
+
+    def tune(
+        self,
+        space: Space,
+        objective: Objective,
+        trials: int,
+        *,
+        seed: int = 0,
+        history: Sequence[Trial] = (),
+        progress: Progress | None = None,
+    ) -> Study:
+        """See :class:`~shoal.plan.tune.protocols.Tuner`."""
+        seen = check(space, trials, history)
+        rows = space.indices()
+        points = space.points(rows)
+        where = {tuple(int(at) for at in row): place for place, row in enumerate(rows)}
+        done = [where[row] for row in (space.row(trial.config) for trial in history)]
+        made = list(history)
+        free = np.ones(len(rows), dtype=bool)
+        free[[where[row] for row in seen]] = False
+        order = generator(seed, purpose="tune random").permutation(len(rows))
+        with ThreadPoolExecutor(self.parallel) as pool:
+            while len(made) < trials and free.any():
+                wanted = min(self.parallel, trials - len(made), int(free.sum()))
+                if len(made) < self.starts or _blind(made):
+                    wanted = min(wanted, max(1, self.starts - len(made)))
+                    chosen = [int(place) for place in order if free[place]][:wanted]
+                    free[chosen] = False
+                else:
+                    chosen = self._choose(points, free, done, made, wanted, seed)
+                configs = [space.config(rows[place]) for place in chosen]
+                made += pool.map(lambda config: Trial.of(config, objective), configs)
+                done += chosen
+                if progress is not None:
+                    best = max((t.value for t in made if t.value is not None), default=None)
+                    said = "none works yet" if best is None else f"best {best:.4g}"
+                    progress(len(made), trials, said)
+        return Study(tuner="bayes", space=space, trials=tuple(made), seed=seed)
+
+    def _choose(
+        self,
+        points: np.ndarray,
+        free: np.ndarray,
+        done: Sequence[int],
+        made: Sequence[Trial],
+        wanted: int,
+        seed: int,
+    ) -> list[int]:
+        """Places to try next; they are no longer free."""
+        values = penalised(made)
+        works = np.array([trial.value is not None for trial in made], dtype=float)
+        need = np.array([np.nan if t.excess is None else t.excess for t in made], dtype=float)
+        at = list(done)
+        chosen: list[int] = []
+        random = generator(seed, purpose="tune candidates", step=len(made))
+        for _ in range(wanted):
+            open_ = np.flatnonzero(free)
+            if len(open_) > MOST_CANDIDATES:
+                open_ = random.choice(open_, MOST_CANDIDATES, replace=False)
+            asked = points[open_]
+            score = self._odds(points[at], works, need, asked, seed)
+            if works.any():
+                # What failed by its need is learnt there; its own value nobody saw.
+                doubt = np.where(works > 0, 0.0, np.where(need > 0, UNSEEN, FAILED))
+                surrogate = fit_surrogate(self.surrogate, points[at], values, seed, doubt)
+                step = self.explore * float(values[works > 0].std())
+                gain = _improvement(surrogate, asked, float(values[works > 0].max()) + step)
+                # Where nothing is expected to improve, doubt decides.
+                nothing = float(gain.max()) <= 1e-12 * float(values.std())
+                score = score * (surrogate.predict(asked)[1] if nothing else gain)
+            place = int(open_[int(np.argmax(score))])
+            chosen.append(place)
+            free[place] = False
+            at.append(place)
+            values = np.append(values, values.mean())
+            works = np.append(works, 1.0)
+            need = np.append(need, np.nan)
+        return chosen
+
+    def _odds(
+        self,
+        points: np.ndarray,
+        works: np.ndarray,
+        need: np.ndarray,
+        asked: np.ndarray,
+        seed: int,
+    ) -> np.ndarray:
+        """Probability to work, [N]: of needing no more than there is, and of working else."""
+        odds = np.ones(len(asked))
+        told = ~np.isnan(need)
+        if (need[told] > 0).any():
+            fitted = fit_surrogate(self.surrogate, points[told], need[told], seed)
+            middle, doubt = fitted.predict(asked)
+            odds = odds * ndtr(-middle / np.maximum(doubt, 1e-9))
+        # What failed by its need says nothing about other reasons.
+        other = ~(told & (need > 0))
+        if works[other].size and works[other].min() < 1:
+            fitted = fit_surrogate(self.surrogate, points[other], works[other], seed)
+            middle, doubt = fitted.predict(asked)
+            odds = odds * ndtr((middle - 0.5) / np.sqrt(doubt**2 + 0.05))
+        return np.asarray(np.maximum(odds, 1e-12))
+
+
+def _blind(trials: Sequence[Trial]) -> bool:
+    """Nothing worked, and nothing told how far it is from working."""
+    return all(trial.value is None and trial.excess is None for trial in trials)
+
+
+def _improvement(surrogate: Surrogate, points: np.ndarray, best: float) -> np.ndarray:
+    """Expected improvement over ``best``, [N]."""
+    middle, doubt = surrogate.predict(points)
+    z = (middle - best) / doubt
+    density = np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi)
+    return np.asarray(doubt * (z * ndtr(z) + density))

@@ -1,0 +1,57 @@
+"""Exhaustive search: every configuration, where that is affordable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import part
+from shoal.plan.tune.protocols import Objective, Progress, Space, Study, Trial, check
+
+__all__ = ["Exhaustive"]
+
+
+@part
+class Exhaustive:
+    """The true optimum; ``trials`` limits nothing.
+
+    Args:
+        most: configurations beyond which it refuses.
+    """
+
+    most: int = 3000
+
+    def __post_init__(self) -> None:
+        require(self.most >= 1, "tuner.exhaustive.most", self.most, expected="1 or more")
+
+    def tune(
+        self,
+        space: Space,
+        objective: Objective,
+        trials: int,
+        *,
+        seed: int = 0,
+        history: Sequence[Trial] = (),
+        progress: Progress | None = None,
+    ) -> Study:
+        """See :class:`~shoal.plan.tune.protocols.Tuner`.
+
+        Raises:
+            PlanError: more configurations than ``most``.
+        """
+        seen = check(space, trials, history)
+        require(
+            space.size <= self.most,
+            "tune.space",
+            space.size,
+            expected=f"at most {self.most} configurations",
+            hint="fix some of the axes, raise most, or use the tuner bayes",
+            error=PlanError,
+        )
+        made = list(history)
+        for row in space.indices():
+            if tuple(int(at) for at in row) not in seen:
+                made.append(Trial.of(space.config(row), objective))
+                if progress is not None:
+                    progress(len(made), space.size, "")
+        return Study(tuner="exhaustive", space=space, trials=tuple(made), seed=seed)

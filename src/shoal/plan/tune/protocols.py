@@ -1,0 +1,271 @@
+"""What a tuner is given and what it gives back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, Self, runtime_checkable
+
+import numpy as np
+from pydantic import model_validator
+
+from shoal.core.config import Value
+from shoal.core.errors import ConfigError, PlanError, require
+
+__all__ = ["Axis", "Config", "Objective", "Outcome", "Setting", "Space", "Study", "Trial", "Tuner"]
+
+Setting = bool | int | float | str
+Config = Mapping[str, Setting]
+Progress = Callable[[int, int, str], None]
+
+# More are not listed one by one.
+MOST_CONFIGS = 2_000_000
+
+
+class Axis(Value):
+    """One thing that can be chosen.
+
+    Args:
+        name: what it is called.
+        values: what it can be; numbers in ascending order.
+    """
+
+    name: str
+    values: tuple[Setting, ...]
+
+    @model_validator(mode="after")
+    def _useful(self) -> Self:
+        require(
+            0 < len(self.values) == len(set(map(repr, self.values))),
+            f"tune.{self.name}",
+            self.values,
+            expected="at least one value, each once",
+        )
+        return self
+
+    def places(self) -> np.ndarray:
+        """Where each value lies between 0 and 1: by its logarithm, or by its order."""
+        if len(self.values) == 1:
+            return np.zeros(1)
+        plain = [v for v in self.values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+        if len(plain) == len(self.values) and min(plain) > 0:
+            logs = np.log(plain)
+            span = logs.max() - logs.min()
+            return np.asarray((logs - logs.min()) / span)
+        return np.linspace(0.0, 1.0, len(self.values))
+
+
+class Space(Value):
+    """Everything that can be chosen: the product of its axes.
+
+    Args:
+        axes: what can be chosen.
+    """
+
+    axes: tuple[Axis, ...]
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        names = [axis.name for axis in self.axes]
+        require(
+            0 < len(names) == len(set(names)),
+            "tune.axes",
+            ", ".join(names),
+            expected="at least one axis, each once",
+        )
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the axes."""
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Configurations."""
+        return math.prod(len(axis.values) for axis in self.axes)
+
+    def indices(self) -> np.ndarray:
+        """[size, axes]: every configuration as positions on the axes, the last axis fastest.
+
+        Raises:
+            PlanError: there are more than two million.
+        """
+        require(
+            self.size <= MOST_CONFIGS,
+            "tune.space",
+            self.size,
+            expected=f"at most {MOST_CONFIGS} configurations",
+            hint="fix some of the axes",
+            error=PlanError,
+        )
+        return np.array(list(itertools.product(*(range(len(a.values)) for a in self.axes))))
+
+    def config(self, row: Sequence[int] | np.ndarray) -> dict[str, Setting]:
+        """The configuration at these positions."""
+        return {axis.name: axis.values[int(at)] for axis, at in zip(self.axes, row, strict=True)}
+
+    def row(self, config: Config) -> tuple[int, ...]:
+        """The positions of a configuration.
+
+        Raises:
+            ConfigError: it is not of this space.
+        """
+        require(
+            set(config) == set(self.names),
+            "tune.config",
+            ", ".join(config),
+            expected=f"the axes {', '.join(self.names)}",
+        )
+        for axis in self.axes:
+            require(
+                config[axis.name] in axis.values,
+                f"tune.{axis.name}",
+                config[axis.name],
+                expected=f"one of {', '.join(map(str, axis.values))}",
+            )
+        return tuple(axis.values.index(config[axis.name]) for axis in self.axes)
+
+    def points(self, rows: np.ndarray) -> np.ndarray:
+        """[N, axes] positions -> [N, axes] places between 0 and 1."""
+        columns = [axis.places()[rows[:, n]] for n, axis in enumerate(self.axes)]
+        return np.stack(columns, axis=1)
+
+    def configs(self) -> Iterator[dict[str, Setting]]:
+        """Every configuration."""
+        for row in self.indices():
+            yield self.config(row)
+
+
+class Outcome(Value):
+    """What a configuration gave.
+
+    Args:
+        value: what is maximised; None where it failed.
+        failure: why it failed.
+        excess: logarithm of what it needs over what there is, such as of memory: below 0
+            where it fits, above 0 where that is why it failed; None where nobody knows.
+    """
+
+    value: float | None = None
+    failure: str = ""
+    excess: float | None = None
+
+    @model_validator(mode="after")
+    def _either(self) -> Self:
+        if (self.value is None) == (self.failure == ""):
+            raise ConfigError("tune.outcome: give a value, or the reason of a failure")
+        return self
+
+
+Objective = Callable[[Config], Outcome | float]
+
+
+class Trial(Outcome):
+    """A configuration that was tried.
+
+    Args:
+        config: axis -> value.
+    """
+
+    config: dict[str, Setting]
+
+    @classmethod
+    def of(cls, config: Config, objective: Objective) -> Trial:
+        """Try a configuration; a number that is none is a failure, and is remembered as one."""
+        found = objective(config)
+        if not isinstance(found, Outcome):
+            number = float(found)
+            if math.isfinite(number):
+                return cls(config=dict(config), value=number)
+            return cls(config=dict(config), failure=f"the objective is {number}, no finite number")
+        return cls(config=dict(config), **found.model_dump(exclude={"config"}))
+
+
+class Study(Value):
+    """A search that was done.
+
+    Args:
+        tuner: the part that did it.
+        space: what was searched.
+        trials: what was tried, in that order.
+        seed: seed of everything random.
+    """
+
+    tuner: str
+    space: Space
+    trials: tuple[Trial, ...]
+    seed: int = 0
+
+    @property
+    def feasible(self) -> list[Trial]:
+        """Trials that did not fail."""
+        return [trial for trial in self.trials if trial.value is not None]
+
+    @property
+    def best(self) -> Trial:
+        """The best trial that did not fail.
+
+        Raises:
+            PlanError: all failed; says why, most frequent reason first.
+        """
+        found = self.feasible
+        if not found:
+            reasons = [trial.failure for trial in self.trials]
+            ordered = sorted(set(reasons), key=lambda r: -reasons.count(r))
+            why = "; ".join(f"{reasons.count(r)} times: {r}" for r in ordered[:3])
+            raise PlanError(
+                f"tune: none of {len(self.trials)} trials is feasible ({why or 'none was made'}); "
+                "widen the space, use more devices, or try more"
+            )
+        return max(found, key=lambda trial: trial.value or 0.0)
+
+
+@runtime_checkable
+class Tuner(Protocol):
+    """A part of kind ``tuner``."""
+
+    def tune(
+        self,
+        space: Space,
+        objective: Objective,
+        trials: int,
+        *,
+        seed: int = 0,
+        history: Sequence[Trial] = (),
+        progress: Progress | None = None,
+    ) -> Study:
+        """Look for the configuration with the largest objective; none is tried twice.
+
+        Args:
+            space: what can be chosen.
+            objective: what is maximised; its failures count as trials.
+            trials: how many; fewer when the space has no more.
+            seed: the same seed makes the same trials.
+            history: trials that were made before, which count.
+            progress: called with (trials made, trials wanted, what was found).
+
+        Raises:
+            ConfigError: no trials, or a trial that stands twice in ``history``.
+        """
+        ...
+
+
+def check(space: Space, trials: int, history: Sequence[Trial]) -> set[tuple[int, ...]]:
+    """Rows that were tried before.
+
+    Raises:
+        ConfigError: no trials, or one that stands twice.
+    """
+    require(trials >= 1, "tune.trials", trials, expected="1 or more")
+    seen: dict[tuple[int, ...], int] = {}
+    for number, trial in enumerate(history, 1):
+        row = space.row(trial.config)
+        if row in seen:
+            raise ConfigError(
+                f"tune.history: trial {number} repeats trial {seen[row]} ({trial.config}); "
+                "leave one out"
+            )
+        seen[row] = number
+    return set(seen)

@@ -1,0 +1,43 @@
+"""Random search: configurations as they come.
+
+Source: Bergstra and Bengio, Random Search for Hyper-parameter Optimization, 2012.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.plan.tune.protocols import Objective, Progress, Space, Study, Trial, check
+
+__all__ = ["Random"]
+
+
+@part
+class Random:
+    """What any other tuner must beat."""
+
+    def tune(
+        self,
+        space: Space,
+        objective: Objective,
+        trials: int,
+        *,
+        seed: int = 0,
+        history: Sequence[Trial] = (),
+        progress: Progress | None = None,
+    ) -> Study:
+        """See :class:`~shoal.plan.tune.protocols.Tuner`."""
+        seen = check(space, trials, history)
+        rows = space.indices()
+        made = list(history)
+        for place in generator(seed, purpose="tune random").permutation(len(rows)):
+            if len(made) >= trials:
+                break
+            row = tuple(int(at) for at in rows[place])
+            if row not in seen:
+                made.append(Trial.of(space.config(row), objective))
+                if progress is not None:
+                    progress(len(made), trials, "")
+        return Study(tuner="random", space=space, trials=tuple(made), seed=seed)

@@ -1,0 +1,88 @@
+"""``shoal plan tune`` and ``shoal plan gemm``: what they show, write and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shoal.app.cli import app as whole
+from shoal.app.commands.plan import app
+from shoal.core.errors import ShoalError
+from shoal.plan.tune.protocols import Study
+
+
+def shoal(*words: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+SMALL = ("tune", "GPT-3 175B", "-m", "16xFrontier", "--trials", 24, "-q", "--fix", "vpp=1")
+
+
+def test_shows_trials_and_what_mattered(tmp_path: Path) -> None:
+    out = tmp_path / "study.yaml"
+    done = shoal(*SMALL, "--explain", "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "trials, best first" in done.output
+    assert "what made the difference" in done.output
+    assert "failed; the best reaches" in done.output
+    assert len(Study.load(out).trials) == 24
+
+
+def test_json_has_everything() -> None:
+    done = shoal(*SMALL, "-o", "json", "--weak", "1,2")
+    raw = json.loads(done.stdout)
+    assert raw["best"]["value"] > 0
+    assert len(raw["trials"]) == 24
+    assert [point["replicas"] for point in raw["weak"]] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--fix", "tpp=1"), "tune.fix"),
+        (("--fix", "tp"), "axis=value"),
+        (("--tuner", "bayess"), "did you mean 'bayes'"),
+        (("--trials", 0), "tune.trials = 0"),
+        (("--surrogate", "tree"), "--surrogate"),
+        (("--nodes", "12,,16"), "--nodes"),
+        (("--fix", "pp=1", "--fix", "tp=1", "--fix", "recompute=none"), "is feasible"),
+    ],
+)
+def test_refusals_say_what_would_be_right(words: tuple[object, ...], message: str) -> None:
+    done = shoal(*SMALL, *words)
+    assert isinstance(done.exception, ShoalError)
+    assert message in str(done.exception)
+
+
+def test_gemm_of_a_described_machine() -> None:
+    done = shoal("gemm", 4096, 4096, 4096, "--dtype", "bf16", "-m", "H100")
+    assert done.exit_code == 0, done.output
+    assert "nobody swept it" in done.output
+
+
+def test_gemm_sweep_then_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    missing = shoal("gemm", 64, 64, 64)
+    assert isinstance(missing.exception, ShoalError)
+    assert "shoal probe gemm" in str(missing.exception)
+    swept = CliRunner().invoke(whole, ["probe", "gemm", "--budget", "4", "-q", "-o", "json"])
+    assert swept.exit_code == 0, swept.output
+    assert json.loads(swept.stdout)["points"] >= 60
+    assert (tmp_path / "gemm.jsonl").exists()
+    raw = json.loads(shoal("gemm", 100, 100, 100, "--tiles", "-o", "json").stdout)
+    assert len(raw) == 6
+    assert all(one["seconds"]["low"] <= one["seconds"]["value"] for one in raw)
+    shown = shoal("gemm", 64, 64, 64, "--threads", 1)
+    assert "learnt from" in shown.output
+    for words, message in (
+        (("gemm", 0, 1, 1), "M = 0"),
+        (("gemm", 1, 1, 1, "--dtype", "fp4"), "gemm.dtype"),
+        (("gemm", 1, 1, 1, "--tiles", "--objective", "energy"), "--watts"),
+        (("gemm", 1, 1, 1, "--objective", "beauty"), "--objective"),
+    ):
+        refused = shoal(*words)
+        assert isinstance(refused.exception, ShoalError), refused.output
+        assert message in str(refused.exception)
