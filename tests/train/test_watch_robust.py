@@ -54,7 +54,8 @@ def test_a_killed_rank_is_replaced_and_nothing_else_changes(
 ) -> None:
     plan = make_plan(parallel={"dp": 2}, **RUN)
     execute(plan, tmp_path / "straight")
-    run, seen = tmp_path / "run", []
+    run = tmp_path / "run"
+    seen: list[dict[str, Any]] = []
     report = execute_robust(
         plan,
         run,

@@ -23,6 +23,7 @@ from shoal.core.files import write_json
 from shoal.cost.arithmetic import parameters
 from shoal.train import timeline
 from shoal.train.layout import RunDir
+from shoal.train.watch.selfcheck import check_arithmetic
 from shoal.train.watch.watched import phase
 
 if TYPE_CHECKING:
@@ -310,6 +311,9 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
         last = done == rank.total
         due = job.checkpoint.every and done % job.checkpoint.every == 0
         if last or due or result.stop:
+            if job.watch.record and job.watch.check_every:
+                # What a unit that computes wrongly has spoilt must not become a checkpoint.
+                check_arithmetic(rank.comm.device, seed=done)
             with phase(rank.comm, "checkpoint"):
                 _save(rank, done)
         if job.evaluation.every and done % job.evaluation.every == 0 and not last:

@@ -1,0 +1,287 @@
+"""What the ranks of claim [4] C4 do: a watched exchange and a sum, step after step, with faults.
+
+Faults are put under the watched communicator, or beside it: the records say what happened, and
+nobody tells the locator. On a virtual clock the links themselves are slow; on threads and on
+real processes a message is held up before it is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import RankError
+from shoal.parallel.link_comm import LinkComm, Links, run_linked
+from shoal.parallel.protocols import Comm, Pending
+from shoal.parallel.thread_comm import ThreadComm, run_ranks
+from shoal.train.watch.evidence import Evidence
+from shoal.train.watch.protocols import Verdict
+from shoal.train.watch.recorder import Recorder
+from shoal.train.watch.watched import Watched
+
+__all__ = ["Planted", "draw", "right", "run_processes_step", "run_threads", "run_virtual"]
+
+Kind = Literal[
+    "communication_hang", "non_communication_hang", "communication_slow", "non_communication_slow"
+]
+KINDS: tuple[Kind, ...] = (
+    "communication_hang",
+    "non_communication_hang",
+    "communication_slow",
+    "non_communication_slow",
+)
+ELEMENTS = 1 << 14
+BANDWIDTH = 1e8
+LATENCY_S = 2e-5
+COMPUTE_S = 4e-3
+JITTER = 0.05
+# A step of threads: computing, and what a message takes.
+_THREAD_COMPUTE_S = 4e-3
+_THREAD_MESSAGE_S = 1e-3
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault.
+
+    Args:
+        kind: one of the four syndromes.
+        place: rank, link, sender or receiver.
+        ranks: the rank; of a link, source and target.
+        factor: how many times slower.
+        step: from which step on.
+    """
+
+    kind: Kind
+    place: str
+    ranks: tuple[int, ...]
+    factor: float
+    step: int
+
+    def slows(self, source: int, target: int) -> bool:
+        """Whether messages from rank to rank are slow."""
+        if self.kind != "communication_slow":
+            return False
+        if self.place == "link":
+            return (source, target) == self.ranks
+        return (source if self.place == "sender" else target) == self.ranks[0]
+
+
+def draw(kind: Kind, world: int, steps: int, source: random.Random) -> Planted:
+    """A fault of this kind somewhere."""
+    rank, other = source.sample(range(world), 2)
+    place = "rank"
+    ranks: tuple[int, ...] = (rank,)
+    factor, step = 0.0, source.randrange(steps // 2, steps - 1)
+    if kind == "communication_hang":
+        place, ranks = "link", (rank, other)
+    elif kind == "communication_slow":
+        place = source.choice(("link", "sender", "receiver"))
+        ranks = (rank, other) if place == "link" else (rank,)
+        factor, step = source.uniform(3.0, 8.0), source.randrange(3)
+    elif kind == "non_communication_slow":
+        factor, step = source.uniform(1.5, 3.0), source.randrange(3)
+    return Planted(kind, place, ranks, factor, step)
+
+
+def right(verdict: Verdict, fault: Planted) -> bool:
+    """The fault is named, kind and place, and nothing else is."""
+    named = {(f.kind, f.place, f.ranks) for f in verdict.faults}
+    return named == {(fault.kind, fault.place, fault.ranks)}
+
+
+def _step(
+    comm: Comm, step: int, data: Tensor, rooms: Sequence[Tensor], compute: Callable[[], None]
+) -> None:
+    """Compute, give every other rank a message in rounds, and sum."""
+    compute()
+    for turn in range(1, comm.world):
+        target, source = (comm.rank + turn) % comm.world, (comm.rank - turn) % comm.world
+        got = comm.receive(rooms[turn], source, tag="exchange")
+        sent = comm.send(data, target, tag="exchange")
+        got.wait()
+        sent.wait()
+    comm.all_reduce(data[:1024], tag="sum").wait()
+
+
+class _Never:
+    """A message that is never done: it waits on a stream that nobody sends on."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def wait(self) -> None:
+        peer = (self._comm.rank + 1) % self._comm.world
+        self._comm.receive(torch.empty(1), peer, tag="nothing").wait()
+
+
+class _Faulty:
+    """A communicator that loses the messages of a hanging link, from a step on."""
+
+    def __init__(self, inner: Comm, fault: Planted | None, *, hold_s: float = 0.0) -> None:
+        self.inner = inner
+        self.fault = fault
+        self.hold_s = hold_s
+        self.step = 0
+        for name in ("rank", "world", "ranks", "ranks_per_node", "device", "meter"):
+            setattr(self, name, getattr(inner, name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def send(self, x: Tensor, target: int, *, tag: str) -> Pending:
+        fault, here = self.fault, self.inner.rank
+        on = fault is not None and self.step >= fault.step
+        if on and fault is not None:
+            if fault.kind == "communication_hang" and (here, target) == fault.ranks:
+                return _Never(self.inner)
+            if self.hold_s and fault.slows(here, target):
+                time.sleep(self.hold_s * (fault.factor - 1))
+        if self.hold_s:
+            time.sleep(self.hold_s)
+        return self.inner.send(x, target, tag=tag)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SlowLinks(Links):
+    """Links of which some have a fraction of the rate."""
+
+    fault: Planted | None = None
+
+    def rate(self, link: tuple[int, int]) -> float:
+        rate = super().rate(link)
+        fault = self.fault
+        return rate / fault.factor if fault is not None and fault.slows(*link) else rate
+
+
+def _stops(fault: Planted | None, rank: int, step: int) -> bool:
+    return (
+        fault is not None
+        and fault.kind == "non_communication_hang"
+        and fault.ranks == (rank,)
+        and step >= fault.step
+    )
+
+
+def _slowness(fault: Planted | None, rank: int, step: int) -> float:
+    slow = (
+        fault is not None
+        and fault.kind == "non_communication_slow"
+        and fault.ranks == (rank,)
+        and step >= fault.step
+    )
+    return fault.factor if slow and fault is not None else 1.0
+
+
+def _jitter(seed: int, rank: int, step: int) -> float:
+    return math.exp(random.Random(f"{seed}/{rank}/{step}").gauss(0.0, JITTER))
+
+
+def run_virtual(
+    folder: Path, world: int, steps: int, fault: Planted | None, *, seed: int
+) -> Evidence:
+    """Steps of thread-ranks on a virtual clock; what they recorded, read long after."""
+    links = _SlowLinks(latency_s=LATENCY_S, bandwidth=BANDWIDTH, fault=fault)
+
+    def rank(inner: LinkComm) -> None:
+        recorder = Recorder(
+            folder / f"rank-{inner.rank}.flight",
+            inner.rank,
+            world,
+            capacity=(2 * world) * (steps + 1),
+            clock=lambda: 1 + int(1e9 * inner.now),
+        )
+        below = _Faulty(inner, fault)
+        comm = Watched(below, recorder)
+        data = torch.ones(ELEMENTS)
+        rooms = [torch.empty(ELEMENTS) for _ in range(world)]
+        for step in range(steps):
+            recorder.step = below.step = step
+            seconds = COMPUTE_S * _jitter(seed, inner.rank, step)
+            seconds *= _slowness(fault, inner.rank, step)
+
+            def compute(step: int = step, seconds: float = seconds) -> None:
+                inner.compute(seconds)
+                if _stops(fault, inner.rank, step):
+                    _Never(inner).wait()
+
+            _step(comm, step, data, rooms, compute)
+        recorder.close()
+
+    hangs = fault is not None and fault.kind.endswith("hang")
+    try:
+        run_linked(world, rank, links, timeout_s=120.0)
+    except RankError:
+        # On virtual links a hang ends at once: every rank waits for another.
+        if not hangs:
+            raise
+    evidence = Evidence.load(folder)
+    return Evidence(evidence.flights, world, evidence.now + int(60e9)) if hangs else evidence
+
+
+def run_threads(
+    folder: Path, world: int, steps: int, fault: Planted | None, *, seed: int
+) -> Evidence:
+    """The same in real time: computing and messages take time by sleeping."""
+
+    def rank(inner: ThreadComm) -> None:
+        recorder = Recorder(
+            folder / f"rank-{inner.rank}.flight",
+            inner.rank,
+            world,
+            capacity=(2 * world) * (steps + 1),
+        )
+        below = _Faulty(inner, fault, hold_s=_THREAD_MESSAGE_S)
+        comm = Watched(below, recorder)
+        data = torch.ones(ELEMENTS)
+        rooms = [torch.empty(ELEMENTS) for _ in range(world)]
+        for step in range(steps):
+            recorder.step = below.step = step
+            seconds = _THREAD_COMPUTE_S * _jitter(seed, inner.rank, step)
+            seconds *= _slowness(fault, inner.rank, step)
+
+            def compute(step: int = step, seconds: float = seconds) -> None:
+                time.sleep(seconds)
+                if _stops(fault, inner.rank, step):
+                    _Never(inner).wait()
+
+            _step(comm, step, data, rooms, compute)
+        recorder.close()
+
+    hangs = fault is not None and fault.kind.endswith("hang")
+    try:
+        run_ranks(world, rank, timeout_s=60.0)
+    except RankError:
+        if not hangs:
+            raise
+    evidence = Evidence.load(folder)
+    return Evidence(evidence.flights, world, evidence.now + int(60e9)) if hangs else evidence
+
+
+def run_processes_step(comm: Comm, folder: str, steps: int, elements: int) -> float:
+    """The same on real processes, whose links are as they are; seconds of a step."""
+    recorder = Recorder(
+        Path(folder) / f"rank-{comm.rank}.flight",
+        comm.rank,
+        comm.world,
+        capacity=2 * comm.world * (steps + 1) + 16,
+        # One host as far as clocks go: namespaces share them.
+        host=socket.gethostname(),
+    )
+    watched = Watched(comm, recorder)
+    data = torch.ones(elements)
+    rooms = [torch.empty(elements) for _ in range(comm.world)]
+    begin = time.perf_counter()
+    for step in range(steps):
+        recorder.step = step
+        _step(watched, step, data, rooms, lambda: time.sleep(COMPUTE_S))
+    return (time.perf_counter() - begin) / steps

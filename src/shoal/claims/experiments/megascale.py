@@ -1,0 +1,524 @@
+"""[81] MegaScale: a run that names its own faults and goes on; overlaps; barriers at the start.
+
+Source: Jiang et al., MegaScale: Scaling Large Language Model Training to More Than 10,000
+GPUs, 2024.
+
+Eight worker processes train a small model under the robust driver. From outside they are
+killed, or something below the worker is broken: a collective never begins, a rank takes twice as
+long, the loader gives no more rows, products are wrong. The driver sees processes, beats, output
+and records. The losses of the repaired runs are held against those of a run without faults. The
+quick run plants what can be planted on threads with a virtual clock. The A/A run blames who
+waits longest, repairs nothing, overlaps nothing, and lets every rank make every group.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.experiments.c4 import longest_waiter
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import ShoalError, require
+from shoal.core.meter import read_events
+from shoal.core.parts import part
+from shoal.cost.overlap_ladder import ladder
+from shoal.cost.shapes import find
+from shoal.ir import Parallel, Plan, TrainJob, Work
+from shoal.machine.described import load
+from shoal.machine.emulate import emulate, unavailable
+from shoal.parallel.bootstrap import bootstrap, groups_of
+from shoal.train.watch.evidence import Evidence
+from shoal.train.watch.megascale import MegaScale as Locator
+
+__all__ = ["MegaScaleClaim"]
+
+KINDS = ("kill", "hang", "slow", "stall", "corrupt")
+_WORLD = 8
+_WORKER = "shoal.claims.experiments.megascale_worker"
+_RANKS = "shoal.claims.experiments.megascale_ranks"
+# Steps between two faults of one run: enough to find a straggler and to train on.
+_APART = 40
+_BANDWIDTH = 300e6 / 8
+_TP, _PP = 8, 8
+
+
+@part
+class MegaScaleClaim:
+    """Five kinds of fault in eight processes; the ladder of a 175B plan; groups of 1024 ranks.
+
+    Args:
+        faults: of each kind.
+        clean_steps: steps without faults.
+        pairs: timings of data-parallel overlap.
+        ranks: fake ranks that make their groups.
+    """
+
+    faults: int = 5
+    clean_steps: int = 500
+    pairs: int = 9
+    ranks: int = 1024
+
+    rows: ClassVar[tuple[int, ...]] = (81,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="named",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=0.9,
+            baseline="longest waiter",
+            evidence="mechanism",
+            paper="over 90 % of failures found and repaired automatically",
+        ),
+        Metric(
+            name="false_alarms",
+            unit="1",
+            statistic="value",
+            comparison="<=",
+            threshold=0.0,
+            baseline="longest waiter",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="same_losses",
+            unit="1",
+            statistic="min",
+            comparison=">=",
+            threshold=1.0,
+            baseline="no repair",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="barrier_growth",
+            unit="1",
+            statistic="value",
+            comparison="<=",
+            threshold=1.05,
+            baseline="every rank makes every group",
+            evidence="mechanism",
+            paper="initialisation from 1047 s to under 5 s at 2,048 GPUs",
+        ),
+        Metric(
+            name="ladder_speedup",
+            unit="x",
+            statistic="value",
+            comparison=">=",
+            threshold=1.15,
+            baseline="nothing overlapped",
+            evidence="simulated",
+            paper="1.34 times Megatron-LM",
+        ),
+        Metric(
+            name="overlap_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.15,
+            baseline="gradients after the backward pass",
+            evidence="mechanism",
+            timing=True,
+        ),
+        Metric(
+            name="recorder_share",
+            unit="1",
+            statistic="value",
+            comparison="<=",
+            threshold=0.01,
+            baseline="no recorder",
+            evidence="same_regime",
+            quick=False,
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("faults", "pairs"):
+            require(
+                getattr(self, name) >= 1,
+                f"claim.megascale.{name}",
+                getattr(self, name),
+                expected="at least 1",
+            )
+        require(
+            self.clean_steps >= 20,
+            "claim.megascale.clean_steps",
+            self.clean_steps,
+            expected="at least 20",
+        )
+        require(
+            self.ranks >= 256 and self.ranks % (_TP * _PP) == 0,
+            "claim.megascale.ranks",
+            self.ranks,
+            expected=f"a multiple of {_TP * _PP}, 256 or more",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """Processes run everywhere; what needs namespaces is skipped by itself."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Break, watch, repair; count; simulate; and time two processes with a slow link."""
+        details: dict[str, JsonValue] = {}
+        skipped: dict[str, str] = {}
+        found = _planted(context) if quick else self._trained(context, details)
+        if as_baseline:
+            named, alarms = found["blamed"], found["blamed_alarms"]
+        else:
+            named, alarms = found["named"], found["alarms"]
+        metrics = {
+            "named": Paired(method=tuple(named)),
+            "false_alarms": Paired(method=(float(alarms),)),
+        }
+        metrics["barrier_growth"] = Paired(method=(_growth(self.ranks, as_baseline, details),))
+        metrics["ladder_speedup"] = Paired(method=(_ladder(as_baseline, details),))
+        if not quick:
+            metrics["same_losses"] = Paired(
+                method=tuple(found["unrepaired"] if as_baseline else found["same"])
+            )
+            metrics["recorder_share"] = Paired(method=(found["recorder_share"],))
+            reason = unavailable()
+            if reason is not None:
+                skipped["overlap_speedup"] = reason
+                return Samples(metrics=metrics, skipped=skipped, details=details)
+            context.progress("gradients over a slow link", 0.9)
+            times = _overlapped(self.pairs, not as_baseline)
+            metrics["overlap_speedup"] = Paired(
+                method=tuple(times["during"]), baseline=tuple(times["after"])
+            )
+            alone = statistics.median(times["alone"])
+            after = statistics.median(times["after"])
+            during = statistics.median(times["during"])
+            bound = after / max(alone, after - alone)
+            return Samples(
+                metrics=metrics,
+                details=details,
+                bounds={"overlap_speedup": bound},
+                profile=f"passes {1e3 * alone:.0f} ms, sums after them "
+                f"{1e3 * (after - alone):.0f} ms, together {1e3 * during:.0f} ms",
+            )
+        return Samples(metrics=metrics, skipped=skipped, details=details)
+
+    def _trained(self, context: Context, details: dict[str, JsonValue]) -> dict[str, Any]:
+        return context.remember("trained", lambda: self._train(context, details))
+
+    def _train(self, context: Context, details: dict[str, JsonValue]) -> dict[str, Any]:
+        """All runs: one without faults, one after the other with a fault of each kind."""
+        from shoal.train.watch.robust import Robust, execute_robust
+
+        steps = 8 + _APART * len(KINDS)
+        robust = Robust(spares=len(KINDS), min_ranks=0, hang_s=6.0, slow_s=2.0)
+        source = random.Random(context.seed)
+        named: list[float] = []
+        blamed: list[float] = []
+        same: list[float] = []
+        unrepaired: list[float] = []
+        alarms = 0
+        told: list[JsonValue] = []
+        restarts: list[float] = []
+        with _own_home(context.work_dir):
+            clean = context.work_dir / "clean"
+            context.progress("a run without faults", 0.0)
+            rest = max(0, self.clean_steps - steps)
+            execute_robust(self._plan(context, steps), clean, robust, module=_WORKER)
+            alarms += len(_faults(clean))
+            right = _losses(clean)
+            evidence = Evidence.load(clean / "ranks")
+            share = _recorder_share(evidence, clean)
+            blamed_alarms = len(longest_waiter(evidence).faults)
+            if rest:
+                longer = context.work_dir / "longer"
+                execute_robust(self._plan(context, rest), longer, robust, module=_WORKER)
+                alarms += len(_faults(longer))
+            for number in range(self.faults):
+                context.progress(f"run {number + 1} with five faults", 0.2 + 0.14 * number)
+                order = source.sample(KINDS, len(KINDS))
+                places = source.sample(range(_WORLD), len(KINDS))
+                plan = {
+                    place: (kind, 8 + _APART * i)
+                    for i, (kind, place) in enumerate(zip(order, places, strict=True))
+                }
+                run = context.work_dir / f"run-{number}"
+                try:
+                    execute_robust(
+                        self._plan(context, steps),
+                        run,
+                        robust,
+                        module=_WORKER,
+                        environment=_broken(plan),
+                        inject=_killer(plan),
+                    )
+                except ShoalError as error:
+                    told.append(f"run {number} ended: {error}")
+                found = _faults(run)
+                correct = {event["place"] for event in found} & set(plan)
+                named += [float(place in correct) for place in plan]
+                alarms += sum(event["place"] not in plan for event in found)
+                losses = _losses(run)
+                same.append(statistics.fmean(losses.get(s) == v for s, v in right.items()))
+                first = min(at for _, at in plan.values())
+                unrepaired.append(first / steps)
+                told += [_told(event, plan) for event in found]
+                restarts += _restart_seconds(run)
+                for i, event in enumerate(found):
+                    folder = run / "faults" / str(i + 1)
+                    if list(folder.glob("*.flight")):
+                        guess = longest_waiter(Evidence.load(folder)).faults[0].ranks[0]
+                        blamed.append(float(guess == event["rank"]))
+        details["faults"] = told
+        details["restart_s"] = statistics.median(restarts) if restarts else 0.0
+        return {
+            "named": named,
+            "alarms": alarms,
+            "blamed": blamed or [0.0],
+            "blamed_alarms": blamed_alarms,
+            "same": same,
+            "unrepaired": unrepaired,
+            "recorder_share": share,
+        }
+
+    def _plan(self, context: Context, steps: int) -> Plan:
+        from shoal.cost.training import estimate
+
+        corpus = context.work_dir / "corpus"
+        if not corpus.exists():
+            corpus.mkdir(parents=True)
+            for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]:
+                (corpus / path.name).write_bytes(path.read_bytes()[:40_000])
+        job = TrainJob.model_validate(
+            {
+                "name": "megascale",
+                "model": "shoal-0.3m",
+                "data": {"name": "text", "path": str(corpus), "pattern": "*.py"},
+                "steps": steps,
+                "seq_len": 64,
+                "global_batch": 2 * _WORLD,
+                "threads": 1,
+                "precision": "fp32",
+                "parallel": {"dp": _WORLD},
+                "seed": context.seed,
+                "checkpoint": {"every": 4, "keep": 3},
+                "evaluation": {"every": 0, "final": False, "sample_tokens": 0},
+                "watch": {"beat_s": 1.5, "check_every": 4},
+                "timeout_s": 60,
+            }
+        )
+        machine = context.machine or load("laptop")
+        shape = find(job.model)
+        cost = estimate(Work(shape=shape, job=job), machine)
+        return Plan(job=job, machine=machine, shape=shape, estimate=cost)
+
+
+def _planted(context: Context) -> dict[str, Any]:
+    """What threads on a virtual clock can show: who ends, stops before a collective, or is slow."""
+    return context.remember("planted", lambda: _plant(context))
+
+
+def _plant(context: Context) -> dict[str, Any]:
+    from shoal.claims.experiments.c4_ranks import Planted, run_virtual
+
+    source = random.Random(context.seed)
+    named, blamed = [], []
+    for i in range(6):
+        rank = source.randrange(_WORLD)
+        slow = i % 2 == 0
+        kind = "non_communication_slow" if slow else "non_communication_hang"
+        fault = Planted(kind, "rank", (rank,), 2.0, 1 if slow else 10)  # type: ignore[arg-type]
+        with tempfile.TemporaryDirectory(prefix="shoal-megascale-") as folder:
+            evidence = run_virtual(Path(folder), _WORLD, 14, fault, seed=context.seed + i)
+        verdict = Locator().locate(evidence)
+        named.append(float({f.ranks for f in verdict.faults} == {(rank,)}))
+        blamed.append(float(longest_waiter(evidence).faults[0].ranks == (rank,)))
+    with tempfile.TemporaryDirectory(prefix="shoal-megascale-") as folder:
+        evidence = run_virtual(Path(folder), _WORLD, 60, None, seed=context.seed + 99)
+    return {
+        "named": named,
+        "alarms": len(Locator().locate(evidence).faults),
+        "blamed": blamed,
+        "blamed_alarms": len(longest_waiter(evidence).faults),
+    }
+
+
+def _broken(plan: Mapping[int, tuple[str, int]]) -> Any:
+    """Variables of a place: what is broken below its worker."""
+
+    def environment(place: int) -> dict[str, str]:
+        kind, step = plan.get(place, ("", 0))
+        if kind in ("", "kill"):
+            return {}
+        return {"SHOAL_BROKEN": json.dumps({"kind": kind, "step": step})}
+
+    return environment
+
+
+def _killer(plan: Mapping[int, tuple[str, int]]) -> Any:
+    """Kill the process of a place, once, when its step is done."""
+    done: set[int] = set()
+
+    def inject(supervisor: Any, event: Mapping[str, Any]) -> None:
+        for place, (kind, step) in plan.items():
+            ready = kind == "kill" and event["kind"] == "step" and event["step"] >= step
+            if ready and place not in done:
+                done.add(place)
+                # Spares take the number of the rank that they replace, so this one is untouched.
+                os.kill(supervisor.processes[place].pid, signal.SIGKILL)
+
+    return inject
+
+
+@contextmanager
+def _own_home(folder: Path) -> Iterator[None]:
+    """Caches and scores of these runs are not the user's."""
+    before = os.environ.get("SHOAL_HOME")
+    os.environ["SHOAL_HOME"] = str(folder / "home")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["SHOAL_HOME"]
+        else:
+            os.environ["SHOAL_HOME"] = before
+
+
+def _events(run: Path) -> list[dict[str, Any]]:
+    return list(read_events(run / "events.jsonl"))
+
+
+def _faults(run: Path) -> list[dict[str, Any]]:
+    return [event for event in _events(run) if event["kind"] == "fault"]
+
+
+def _losses(run: Path) -> dict[int, float]:
+    """Step -> loss; the last time a step was done counts."""
+    return {e["step"]: e["loss"] for e in _events(run) if e["kind"] == "step"}
+
+
+def _told(event: Mapping[str, Any], plan: Mapping[int, tuple[str, int]]) -> str:
+    kind, step = plan.get(event["place"], ("nothing", -1))
+    return (
+        f"{kind} from step {step}: {event['rule']} names place {event['place']} after step "
+        f"{event['step']}, {event['seconds']:.1f} s: {str(event['message'])[:160]}"
+    )
+
+
+def _restart_seconds(run: Path) -> list[float]:
+    """From each fault's finding to the next finished step."""
+    found: list[float] = []
+    since: float | None = None
+    for event in _events(run):
+        if event["kind"] == "fault":
+            since = float(event["time"])
+        elif event["kind"] == "step" and since is not None:
+            found.append(float(event["time"]) - since)
+            since = None
+    return found
+
+
+def _recorder_share(evidence: Evidence, run: Path) -> float:
+    """Seconds that recording takes, over those of a step: the operations of a step, times one."""
+    from shoal.claims.experiments.megascale_recording import operation_s
+
+    steps = evidence.steps()
+    rows = evidence.flights[0].rows
+    each = sum(int(step) in set(steps) for step in rows["step"].tolist()) / max(1, len(steps))
+    times = [event["step_s"] for event in _events(run) if event["kind"] == "step"]
+    share: float = each * operation_s() / statistics.median(times)
+    return share
+
+
+def _growth(ranks: int, everyone: bool, details: dict[str, JsonValue]) -> float:
+    """Exponent of the arrivals at barriers over the number of ranks."""
+    counts: dict[str, JsonValue] = {}
+    numbers = (ranks // 4, ranks // 2, ranks)
+    logs = []
+    for world in numbers:
+        groups = groups_of(Parallel(tp=_TP, pp=_PP, dp=world // (_TP * _PP)))
+        if everyone:
+            # Each group is a barrier of all ranks; counted, not played: the store would see
+            # nothing else.
+            arrivals = world * (len(groups) + 1)
+        else:
+            mine: list[list[tuple[int, ...]]] = [[] for _ in range(world)]
+            for group in groups:
+                for rank in group:
+                    mine[rank].append(group)
+            arrivals = bootstrap(world, mine, everyone=False).arrivals
+        counts[str(world)] = arrivals
+        logs.append(math.log(arrivals))
+    details["arrivals_all_groups" if everyone else "arrivals_own_groups"] = counts
+    return (logs[-1] - logs[0]) / math.log(numbers[-1] / numbers[0])
+
+
+def _ladder(as_baseline: bool, details: dict[str, JsonValue]) -> float:
+    """Tokens a second with every overlap and the larger batch, over those with none."""
+    job = TrainJob.model_validate(
+        {
+            "model": "GPT-3 175B",
+            "seq_len": 2048,
+            "global_batch": 256,
+            "microbatch": 1,
+            "parallel": {
+                "dp": 4,
+                "tp": 8,
+                "pp": 8,
+                "vpp": 6,
+                "schedule": "interleaved",
+                "sp": True,
+            },
+            "shard": "zero1",
+        }
+    )
+    machine = load("A100").model_copy(update={"num_nodes": 32})
+    rungs = ladder(Work(shape=find(job.model), job=job), machine)
+    details["ladder"] = {rung.name: [rung.tokens_per_s, rung.mfu] for rung in rungs}
+    return 1.0 if as_baseline else rungs[-1].tokens_per_s / rungs[0].tokens_per_s
+
+
+def _overlapped(pairs: int, overlapped: bool) -> dict[str, list[float]]:
+    """Two processes with 300 Mbit/s between them; the slower rank's seconds, turn by turn."""
+    from shoal.model.config import ModelConfig
+    from shoal.parallel.processes import run_processes
+
+    job = TrainJob.model_validate(
+        {
+            "model": "shoal-4m",
+            "seq_len": 256,
+            "global_batch": 16,
+            "microbatch": 8,
+            "precision": "fp32",
+            "threads": 1,
+            "parallel": {"dp": 2},
+            "shard": {"name": "replicated", "bucket_mb": 1},
+        }
+    )
+    config = ModelConfig.from_shape(find("shoal-4m"))
+    with emulate(2, bandwidth=_BANDWIDTH) as network:
+        ranks = run_processes(
+            f"{_RANKS}:overlapped_steps",
+            2,
+            {
+                "job": job.model_dump(mode="json"),
+                "config": config.model_dump(mode="json"),
+                "pairs": pairs,
+                "overlapped": overlapped,
+            },
+            ranks_per_node=1,
+            start=network.start,
+            timeout_s=120.0 + 20.0 * pairs,
+        )
+    return {
+        way: [max(turn) for turn in zip(*(rank[way] for rank in ranks), strict=True)]
+        for way in ranks[0]
+    }
