@@ -235,6 +235,10 @@ class Pricer:
     def estimate(self, work: Work) -> Estimate:
         """See :func:`estimate`."""
         job, shape, machine = work.job, work.shape, self.machine
+        if job.layers or job.parallel.stages:
+            from shoal.cost.layer_plan import estimate_layers
+
+            return estimate_layers(work, machine)
         _check(work, machine)
         rates = Rates(machine, job.parallel, job.threads)
         dp, tp, pp = job.parallel.dp, job.parallel.tp, job.parallel.pp

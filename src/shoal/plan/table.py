@@ -70,6 +70,8 @@ def spell(plan: Plan) -> str:
     words += [job.shard.name, f"mb{job.microbatch}"]
     if job.recompute != "none":
         words.append("recompute" if job.recompute == "full" else "recompute-stage")
+    if job.layers:
+        words.append(f"{len(job.layers)} layer groups")
     words.append(job.precision)
     return " ".join(words)
 

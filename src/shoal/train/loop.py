@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from shoal.checkpoint.store import Piece, Saved
+from shoal.checkpoint.store import Piece
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.parallel.actor import prefetch
@@ -35,9 +35,27 @@ if TYPE_CHECKING:
     from shoal.train.protocols import LrSchedule, Updater
     from shoal.train.watch.recorder import Recorder
 
-__all__ = ["StepResult", "Trainer"]
+__all__ = ["StepResult", "Stored", "Trainer", "fill", "pieces_of"]
 
 IGNORED = -100
+
+
+class Stored(Protocol):
+    """Where tensors are read from, box by box: a checkpoint, or other ranks."""
+
+    def names(self) -> Collection[str]:
+        """Every tensor's name."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Whole shape of a tensor."""
+        ...
+
+    def tensor(
+        self, name: str, *, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A box of a tensor; all of it if no box is given."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -89,6 +107,7 @@ class Trainer:
         self.job = job
         self.total_steps = total_steps
         self.comm = comm
+        self.recorder: Recorder | None = getattr(comm, "recorder", None)
         self.tokens = tokens
         self.device = torch.device(device)
         self.packing = table("packing").build(job.packing)
@@ -107,7 +126,6 @@ class Trainer:
 
         With ``record`` the engine's runtime keeps the times of its passes.
 
-        self.recorder: Recorder | None = getattr(comm, "recorder", None)
         Raises:
             RankError: a peer is gone.
             ConfigError: the loss is not finite.
@@ -193,49 +211,16 @@ class Trainer:
 
     def pieces(self) -> dict[str, list[Piece]]:
         """What this rank writes into a checkpoint: weights and optimizer state, by name."""
-        engine = self.engine
-        found: dict[str, list[Piece]] = {}
-        for name, boxes in engine.held().items():
-            if engine.writes(name):
-                found[f"model.{name}"] = _pieces(boxes)
-        for name, entries in self.updater.state().items():
-            if not engine.writes(name):
-                continue
-            for key, value in entries.items():
-                whole = value.dim() == 0
-                boxes = [Held(value, (), ())] if whole else engine.boxes({name: value})[name]
-                found[f"optimizer.{name}.{key}"] = _pieces(boxes)
-        return found
+        return pieces_of(self.engine, self.updater)
 
     @torch.no_grad()
-    def load(self, saved: Saved) -> None:
+    def load(self, saved: Stored) -> None:
         """Take over weights and optimizer state, whatever split saved them.
 
         Raises:
             CheckpointError: something is missing or damaged.
         """
-        engine = self.engine
-        for name, boxes in engine.held().items():
-            _fill(saved, f"model.{name}", boxes)
-        keys: dict[str, list[str]] = {}
-        for entry in saved.names():
-            if entry.startswith("optimizer."):
-                name, _, key = entry.removeprefix("optimizer.").rpartition(".")
-                keys.setdefault(name, []).append(key)
-        state: dict[str, Mapping[str, torch.Tensor]] = {}
-        for name, parameter in engine.sharded.owned().items():
-            entries: dict[str, torch.Tensor] = {}
-            for key in keys.get(name, []):
-                stored = f"optimizer.{name}.{key}"
-                if saved.shape(stored) == ():
-                    entries[key] = saved.tensor(stored)
-                else:
-                    like = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                    entries[key] = torch.zeros_like(like)
-                    _fill(saved, stored, engine.boxes({name: entries[key]})[name])
-            if entries:
-                state[name] = entries
-        self.updater.load(state)
+        fill(self.engine, self.updater, saved)
 
     def memory_bytes(self) -> int:
         """Peak memory of this rank: of the device on a GPU, else of the process."""
@@ -244,11 +229,53 @@ class Trainer:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def pieces_of(engine: Engine, updater: Updater) -> dict[str, list[Piece]]:
+    """What a rank holds and writes of weights and optimizer state, by name."""
+    found: dict[str, list[Piece]] = {}
+    for name, boxes in engine.held().items():
+        if engine.writes(name):
+            found[f"model.{name}"] = _pieces(boxes)
+    for name, entries in updater.state().items():
+        if not engine.writes(name):
+            continue
+        for key, value in entries.items():
+            whole = value.dim() == 0
+            boxes = [Held(value, (), ())] if whole else engine.boxes({name: value})[name]
+            found[f"optimizer.{name}.{key}"] = _pieces(boxes)
+    return found
+
+
+@torch.no_grad()
+def fill(engine: Engine, updater: Updater, saved: Stored) -> None:
+    """Fill weights and optimizer state of a rank with what is stored, whatever split stored it."""
+    for name, boxes in engine.held().items():
+        _fill(saved, f"model.{name}", boxes)
+    keys: dict[str, list[str]] = {}
+    for entry in saved.names():
+        if entry.startswith("optimizer."):
+            name, _, key = entry.removeprefix("optimizer.").rpartition(".")
+            keys.setdefault(name, []).append(key)
+    state: dict[str, Mapping[str, torch.Tensor]] = {}
+    for name, parameter in engine.sharded.owned().items():
+        entries: dict[str, torch.Tensor] = {}
+        for key in keys.get(name, []):
+            stored = f"optimizer.{name}.{key}"
+            if saved.shape(stored) == ():
+                entries[key] = saved.tensor(stored)
+            else:
+                like = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                entries[key] = torch.zeros_like(like)
+                _fill(saved, stored, engine.boxes({name: entries[key]})[name])
+        if entries:
+            state[name] = entries
+    updater.load(state)
+
+
 def _pieces(boxes: list[Held]) -> list[Piece]:
     return [Piece(box.tensor, box.shape, box.offset) for box in boxes]
 
 
-def _fill(saved: Saved, name: str, boxes: list[Held]) -> None:
+def _fill(saved: Stored, name: str, boxes: list[Held]) -> None:
     """Read the boxes of a stored tensor into the tensors that hold them."""
     for box in boxes:
         box.tensor.copy_(saved.tensor(name, offset=box.offset, shape=tuple(box.tensor.shape)))

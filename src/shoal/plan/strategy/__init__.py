@@ -12,6 +12,7 @@ PLANNERS = PartTable(
     {
         "search": "shoal.plan.strategy.search:Search",
         "rules": "shoal.plan.strategy.rules:Rules",
+        "galvatron": "shoal.plan.strategy.galvatron:Galvatron",
         "megatron": "shoal.plan.strategy.megatron:Megatron",
     },
 )

@@ -1,0 +1,551 @@
+"""Galvatron: each layer has a strategy of its own, chosen under a memory limit.
+
+For every number of stages and every micro-batch, a dynamic programme gives each layer its degrees
+of data, tensor and context parallelism, its sharding and whether it is recomputed, and layers
+move between stages until they balance. Changes between layers cost what has to travel.
+
+The runtime runs layers that differ in recomputation, and stages of any length. A plan whose
+layers differ in degrees or sharding says that it is planned only; ``runnable`` leaves it out.
+
+Source: Miao et al., Galvatron: Efficient Transformer Training over Multiple GPUs Using Automatic
+Parallelism, 2023; Wang et al., Improving Automatic Parallel Training via Balanced Memory
+Workload Optimization, 2024; Liu et al., Galvatron: Automatic Distributed Training for Large
+Transformer Models, 2025.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import Choice, part
+from shoal.cost.layer_fit import LayerProfile
+from shoal.cost.layer_plan import LayerPlan, estimate_layers
+from shoal.cost.layerwise import Layer, LayerPricer, Strategy, layers_of
+from shoal.cost.rates import Rates
+from shoal.cost.shapes import resolve
+from shoal.ir import LayerGroup, Machine, ModelShape, Parallel, Plan, TrainJob, Work
+from shoal.plan.strategy.judge import FILL, describe, to_plan
+from shoal.plan.strategy.layer_search import Found, StageSearch
+from shoal.plan.strategy.search import Search
+from shoal.plan.strategy.space import candidates, divisors, most_ranks, needs_whole_matrices, worlds
+
+__all__ = ["Galvatron", "Option", "group_words", "to_job"]
+
+_SHARDS = ("replicated", "zero1", "zero2", "zero3")
+_WHOLE = ("replicated", "zero1")
+# Micro-batches whose least possible time is so much above the best are not searched.
+_HOPELESS = 1.3
+# So many of the best numbers of stages and micro-batches are searched for better stages.
+_IMPROVED = 6
+_PLANNED_ONLY = "planned only: this version does not run layers that differ in degrees or sharding"
+
+
+class Option(NamedTuple):
+    """One searched number of stages and micro-batch.
+
+    Args:
+        found: what the search gave.
+        precision: fp32 or bf16.
+        pp: stages.
+        sequences: of a micro-batch, on all ranks of a stage.
+    """
+
+    found: Found
+    precision: str
+    pp: int
+    sequences: int
+
+
+@part
+class Galvatron:
+    """A strategy for each layer, by dynamic programming.
+
+    Args:
+        keep: plans handed back, best first.
+        memory_gib: memory of a rank that may be filled; by the machine if not given.
+        units: in how many units a stage's memory is counted, beyond what its layers need at
+            least.
+        layouts: combinations of degrees that are kept for the layers of a stage: the fastest
+            ones, and the two that need the least memory.
+        runnable: only plans that this version can run.
+    """
+
+    keep: int = 10
+    memory_gib: float | None = None
+    units: int = 256
+    layouts: int = 6
+    runnable: bool = False
+
+    def __post_init__(self) -> None:
+        where = "planner.galvatron"
+        require(1 <= self.keep <= 10_000, f"{where}.keep", self.keep, expected="1 to 10000")
+        require(
+            self.memory_gib is None or 0 < self.memory_gib <= 1e6,
+            f"{where}.memory_gib",
+            self.memory_gib,
+            expected="GiB above 0",
+        )
+        require(
+            16 <= self.units <= 65536, f"{where}.units", self.units, expected="16 to 65536 units"
+        )
+        require(
+            3 <= self.layouts <= 64, f"{where}.layouts", self.layouts, expected="3 to 64 layouts"
+        )
+
+    def plan(
+        self,
+        job: TrainJob,
+        machine: Machine,
+        *,
+        profile: LayerProfile | None = None,
+        layers: Sequence[Layer] = (),
+    ) -> list[Plan]:
+        """See :class:`~shoal.plan.strategy.protocols.Planner`.
+
+        Args:
+            job: what to plan.
+            machine: what there is.
+            profile: what was measured of the layers.
+            layers: of the model, where they differ in what a shape cannot say.
+        """
+        shape = resolve(job.model)
+        layers = layers or layers_of(shape)
+        options, failed = self.search(job, machine, shape, layers, profile=profile)
+        if not options:
+            return self._nothing_fits(job, machine, failed)
+        plans = self._plans(options, job, machine, shape, layers, profile)
+        notes = self._rejected(options, failed, job, machine, shape, layers, profile)
+        first = plans[0].model_copy(update={"notes": (*plans[0].notes, *notes)})
+        return [first, *plans[1:]]
+
+    # Search ------------------------------------------------------------------------------
+
+    def search(
+        self,
+        job: TrainJob,
+        machine: Machine,
+        shape: ModelShape,
+        layers: Sequence[Layer],
+        *,
+        profile: LayerProfile | None = None,
+        world: int | None = None,
+    ) -> tuple[list[Option], list[Option]]:
+        """Every number of stages and micro-batch: those that fit, best first, and the others.
+
+        Args:
+            job: what it states is kept.
+            machine: what there is.
+            shape: the model's; its ends are those of the embedding and the output layer.
+            layers: the model's blocks.
+            profile: what was measured of the layers.
+            world: number of ranks; as many as the machine has room for if not given.
+
+        Raises:
+            PlanError: no split is legal.
+        """
+        next(candidates(job, machine, shape=shape), None)  # refuses what is stated wrongly
+        found: list[tuple[StageSearch, Option]] = []
+        best = math.inf
+        for ranks in [world] if world else worlds(job, machine):
+            for precision in self._precisions(job, machine):
+                one = job.model_copy(update={"precision": precision})
+                pricer = LayerPricer(one, machine, shape, profile)
+                usable = self._usable(job, machine, ranks)
+                for pp, sequences, strategies in self._spaces(one, machine, shape, ranks):
+                    search = StageSearch(
+                        pricer,
+                        layers,
+                        strategies,
+                        pp,
+                        sequences,
+                        job.global_batch // sequences,
+                        usable,
+                        self.units,
+                    )
+                    option = self._one(search, best, precision)
+                    if option is not None:
+                        best = min(best, option.found.seconds)
+                        found.append((search, option))
+            if found and machine.device.kind == "gpu":
+                break
+        if not found:
+            raise PlanError(
+                f"{job.model} on {machine.name}: no split is legal for global_batch = "
+                f"{job.global_batch}: every dp has to divide it, and tp {shape.num_heads} heads "
+                f"and {shape.num_kv_heads} key/value heads; change global_batch"
+            )
+        options = self._improved(found)
+        good = [option for option in options if option.found.plan is not None]
+        bad = [option for option in options if option.found.plan is None]
+        good.sort(key=lambda option: option.found.seconds)
+        bad.sort(key=lambda option: option.found.missing_bytes)
+        return good, bad
+
+    def _improved(self, found: list[tuple[StageSearch, Option]]) -> list[Option]:
+        """Move layers between the stages of the most promising ones, and of what hardly misses."""
+        found.sort(key=lambda item: (item[1].found.seconds, item[1].found.missing_bytes))
+        options = []
+        for place, (search, option) in enumerate(found):
+            if option.pp > 1 and place < _IMPROVED:
+                option = self._run(search, option.precision, improve=True)
+            options.append(option)
+        return options
+
+    def _precisions(self, job: TrainJob, machine: Machine) -> tuple[str, ...]:
+        if "precision" in job.model_fields_set:
+            return (job.precision,)
+        return ("bf16",) if machine.device.kind == "gpu" else ("fp32", "bf16")
+
+    def _usable(self, job: TrainJob, machine: Machine, world: int) -> float:
+        """Bytes that a rank may fill."""
+        if self.memory_gib is not None:
+            return self.memory_gib * 2**30
+        rates = Rates(machine, Parallel(dp=world), job.threads)
+        return FILL[machine.device.kind] * rates.capacity_bytes
+
+    def _spaces(
+        self, job: TrainJob, machine: Machine, shape: ModelShape, world: int
+    ) -> Iterator[tuple[int, int, list[Strategy]]]:
+        """Stages, sequences of a micro-batch, and the strategies that layers may take."""
+        stated = job.parallel if "parallel" in job.model_fields_set else None
+        for pp in divisors(world):
+            if pp > shape.num_layers or (stated is not None and pp != stated.pp):
+                continue
+            every = list(self._layouts(job, machine, shape, world // pp))
+            for sequences in divisors(job.global_batch):
+                legal = [
+                    layout
+                    for layout in every
+                    if sequences % layout[0] == 0
+                    and job.microbatch in (None, sequences // layout[0])
+                ]
+                found = [s for layout in legal for s in self._of_layout(job, layout)]
+                if found:
+                    yield pp, sequences, found
+
+    def _layouts(
+        self, job: TrainJob, machine: Machine, shape: ModelShape, ranks: int
+    ) -> Iterator[tuple[int, int, int]]:
+        if "parallel" in job.model_fields_set:
+            yield job.parallel.dp, job.parallel.tp, job.parallel.cp
+            return
+        inside = machine.devices_per_node if machine.device.kind == "gpu" else most_ranks(machine)
+        wide = shape.expert_hidden if shape.num_experts else shape.ffn_hidden
+        whole = needs_whole_matrices(job)
+        for tp in divisors(ranks):
+            # Sums of tensor parallelism across nodes lose to every other use of the ranks.
+            if tp > inside or (tp > 1 and whole):
+                continue
+            if shape.num_heads % tp or shape.num_kv_heads % tp or wide % tp:
+                continue
+            for cp in divisors(ranks // tp):
+                if job.seq_len % (2 * cp):
+                    continue
+                yield ranks // tp // cp, tp, cp
+
+    def _of_layout(self, job: TrainJob, layout: tuple[int, int, int]) -> Iterator[Strategy]:
+        dp, tp, cp = layout
+        shards: tuple[str, ...] = _WHOLE if needs_whole_matrices(job) else _SHARDS
+        if "shard" in job.model_fields_set:
+            shards = (job.shard.name,)
+            require(
+                job.shard.name in _SHARDS,
+                "shard",
+                job.shard.name,
+                expected=f"one of {', '.join(_SHARDS)} with this planner",
+                error=PlanError,
+            )
+        elif dp * cp == 1:
+            shards = ("replicated",)
+        again: tuple[bool, ...] = (False, True)
+        if "recompute" in job.model_fields_set:
+            again = (job.recompute != "none",)
+        for shard in shards:
+            for recompute in again:
+                yield Strategy(dp, tp, cp, shard, recompute)
+
+    def _one(self, search: StageSearch, best: float, precision: str) -> Option | None:
+        """Search one number of stages and micro-batch, if that can be worth it."""
+        ranked = self._ranked(search)
+        m, pp = search.microbatches, search.pp
+        least = min(seconds for seconds, _, _ in ranked)
+        bound = least / pp * (1 + (pp - 1) / m)
+        if bound > _HOPELESS * best:
+            return None
+        keep = self._kept(ranked)
+        search.strategies = [s for s in search.strategies if s.layout in keep]
+        return self._run(search, precision, improve=False)
+
+    def _run(self, search: StageSearch, precision: str, *, improve: bool) -> Option:
+        if self.runnable:
+            return self._runnable(search, precision, improve=improve)
+        return Option(search.run(improve=improve), precision, search.pp, search.sequences)
+
+    def _ranked(self, search: StageSearch) -> list[tuple[float, float, tuple[int, int, int]]]:
+        """(least time of all layers, least memory, layout) of every layout."""
+        kinds = Counter(layer for layer in search.layers)
+        found = []
+        for layout, same in itertools.groupby(
+            sorted(search.strategies, key=lambda s: s.layout), key=lambda s: s.layout
+        ):
+            strategies = list(same)
+            seconds = memory = 0.0
+            for layer, count in kinds.items():
+                costs = [
+                    search.pricer.layer(layer, s, search.sequences, search.pp) for s in strategies
+                ]
+                seconds += count * min(search.microbatches * c.micro_s + c.once_s for c in costs)
+                memory += count * min(c.resident_bytes + c.held_bytes for c in costs)
+            found.append((seconds, memory, layout))
+        return found
+
+    def _kept(
+        self, ranked: list[tuple[float, float, tuple[int, int, int]]]
+    ) -> set[tuple[int, int, int]]:
+        fast = sorted(ranked)[: self.layouts - 2]
+        small = sorted(ranked, key=lambda row: row[1])[:2]
+        return {layout for *_, layout in (*fast, *small)}
+
+    def _runnable(self, search: StageSearch, precision: str, *, improve: bool) -> Option:
+        """The best of the searches with one layout and one sharding each."""
+        groups: dict[tuple[tuple[int, int, int], str], list[Strategy]] = {}
+        for s in search.strategies:
+            groups.setdefault((s.layout, s.shard), []).append(s)
+        best: Found | None = None
+        for strategies in groups.values():
+            own = StageSearch(
+                search.pricer,
+                search.layers,
+                strategies,
+                search.pp,
+                search.sequences,
+                search.microbatches,
+                search.usable,
+                search.units,
+            )
+            found = own.run(improve=improve)
+            if best is None or (found.seconds, found.missing_bytes) < (
+                best.seconds,
+                best.missing_bytes,
+            ):
+                best = found
+        assert best is not None
+        return Option(best, precision, search.pp, search.sequences)
+
+    # Plans -------------------------------------------------------------------------------
+
+    def _plans(
+        self,
+        options: list[Option],
+        job: TrainJob,
+        machine: Machine,
+        shape: ModelShape,
+        layers: Sequence[Layer],
+        profile: LayerProfile | None,
+    ) -> list[Plan]:
+        priced = []
+        for option in options[: 2 * self.keep]:
+            assert option.found.plan is not None
+            concrete = to_job(job, option.found.plan, option.precision)
+            work = Work.model_construct(shape=shape, job=concrete)
+            pricer = LayerPricer(concrete, machine, shape, profile)
+            cost = estimate_layers(work, machine, pricer=pricer, layers=layers)
+            priced.append((concrete, cost, option.found.plan))
+        priced.sort(key=lambda row: row[1].step_s.value)
+        best = priced[0]
+        found = []
+        for place, (concrete, cost, plan) in enumerate(priced[: self.keep], 1):
+            first = f"best strategy of every layer, of {len(options)} stages and micro-batches"
+            item = (concrete, cost)
+            why = describe(item, machine, place=place, first=first, best=(best[0], best[1]))
+            notes = group_words(plan)
+            if not _runs(plan):
+                notes = (*notes, _PLANNED_ONLY)
+            found.append(to_plan(item, shape, machine, planner="galvatron", why=why, notes=notes))
+        return found
+
+    def _rejected(
+        self,
+        options: list[Option],
+        failed: list[Option],
+        job: TrainJob,
+        machine: Machine,
+        shape: ModelShape,
+        layers: Sequence[Layer],
+        profile: LayerProfile | None,
+    ) -> tuple[str, ...]:
+        """Why other ways lose: other numbers of stages, and one strategy for all layers."""
+        best = options[0]
+        assert best.found.plan is not None
+        said = []
+        if not best.found.plan.uniform:
+            uniform = self.best_uniform(job, machine, shape, layers, best, profile)
+            if uniform is None:
+                said.append("rejected: one strategy for all layers: none fits")
+            else:
+                name = uniform.found.plan.strategies[0] if uniform.found.plan else ""
+                said.append(f"rejected: {name} for all layers: {_slower(uniform, best)}")
+        seen = {best.pp}
+        for option in options:
+            if option.pp not in seen:
+                seen.add(option.pp)
+                said.append(f"rejected: pp{option.pp}: {_slower(option, best)}")
+        for option in failed:
+            if option.pp not in seen and math.isfinite(option.found.missing_bytes):
+                seen.add(option.pp)
+                said.append(
+                    f"rejected: pp{option.pp}: does not fit; stage {option.found.stage} lacks "
+                    f"{option.found.missing_bytes / 1e9:.1f} GB under its thriftiest strategies"
+                )
+        return tuple(said[:8])
+
+    def best_uniform(
+        self,
+        job: TrainJob,
+        machine: Machine,
+        shape: ModelShape,
+        layers: Sequence[Layer],
+        like: Option,
+        profile: LayerProfile | None = None,
+    ) -> Option | None:
+        """The best plan with one strategy for all layers, stages cut as freely as ever.
+
+        Args:
+            job: what it states is kept.
+            machine: what there is.
+            shape: the model's.
+            layers: the model's blocks.
+            like: of the same precision and stages.
+            profile: what was measured of the layers.
+        """
+        assert like.found.plan is not None
+        one = job.model_copy(update={"precision": like.precision})
+        pricer = LayerPricer(one, machine, shape, profile)
+        first = like.found.plan.strategies[0]
+        world = like.pp * first.dp * first.tp * first.cp
+        usable = self._usable(job, machine, world)
+        tried: list[tuple[StageSearch, Option]] = []
+        best = math.inf
+        for pp, sequences, strategies in self._spaces(one, machine, shape, world):
+            for strategy in strategies:
+                search = StageSearch(
+                    pricer,
+                    layers,
+                    [strategy],
+                    pp,
+                    sequences,
+                    job.global_batch // sequences,
+                    usable,
+                    self.units,
+                )
+                least = min(seconds for seconds, _, _ in self._ranked(search))
+                bound = least / pp * (1 + (pp - 1) / search.microbatches)
+                if bound >= best:
+                    continue
+                option = Option(search.run(improve=False), like.precision, pp, sequences)
+                best = min(best, option.found.seconds)
+                tried.append((search, option))
+        wide = dataclasses.replace(self, runnable=False)
+        options = [o for o in wide._improved(tried) if o.found.plan is not None]
+        return min(options, key=lambda option: option.found.seconds, default=None)
+
+    def _nothing_fits(self, job: TrainJob, machine: Machine, failed: list[Option]) -> list[Plan]:
+        """The nearest plans of the plain search, and by how much the best layer-wise one misses."""
+        nearest = failed[0]
+        note = (
+            f"no layer-wise plan fits: with pp = {nearest.pp} stage {nearest.found.stage} lacks "
+            f"{nearest.found.missing_bytes / 1e9:.1f} GB under its thriftiest strategies"
+        )
+        found = Search(keep=self.keep).plan(job, machine)
+        changed = {"planner": "galvatron", "fits": False}
+        return [plan.model_copy(update={**changed, "notes": (note, *plan.notes)}) for plan in found]
+
+
+def _slower(option: Option, best: Option) -> str:
+    share = option.found.seconds / best.found.seconds - 1
+    stages = option.found.stages
+    m = option.found.plan.microbatches if option.found.plan else 1
+    slowest = max(stages, key=lambda stage: stage.micro_s)
+    wire = m * (sum(c.wire_s for c in slowest.layers) + slowest.change_s)
+    parts = {
+        "bubble": option.found.seconds - m * slowest.micro_s - slowest.once_s,
+        "communication of passes": wire + 2 * m * slowest.boundary_s,
+        "gradients and update": slowest.once_s,
+    }
+    cause = max(parts, key=lambda name: parts[name])
+    return (
+        f"{100 * share:.0f} % slower; {cause} take"
+        f"{'s' if cause == 'bubble' else ''} {100 * parts[cause] / option.found.seconds:.0f} %"
+    )
+
+
+def _runs(plan: LayerPlan) -> bool:
+    """Layers differ in recomputation alone."""
+    return len({(s.layout, s.shard) for s in plan.strategies}) == 1
+
+
+def group_words(plan: LayerPlan) -> tuple[str, ...]:
+    """The strategies of consecutive layers in words, and the stages where there are several."""
+    words = []
+    first = 0
+    for strategy, same in itertools.groupby(plan.strategies):
+        count = len(list(same))
+        last = first + count - 1
+        named = f"layer {first}" if count == 1 else f"layers {first}-{last}"
+        words.append(f"{named}: {strategy}")
+        first += count
+    if plan.pp > 1:
+        words.append("stages of " + " + ".join(str(len(cut)) for cut in plan.stages) + " layers")
+    return tuple(words)
+
+
+def to_job(job: TrainJob, plan: LayerPlan, precision: str) -> TrainJob:
+    """The concrete job of stages and strategies.
+
+    Args:
+        job: what was asked.
+        plan: what was chosen; the layout that most layers have becomes the job's.
+        precision: fp32 or bf16.
+    """
+    (dp, tp, cp), _ = Counter(s.layout for s in plan.strategies).most_common(1)[0]
+    shard = Counter(s.shard for s in plan.strategies).most_common(1)[0][0]
+    again = {s.recompute for s in plan.strategies}
+    groups = []
+    if not plan.uniform:
+        for strategy, same in itertools.groupby(plan.strategies):
+            own = strategy.layout != (dp, tp, cp)
+            groups.append(
+                LayerGroup(
+                    blocks=len(list(same)),
+                    recompute="full" if strategy.recompute else "none",
+                    dp=strategy.dp if own else None,
+                    tp=strategy.tp if own else None,
+                    cp=strategy.cp if own else None,
+                    shard=Choice(name=strategy.shard) if strategy.shard != shard else None,
+                )
+            )
+    split = job.parallel.model_copy(
+        update={
+            "dp": dp,
+            "tp": tp,
+            "cp": cp,
+            "pp": plan.pp,
+            "stages": tuple(len(cut) for cut in plan.stages) if plan.pp > 1 else (),
+        }
+    )
+    return job.model_copy(
+        update={
+            "parallel": split,
+            "shard": job.shard if "shard" in job.model_fields_set else Choice(name=shard),
+            "microbatch": plan.sequences // dp,
+            "recompute": "full" if again == {True} else "none",
+            "layers": tuple(groups),
+            "precision": precision,
+        }
+    )
