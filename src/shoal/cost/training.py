@@ -27,14 +27,11 @@ from shoal.cost.arithmetic import (
 )
 from shoal.cost.collectives import all_reduce_s
 from shoal.cost.ops import MOST_PLAIN_SCORES, Op, Style, ledger, stage_share
-from shoal.cost.rates import REPACKED, Curve, Rates, data_link, tensor_link
+from shoal.cost.rates import REPACKED, Curve, Kernels, Rates, data_link, tensor_link
 from shoal.ir import Estimate, Interval, Machine, OpCosts, Schedule, TrainJob, Work
 
-__all__ = ["Pass", "Pricer", "estimate", "microbatch_of", "op_pass", "steps_of"]
+__all__ = ["Pass", "Pricer", "estimate", "microbatch_of", "occupied", "op_pass", "steps_of"]
 
-# FLOP/s of a fused attention kernel on a GPU as a share of its matrix products' rate,
-# forward and backward (Dao, FlashAttention-2, 2023, figures 5 and 6: 50 to 73 %).
-GPU_ATTENTION = (0.65, 0.55)
 # On a CPU an operator of a step finds its operands displaced from the caches and writes to
 # memory fresh from the allocator; the probe repeats one operator on the same arrays. The
 # same operators take this much longer in a step than repeated (PyTorch 2.13, three models).
@@ -122,23 +119,28 @@ def op_pass(
         return Pass(memory=op.count * seconds, calls=calls)
     if op.kind == "attention":
         flops = op.backward_flops if backward else op.forward_flops
-        share = 1.0 if cpu else GPU_ATTENTION[1 if backward else 0]
-        seconds = flops / (share * matmul(256.0 if cpu else 2048.0))
+        if isinstance(matmul, Kernels):
+            seconds = matmul.attention_s(flops, op.keys, backward=backward)
+        else:
+            seconds = flops / matmul(256.0)
         seconds += traffic / stream(op.size_bytes)
         return Pass(attention=op.count * seconds, calls=calls)
+    if isinstance(matmul, Kernels):
+        once = matmul.product_s(op.M, op.N, op.K)
+        if not backward:
+            return Pass(matmul=op.count * once, calls=calls)
+        inner = matmul.product_s(op.M, op.K, op.N)
+        outer = matmul.product_s(op.N, op.K, op.M, adds=4.0)
+        return Pass(matmul=op.count * op.backward_share * (inner + outer), calls=calls)
     width = 2.0 if precision == "bf16" else 4.0
     flops = 2.0 * op.M * op.N * op.K
     touched = width * (op.M * op.K + op.N * op.K + op.M * op.N)
     traffic = displaced * touched / stream(max(1.0, touched))
-    if cpu:
-        # A skinny product reuses its operands as little as a small cube does.
-        edge = math.sqrt(min(op.M, op.N, op.K) * (op.M * op.N * op.K) ** (1 / 3))
-        once = flops / matmul(edge) + traffic
-        repacked = REPACKED.get(precision, 1.0)
-        weight = flops / (repacked * matmul(edge)) + traffic
-    else:
-        edge = (op.M * op.N * op.K) ** (1 / 3)
-        once = weight = max(flops / matmul(edge), traffic)
+    # A skinny product reuses its operands as little as a small cube does.
+    edge = math.sqrt(min(op.M, op.N, op.K) * (op.M * op.N * op.K) ** (1 / 3))
+    once = flops / matmul(edge) + traffic
+    repacked = REPACKED.get(precision, 1.0)
+    weight = flops / (repacked * matmul(edge)) + traffic
     if not backward:
         return Pass(matmul=op.count * once, calls=calls)
     # The gradients of the input and of the weight; the latter multiplies a transpose.
@@ -556,18 +558,18 @@ def _energy(machine: Machine, ranks: int, total: Interval | None) -> Interval | 
     watts = machine.device.power_watts
     if watts is None or total is None:
         return None
-    devices, nodes = _occupied(machine, ranks)
+    devices, nodes = occupied(machine, ranks)
     return total.scaled(watts * devices + machine.overhead_watts * nodes)
 
 
 def _price(machine: Machine, ranks: int, total: Interval | None) -> Interval | None:
     if machine.usd_per_device_hour is None or total is None:
         return None
-    devices, _ = _occupied(machine, ranks)
+    devices, _ = occupied(machine, ranks)
     return total.scaled(machine.usd_per_device_hour * devices / 3600.0)
 
 
-def _occupied(machine: Machine, ranks: int) -> tuple[int, int]:
+def occupied(machine: Machine, ranks: int) -> tuple[int, int]:
     """Devices and nodes that ``ranks`` occupy."""
     if machine.device.kind == "cpu":
         nodes = min(machine.nodes, ranks)

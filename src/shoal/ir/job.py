@@ -220,6 +220,7 @@ class TrainJob(Value):
         lr_schedule: the learning rate's course, as a factor of the optimizer's ``lr``.
         grad_clip: largest global gradient norm; 0 for no clipping.
         precision: fp32, or bf16 compute with fp32 weights and optimizer state.
+        objective: what a plan should make small: time, cost (money) or energy.
         parallel: degrees of parallelism.
         shard: what is sharded over the data-parallel ranks.
         recompute: none; full (only each block's input is kept); or stage (only the input of
@@ -255,6 +256,7 @@ class TrainJob(Value):
     lr_schedule: Annotated[Choice, Kind("lr_schedule")] = Choice(name="cosine")
     grad_clip: NonNegativeFloat = 1.0
     precision: Literal["fp32", "bf16"] = "bf16"
+    objective: Literal["time", "cost", "energy"] = "time"
     parallel: Parallel = Parallel()
     shard: Annotated[Choice, Kind("shard")] = Choice(name="replicated")
     recompute: Literal["none", "full", "stage"] = "none"

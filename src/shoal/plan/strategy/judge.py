@@ -9,11 +9,19 @@ from shoal.cost.rates import Rates
 from shoal.cost.training import estimate, microbatch_of, steps_of
 from shoal.ir import Estimate, Machine, ModelShape, Plan, TrainJob, Work
 from shoal.plan.length import with_steps
+from shoal.plan.strategy.objective import check_objective, worth
 
 __all__ = ["Judged", "describe", "fits", "rank", "to_plan", "usable_bytes"]
 
 # Share of a rank's memory that a plan may fill; the rest is for what nobody counted.
 FILL = {"gpu": 0.92, "cpu": 0.85}
+
+# Objective -> how a plan is that has more of it, and less of it.
+WORSE = {
+    "time": ("slower", ("faster", "fast")),
+    "cost": ("dearer", ("cheaper", "cheap")),
+    "energy": ("hungrier", ("thriftier", "thrifty")),
+}
 
 Judged = tuple[TrainJob, Estimate]
 
@@ -48,11 +56,12 @@ def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Ju
         return f"does not fit: {memory}; {bound}"
     if place == 1:
         return f"{first}; {bound}; {memory}"
-    slower = step / best[1].step_s.value - 1
+    more, less = WORSE[job.objective]
+    beyond = worth(job, machine, cost) / worth(best[0], machine, best[1]) - 1
     pace = (
-        "as fast as the first"
-        if abs(slower) < 0.005
-        else f"{100 * abs(slower):.0f} % {'slower' if slower > 0 else 'faster'} than the first"
+        f"as {less[1]} as the first"
+        if abs(beyond) < 0.005
+        else f"{100 * abs(beyond):.0f} % {more if beyond > 0 else less[0]} than the first"
     )
     return f"{pace}; {bound}; {memory}"
 
@@ -70,26 +79,34 @@ def _complexity(job: TrainJob) -> tuple[int, int, int, int, int]:
 
 
 def rank(found: Sequence[Judged], machine: Machine) -> list[Judged]:
-    """Those that fit before those that do not; then the faster, then the plainer.
+    """Those that fit before those that do not; then by the job's objective, then the plainer.
 
-    Times within one percent are equal: the estimate knows no better.
+    What is within one percent is equal: the estimate knows no better.
+
+    Raises:
+        PlanError: the objective needs a number that the machine does not have.
     """
+    for job, _ in found[:1]:
+        check_objective(job, machine)
+
+    def worth_of(item: Judged) -> float:
+        return worth(item[0], machine, item[1])
 
     def key(item: Judged) -> tuple[object, ...]:
         job, cost = item
         if not fits(job, machine, cost):
             # Plans that miss by about as much are sorted by time.
             missing = cost.memory_total / usable_bytes(job, machine)
-            return (1, round(math.log(missing) / math.log(1.15)), cost.step_s.value)
-        return (0, cost.step_s.value, cost.memory_total)
+            return (1, round(math.log(missing) / math.log(1.15)), worth_of(item))
+        return (0, worth_of(item), cost.memory_total)
 
     ordered = sorted(found, key=key)
     good = [item for item in ordered if fits(item[0], machine, item[1])]
     out: list[Judged] = []
     while good:
-        limit = 1.01 * good[0][1].step_s.value
-        equal = [item for item in good if item[1].step_s.value <= limit]
-        out.extend(sorted(equal, key=lambda item: (_complexity(item[0]), item[1].step_s.value)))
+        limit = 1.01 * worth_of(good[0])
+        equal = [item for item in good if worth_of(item) <= limit]
+        out.extend(sorted(equal, key=lambda item: (_complexity(item[0]), worth_of(item))))
         good = good[len(equal) :]
     return out + [item for item in ordered if not fits(item[0], machine, item[1])]
 

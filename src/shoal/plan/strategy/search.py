@@ -13,6 +13,8 @@ from shoal.plan.strategy.space import candidates
 
 __all__ = ["Search"]
 
+BEST = {"time": "fastest", "cost": "cheapest", "energy": "thriftiest"}
+
 
 @part
 class Search:
@@ -52,7 +54,7 @@ class Search:
                     item,
                     machine,
                     place=place,
-                    first=f"fastest of {len(found)} plans priced",
+                    first=f"{BEST[job.objective]} of {len(found)} plans priced",
                     best=ordered[0],
                 ),
                 notes=notes,

@@ -1,0 +1,126 @@
+"""What another machine would change: each question is a search of its own.
+
+A question changes one thing of the machine and plans the same job anew, so the answer is that of
+the best plan there, not of today's plan on faster parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from shoal.core.errors import ShoalError
+from shoal.ir import Machine, Plan, TrainJob
+from shoal.plan.strategy import PLANNERS
+from shoal.plan.strategy.remedy import enlarged
+from shoal.plan.table import spell
+
+__all__ = ["Answer", "what_if"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one change would do.
+
+    Args:
+        question: the change.
+        step: seconds of a step there over those here; None where no plan fits.
+        price: price of a step there over that here; None without prices.
+        plan: the best plan there, in a few words; or why there is none.
+    """
+
+    question: str
+    step: float | None
+    price: float | None
+    plan: str
+
+
+def what_if(job: TrainJob, best: Plan, *, planner: str = "search") -> list[Answer]:
+    """Answers to the usual questions.
+
+    Args:
+        job: what was asked; what it leaves open is chosen anew.
+        best: the plan for today's machine, with its estimate.
+        planner: who plans.
+    """
+    found = []
+    for question, machine in _questions(best.machine):
+        try:
+            there = PLANNERS.build(planner).plan(job, machine)[0]
+        except ShoalError as cause:
+            found.append(Answer(question, None, None, str(cause)))
+            continue
+        if not there.fits:
+            found.append(Answer(question, None, None, "no plan fits"))
+            continue
+        step = _step(there) / _step(best)
+        price = None
+        if machine.usd_per_device_hour is not None and best.machine.usd_per_device_hour:
+            ranks = there.job.parallel.world / best.job.parallel.world
+            price = step * ranks * machine.usd_per_device_hour / best.machine.usd_per_device_hour
+        found.append(Answer(question, step, price, spell(there)))
+    return found
+
+
+def _step(plan: Plan) -> float:
+    assert plan.estimate is not None
+    return plan.estimate.step_s.value
+
+
+def _questions(machine: Machine) -> Iterator[tuple[str, Machine]]:
+    """Changes that the machine's kind allows, the likeliest to be bought first."""
+    many = machine.num_devices
+    if machine.device.kind == "gpu":
+        if machine.nodes > 1:
+            yield "one more node", machine.model_copy(update={"nodes": machine.nodes + 1})
+        yield "twice the devices", enlarged(machine, 2)
+        if many > 1:
+            yield "half the devices", _halved(machine)
+    if machine.nodes > 1:
+        yield "twice the bandwidth between nodes", _links(machine, "node", 2.0)
+    if machine.link("device") is not None and machine.devices_per_node > 1:
+        yield "twice the bandwidth inside a node", _links(machine, "device", 2.0)
+    yield "twice the memory", _memory(machine, lambda size: 2 * size, 1.0)
+    yield "twice the memory's bandwidth", _memory(machine, lambda size: size, 2.0)
+    rates = machine.device.matmul_flops
+    if "fp8" in rates and "bf16" in rates:
+        faster = {**rates, "bf16": rates["fp8"]}
+        peaks = {**machine.device.peak_flops}
+        peaks["bf16"] = peaks.get("fp8", rates["fp8"])
+        device = machine.device.model_copy(update={"matmul_flops": faster, "peak_flops": peaks})
+        yield "matrix products in fp8", machine.model_copy(update={"device": device})
+
+
+def _halved(machine: Machine) -> Machine:
+    if machine.nodes > 1 and machine.nodes % 2 == 0:
+        return machine.model_copy(update={"nodes": machine.nodes // 2})
+    return machine.model_copy(update={"devices_per_node": max(1, machine.devices_per_node // 2)})
+
+
+def _links(machine: Machine, scope: str, factor: float) -> Machine:
+    links = tuple(
+        link.model_copy(update={"bandwidth": factor * link.bandwidth})
+        if link.scope == scope
+        else link
+        for link in machine.links
+    )
+    return machine.model_copy(update={"links": links})
+
+
+def _memory(machine: Machine, size: Callable[[int], int], factor: float) -> Machine:
+    main = machine.device.main_memory
+    tiers = tuple(
+        tier.model_copy(
+            update={
+                "capacity_bytes": size(tier.capacity_bytes),
+                "read_bandwidth": tier.read_bandwidth and factor * tier.read_bandwidth,
+                "write_bandwidth": tier.write_bandwidth and factor * tier.write_bandwidth,
+            }
+        )
+        if tier is main
+        else tier
+        for tier in machine.device.memory
+    )
+    return machine.model_copy(
+        update={"device": machine.device.model_copy(update={"memory": tiers})}
+    )
