@@ -27,6 +27,7 @@ CLAIMS = PartTable(
         "single_path": "shoal.claims.experiments.single_path:SinglePath",
         "c4": "shoal.claims.experiments.c4:C4",
         "megascale": "shoal.claims.experiments.megascale:MegaScaleClaim",
+        "redco": "shoal.claims.experiments.redco:RedcoClaim",
         "skippipe": "shoal.claims.experiments.skippipe:SkipPipeClaim",
     },
 )

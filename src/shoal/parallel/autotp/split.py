@@ -129,6 +129,11 @@ class SplitModel(nn.Module):
         found: nn.Parameter = getattr(self, self.names[value])
         return found
 
+    @property
+    def names_of(self) -> list[str]:
+        """Names of the parameters in the model; a tied one has one."""
+        return list(self.traced.params.values())
+
     def gathered(self, parts: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
         """Whole tensors from all ranks' parts.
 

@@ -47,7 +47,7 @@ class Stop(Exception):  # noqa: N818 - it steers the search and is no error
         segments: with which it might go on, if there are any.
         needs: a value that must be split in the same way first.
         dim: in which dimension of that value.
-        heads: a number of heads that ranks cannot share.
+        heads: a number of heads that ranks cannot share, unless other segments help.
     """
 
     def __init__(
@@ -218,9 +218,10 @@ def _regroup(
         rest = wide_r[1] if len(wide_r) > 1 else None
         if rest is not None and after[to] <= 4 and after[rest] % tp == 0 and len(wide_l) == 1:
             raise Stop(
-                f"{size} features are {after[to]} times {size // after[to]}",
+                f"{size} features are {after[to]} heads, which {tp} ranks cannot share",
                 state.origin,
                 segments=(size // after[to],) * after[to],
+                heads=True,
             )
         raise Stop(
             f"{size} features are {after[to]} heads, which {tp} ranks cannot share",

@@ -45,12 +45,18 @@ class WeightSplit(Value):
         segments: sizes of the pieces of it that each are cut into consecutive parts; several
             where projections were fused.
         module: path of the module that uses it.
+        table: it is looked up.
+        head: path of a head that multiplies by the same weights, where they are tied.
+        gathered: what it makes is the model's output, and is given back whole.
     """
 
     style: Literal["column", "row", "vocabulary"]
     dim: int
     segments: tuple[int, ...]
     module: str = ""
+    table: bool = False
+    head: str = ""
+    gathered: bool = False
 
 
 class TensorPlan(Value):
@@ -84,18 +90,24 @@ class TensorPlan(Value):
     def dtensor(self) -> dict[str, str]:
         """Module -> style, as torch's and transformers' plans spell it.
 
-        ``colwise_rep`` gives its output back whole, ``embedding_rowwise`` splits a table by
-        entries, and ``packed_colwise`` stands for a fused projection.
+        Heads are ``colwise_gather_output``, tables ``embedding_rowwise`` (by entries) or
+        ``embedding_colwise``, and fused projections begin with ``packed_``.
         """
+        names = {
+            ("column", False): "colwise",
+            ("column", True): "embedding_colwise",
+            ("row", False): "rowwise",
+            ("vocabulary", True): "embedding_rowwise",
+        }
         out = {}
         for split in self.weights.values():
-            if not split.module:
-                continue
-            style = {"column": "colwise", "row": "rowwise", "vocabulary": "embedding_rowwise"}[
-                split.style
-            ]
-            packed = "packed_" if len(split.segments) > 1 else ""
-            out[split.module] = packed + style
+            if split.module:
+                packed = "packed_" if len(split.segments) > 1 else ""
+                style = packed + names.get((split.style, split.table), "colwise")
+                whole = split.gathered and not split.table
+                out[split.module] = "colwise_gather_output" if whole else style
+            if split.head:
+                out[split.head] = "colwise_gather_output"
         return out
 
 
@@ -174,28 +186,31 @@ class _Search:
     def _attempt(self, node: Node) -> None:
         """Split a product by its outputs, with all that must be split with it."""
         seeds: dict[str, tuple[int, ...]] = {node.name: (self._width(node),)}
+        heads: Stop | None = None
         for _ in range(64):
             blocked = next((s for s in seeds if not self._free(s, seeds[s])), None)
             if blocked is not None:
-                self._keep(seeds, f"{blocked} cannot be split by outputs")
-                return
+                reason = f"{blocked} cannot be split by outputs"
+                break
             try:
                 found = self._spread(seeds)
             except Stop as stop:
-                if stop.heads:
-                    # Tables and products without attention may stay whole; heads are an error.
-                    module = self.graph[stop.origin].module
-                    raise PlanError(
-                        f"tp = {self.tp}: {module or stop.origin}: {stop.reason}; choose a tp "
-                        "that divides them"
-                    ) from None
-                if not self._answer(stop, seeds):
-                    self._keep(seeds, stop.reason)
-                    return
-                continue
+                heads = stop if stop.heads else heads
+                if self._answer(stop, seeds):
+                    continue
+                reason = stop.reason
+                break
             self._accept(seeds, found)
             return
-        self._keep(seeds, "too many values would have to be split together")
+        else:
+            reason = "too many values would have to be split together"
+        if heads is not None:
+            module = self.graph[heads.origin].module
+            raise PlanError(
+                f"tp = {self.tp}: {module or heads.origin}: {heads.reason}; choose a tp that "
+                "divides them"
+            )
+        self.why.setdefault(node.name, reason)
 
     def _width(self, node: Node) -> int:
         return (node.shape or (0,))[-1]
@@ -375,10 +390,6 @@ class _Search:
         for name in seeds:
             self.why.pop(name, None)
 
-    def _keep(self, seeds: dict[str, tuple[int, ...]], reason: str) -> None:
-        first = next(iter(seeds))
-        self.why.setdefault(first, reason)
-
     # ------------------------------------------------------------------ tables
 
     def _table(self, node: Node) -> None:
@@ -455,14 +466,15 @@ class _Search:
         """What was found, as a value."""
         graph, flow = self.graph, self.flow
         weights: dict[str, WeightSplit] = {}
+        heads = {state.origin for state in flow.gathered.values()}
         for name, (dim, segments) in flow.params.items():
-            # A table that is tied to the head is split by the head's outputs.
-            users = sorted(graph.users[name], key=lambda node: node.op == "embedding")
-            user = users[0]
+            users = graph.users[name]
+            table = any(user.op == "embedding" for user in users)
+            head = next((user.module for user in users if user.name in heads), "")
             style: Literal["column", "row", "vocabulary"] = "column"
-            if user.name in flow.rows:
+            if any(user.name in flow.rows for user in users):
                 style = "row"
-            elif user.name in flow.tables:
+            elif any(user.name in flow.tables for user in users):
                 style = "vocabulary"
             target = graph[name].target
             weights[target] = WeightSplit(
@@ -470,6 +482,9 @@ class _Search:
                 dim=dim,
                 segments=segments,
                 module=target.rpartition(".")[0],
+                table=table,
+                head=head if table else "",
+                gathered=any(user.name in heads for user in users),
             )
         whole = {}
         for name, reason in self.why.items():
