@@ -100,6 +100,7 @@ class Op:
         backward_share: share of the product's backward pass that runs backward; the loss
             makes its gradients forward.
         recomputed: full recomputation runs its forward pass again.
+        keys: tokens of a sequence that attention looks at.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Op:
     backward_calls: int = 2
     backward_share: float = 1.0
     recomputed: bool = True
+    keys: float = 1.0
 
 
 def stage_share(shape: ModelShape, pp: int) -> float:
@@ -297,6 +299,7 @@ def _attention(
         size_bytes=2.0**20,
         forward_calls=1,
         backward_calls=0 if plain else 1,
+        keys=T,
     )
     if not plain:
         return [tiled]

@@ -7,6 +7,7 @@ logarithm of the size; without such measurements the device's single numbers ser
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -14,9 +15,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.core.errors import MachineError
+from shoal.cost.gpu.device import CALIBRATED, Gpu, gpu_of
+from shoal.cost.gpu.kernels import HALF_RATE, gemm_s
 from shoal.ir import Link, Machine, Measurement, MemoryTier, Parallel
 
-__all__ = ["Curve", "Rates", "context_link", "data_link", "ranks_per_host", "tensor_link"]
+__all__ = [
+    "Curve",
+    "Kernels",
+    "Rates",
+    "context_link",
+    "data_link",
+    "ranks_per_host",
+    "tensor_link",
+]
 
 # Share of a level's plain bandwidth that a framework's elementwise operator reaches when
 # nobody measured it: it allocates its result, and it cannot prefetch across operators.
@@ -45,6 +56,30 @@ class Curve:
     def scaled(self, factor: float) -> Curve:
         """Every rate times ``factor``."""
         return Curve(tuple((x, y * factor) for x, y in self.points))
+
+
+@dataclass(frozen=True)
+class Kernels(Curve):
+    """The same of an accelerator, whose products and attention are priced kernel by kernel.
+
+    Args:
+        gpu: the device.
+        dtype: of the operands.
+    """
+
+    gpu: Gpu
+    dtype: str
+
+    def product_s(self, M: float, N: float, K: float, *, adds: float = 0.0) -> float:
+        """Seconds of a product [M, K] x [K, N]; ``adds`` bytes a cell where it is added up."""
+        return gemm_s(M, N, K, self.gpu, CALIBRATED, self.dtype, 1, adds)
+
+    def attention_s(self, flops: float, keys: float, *, backward: bool) -> float:
+        """Seconds of a tiled attention kernel of so many FLOP over sequences of ``keys``."""
+        facts = self.gpu.facts
+        share = facts.attention["flash2"][1 if backward else 0] / facts.reach
+        rate = share * CALIBRATED.gemm * self.gpu.rate(self.dtype)
+        return flops / rate * (keys + HALF_RATE) / keys
 
 
 def _mean_bandwidth(tier: MemoryTier) -> float:
@@ -149,11 +184,11 @@ class Rates:
         else:
             curve = _curve(measured, None)
             rate_or_none = device.matmul_flops.get(dtype) or device.peak_flops.get(dtype)
-            if curve is not None:
-                return curve
-            if rate_or_none is not None:
+            if curve is None and rate_or_none is not None:
                 # A declared rate is that of large products; small ones fill few tiles.
-                return Curve(((256.0, 0.1 * rate_or_none), (2048.0, rate_or_none)))
+                curve = Curve(((256.0, 0.1 * rate_or_none), (2048.0, rate_or_none)))
+            if curve is not None:
+                return Kernels(curve.points, gpu_of(self.machine), dtype)
         if dtype != "fp32":
             return self.matmul_curve("fp32")
         raise MachineError(
@@ -230,19 +265,35 @@ class Rates:
 
 def tensor_link(machine: Machine, parallel: Parallel) -> Link | None:
     """The link that tensor-parallel ranks, which are neighbours, exchange over."""
-    return _link(machine, parallel.tp)
+    return _reached(_link(machine, parallel.tp), machine, parallel.tp)
 
 
 def context_link(machine: Machine, parallel: Parallel) -> Link | None:
     """The slowest link between context-parallel ranks, by the order of the axes."""
     axes = parallel.order.split("-")
     span = math.prod(getattr(parallel, axis) for axis in axes[axes.index("cp") :])
-    return _link(machine, span)
+    return _reached(_link(machine, span), machine, 1)
 
 
 def data_link(machine: Machine, parallel: Parallel) -> Link | None:
     """The slowest link between data-parallel ranks, which stand ``tp`` apart."""
-    return _link(machine, parallel.tp * parallel.dp)
+    link = _link(machine, parallel.tp * parallel.dp)
+    return _reached(link, machine, min(parallel.dp, machine.devices_per_node // parallel.tp))
+
+
+def _reached(link: Link | None, machine: Machine, members: int) -> Link | None:
+    """What a ring reaches of a link between GPUs; members of a node bring a port each."""
+    if link is None or machine.device.kind == "cpu":
+        return link
+    near = machine.link("device")
+    most = near.bandwidth if near is not None else math.inf
+    return _ring_link(link, max(1, members) if link.scope == "node" else 1, most)
+
+
+@functools.lru_cache(maxsize=1024)
+def _ring_link(link: Link, ports: int, most: float) -> Link:
+    rate = CALIBRATED.wire * min(max(most, link.bandwidth), ports * link.bandwidth)
+    return link.model_copy(update={"bandwidth": rate})
 
 
 def _link(machine: Machine, span: int) -> Link | None:
