@@ -1,0 +1,150 @@
+"""What a foreign log measured: its format found, its steady state, beside a plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.core.errors import DataError, require
+from shoal.cost.imports import LOGS
+from shoal.cost.imports.log import Log, steady
+from shoal.ir import Plan, Report, ServePlan, ServeReport
+
+__all__ = ["Measured", "measure", "read", "report"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The steady state of a log.
+
+    Args:
+        log: what was read.
+        quantities: quantity -> value, in plain units.
+        used: entries of the steady state.
+        derived: quantities that were computed from others with the plan's numbers.
+    """
+
+    log: Log
+    quantities: dict[str, float]
+    used: int
+    derived: tuple[str, ...] = field(default=())
+
+
+def read(path: Path, format: str = "auto") -> Log:  # noqa: A002 - the option's name
+    """Read a log of an engine.
+
+    Args:
+        path: the file; for TensorBoard also a directory.
+        format: a part of kind ``log``, or auto.
+
+    Raises:
+        DataError: it is in no format that is known, or broken; names the line.
+        UnknownPartError: there is no such format.
+    """
+    require(
+        path.exists(),
+        "--import",
+        str(path),
+        expected="a log, an event file, or an export",
+        hint="give a path that exists",
+        error=DataError,
+    )
+    if format != "auto":
+        found: Log = LOGS.build(format, where="--format").read(path)
+        return found
+    known = {name: LOGS.build(name).sniff(path) for name in LOGS}
+    best = max(known, key=lambda name: known[name])
+    if known[best] == 0:
+        if path.is_dir():
+            raise DataError(f"{path}: a directory without event files of TensorBoard; give a file")
+        place, text = _first_line(path)
+        raise DataError(
+            f"{path}, line {place}: {text[:80]!r}: in no known format ({', '.join(LOGS)}); give a "
+            "log of one of these engines, or name the format with --format"
+        )
+    chosen: Log = LOGS.build(best).read(path)
+    return chosen
+
+
+def _first_line(path: Path) -> tuple[int, str]:
+    from shoal.cost.imports.log import lines
+
+    return next(((place, text.strip()) for place, text in lines(path) if text.strip()), (1, ""))
+
+
+def measure(log: Log, plan: Plan | ServePlan | None = None) -> Measured:
+    """The log's steady state; with a plan, also what follows from its batch and its ranks.
+
+    Raises:
+        DataError: the log is of another job than the plan; names the line where it says so.
+    """
+    found, used = steady(log)
+    if plan is None:
+        return Measured(log, found, used)
+    _same_job(log, plan)
+    before = set(found)
+    if isinstance(plan, Plan):
+        job = plan.job
+        world, tokens = job.parallel.world, float(job.global_batch * job.seq_len)
+        if "step_s" not in found:
+            if found.get("tokens_per_s"):
+                found["step_s"] = tokens / found["tokens_per_s"]
+            elif found.get("device_tokens_per_s"):
+                found["step_s"] = tokens / (found["device_tokens_per_s"] * world)
+            elif found.get("samples_per_s"):
+                found["step_s"] = job.global_batch / found["samples_per_s"]
+        if found.get("step_s") and "tokens_per_s" not in found:
+            found["tokens_per_s"] = tokens / found["step_s"]
+    return Measured(log, found, used, tuple(sorted(set(found) - before)))
+
+
+def _same_job(log: Log, plan: Plan | ServePlan) -> None:
+    require(
+        log.job == plan.job.job,
+        "--plan",
+        f"a plan of {plan.job.job}",
+        expected=f"a plan of {log.job}, as the log {log.path} of {log.format}",
+        error=DataError,
+    )
+    for name, (said, place) in log.facts.items():
+        planned = getattr(plan.job, name)
+        if said != planned:
+            raise DataError(
+                f"{log.path}, line {place}: {name} = {said:g}, and the plan has {planned}: the log "
+                "is of another run; give the plan that was run"
+            )
+
+
+def report(measured: Measured, plan: Plan | ServePlan) -> Report | ServeReport:
+    """Prediction beside measurement, for the score.
+
+    Raises:
+        DataError: the log measured nothing that a plan predicts.
+    """
+    kept = {name: value for name, value in measured.quantities.items() if math.isfinite(value)}
+    if isinstance(plan, ServePlan):
+        told = {name: interval.value for name, interval in plan.predicted.items()}
+    else:
+        told = {}
+        if plan.estimate is not None:
+            told = {
+                "step_s": plan.estimate.step_s.value,
+                "tokens_per_s": plan.estimate.tokens_per_s,
+            }
+            if plan.estimate.memory_bytes:
+                told["memory_bytes"] = plan.estimate.memory_total
+    errors = {name: kept[name] / told[name] - 1 for name in kept if told.get(name)}
+    require(
+        bool(errors),
+        "--import",
+        str(measured.log.path),
+        expected=f"one of {', '.join(told) or 'the quantities of an estimated plan'}",
+        hint=f"it has {', '.join(sorted(kept)) or 'nothing'}; plan again if the plan was written "
+        "by hand",
+        error=DataError,
+    )
+    versions = {"log": measured.log.format}
+    if isinstance(plan, ServePlan):
+        return ServeReport(plan=plan, measured=kept, errors=errors, versions=versions)
+    return Report(plan=plan, measured=kept, errors=errors, versions=versions)

@@ -1,0 +1,22 @@
+"""emit: a plan as the launch files of another engine, one engine a file. Torch-free.
+
+The door: the table of emitters. ``protocols`` says what one promises, ``shared`` holds what
+several need.
+"""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["EMITTERS"]
+
+EMITTERS = PartTable(
+    "emitter",
+    {
+        "torchtitan": "shoal.plan.emit.torchtitan:Torchtitan",
+        "megatron": "shoal.plan.emit.megatron:Megatron",
+        "deepspeed": "shoal.plan.emit.deepspeed:DeepSpeed",
+        "accelerate": "shoal.plan.emit.accelerate:Accelerate",
+        "vllm": "shoal.plan.emit.vllm:VLLM",
+        "sglang": "shoal.plan.emit.sglang:SGLang",
+        "llamacpp": "shoal.plan.emit.llamacpp:LlamaCpp",
+    },
+)

@@ -1,0 +1,79 @@
+"""Launch files for llama.cpp: the arguments of ``llama-server``.
+
+Source: the arguments of llama.cpp's server, 2026.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from shoal.core.errors import require
+from shoal.core.parts import part, table
+from shoal.ir import Plan, ServePlan
+from shoal.plan.emit.shared import allowed, header, option, script
+from shoal.plan.serving import precision_of
+
+__all__ = ["LlamaCpp"]
+
+# Sequences that one of its contexts can hold.
+MOST_SLOTS = 256
+CACHE = {"bf16": "bf16", "fp32": "f32"}
+
+
+@part
+class LlamaCpp:
+    """``launch.sh``, which starts ``llama-server`` on a GGUF file.
+
+    Args:
+        port: where the server listens.
+    """
+
+    port: int = 8080
+    job: ClassVar[Literal["train", "serve"]] = "serve"
+
+    def __post_init__(self) -> None:
+        require(1 <= self.port <= 65535, "emit.llamacpp.port", self.port, expected="1 to 65535")
+
+    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
+        if not isinstance(plan, ServePlan):
+            return ("a training plan",)
+        job = plan.job
+        found = []
+        if job.max_running > MOST_SLOTS:
+            found.append(f"max_running = {job.max_running}: it has at most {MOST_SLOTS} slots")
+        if not job.scheduler.options.get("chunked", True):
+            found.append("scheduler.chunked = false: it cuts long prompts; use true")
+        return tuple(found)
+
+    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
+        whole = allowed(plan, ServePlan, "llamacpp", self.refuses(plan))
+        job = whole.job
+        most = job.max_position or whole.shape.max_position
+        paged = job.kv.name == "paged"
+        # Its context is shared by all slots, or parted evenly among them.
+        context = (job.kv_tokens or most * job.max_running) if paged else most * job.max_running
+        kind = CACHE[precision_of(job)]
+        words = [
+            "llama-server",
+            '--model "${MODEL:?set MODEL to a GGUF file of ' + job.model + '}"',
+            option("--port", self.port),
+            option("--ctx-size", context),
+            option("--parallel", job.max_running),
+            option("--batch-size", job.max_step_tokens),
+            option("--ubatch-size", job.max_step_tokens),
+            "--kv-unified" if paged else "--no-kv-unified",
+            "--no-cont-batching" if job.scheduler.name == "static" else "--cont-batching",
+            option("--cache-type-k", kind),
+            option("--cache-type-v", kind),
+            option("--seed", job.seed),
+        ]
+        if not getattr(table("kv").build(job.kv), "prefix_reuse", False):
+            words.append("--no-cache-prompt")
+        if whole.machine.device.kind == "cpu":
+            words.append(option("--threads", job.threads_of(whole.machine.device.num_cores or 1)))
+            words.append(option("--n-gpu-layers", 0))
+        else:
+            words.append(option("--n-gpu-layers", 999))
+        return {"launch.sh": script(header(whole), words)}

@@ -1,0 +1,233 @@
+"""Launch files for Megatron-LM: the arguments of ``pretrain_gpt.py``.
+
+Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM, 2021; the arguments of Megatron-LM (core 0.16).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from shoal.core.parts import part
+from shoal.cost.training import microbatch_of, steps_of
+from shoal.ir import ModelShape, Plan, ServePlan, TrainJob
+from shoal.plan.emit.shared import (
+    adamw,
+    allowed,
+    header,
+    option,
+    rate_course,
+    refuses_train,
+    script,
+    torchrun,
+    warmup_steps,
+)
+
+__all__ = ["Megatron"]
+
+# Attention of these shapes needs more numbers than a shape holds.
+ATTENTIONS = ("MHA", "GQA", "MQA")
+CONTEXTS = {"zigzag": "p2p", "all_gather": "allgather", "ulysses": "a2a", "usp": "a2a+p2p"}
+SHARDING = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
+# Order of the axes -> the switch that asks for it.
+ORDERS = {"pp-dp-cp-tp": None, "dp-pp-cp-tp": "--use-tp-pp-dp-mapping"}
+
+
+@part
+class Megatron:
+    """``launch.sh``, which starts ``pretrain_gpt.py`` with every argument that the plan decides."""
+
+    job: ClassVar[Literal["train", "serve"]] = "train"
+
+    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
+        if not isinstance(plan, Plan):
+            return ("a serving plan",)
+        job, split, shape = plan.job, plan.job.parallel, plan.shape
+        found = refuses_train(plan, "megatron", contexts=tuple(CONTEXTS))
+        if plan.machine.device.kind == "cpu":
+            found.append(f"machine = {plan.machine.name}: it trains on GPUs")
+        if shape.attention not in ATTENTIONS:
+            found.append(
+                f"model = {shape.name}: its {shape.attention} attention needs more numbers than "
+                "a plan holds"
+            )
+        if split.pp > 1 and split.schedule.name not in ("1f1b", "interleaved"):
+            found.append(f"parallel.schedule = {split.schedule.name}: use 1f1b or interleaved")
+        if job.shard.name == "hybrid":
+            found.append("shard = hybrid: use zero1, zero2, zero3 or replicated")
+        if job.shard.name in SHARDING and split.pp > 1:
+            found.append(f"shard = {job.shard.name} with pp > 1: use zero1")
+        if split.order not in ORDERS:
+            found.append(f"parallel.order = {split.order}: use {' or '.join(ORDERS)}")
+        if job.compile:
+            found.append("compile = true: it has its own fused kernels; use false")
+        if split.sp and split.tp == 1:
+            found.append("parallel.sp with tp = 1: use false")
+        return tuple(found)
+
+    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
+        whole = allowed(plan, Plan, "megatron", self.refuses(plan))
+        shape = whole.shape
+        arguments = [*_model(shape), *_training(whole.job), *_parallel(whole), *_data()]
+        words = [*torchrun(whole), '"${MEGATRON:-.}/pretrain_gpt.py"', *arguments]
+        usage = (
+            "# Usage on node N (from 0): sh launch.sh N ADDRESS_OF_NODE_0\n"
+            "# MEGATRON: the directory of Megatron-LM. DATA: prefix of an indexed data set.\n"
+            "# TOKENIZER: the model's Hugging Face name or directory. SAVE: for checkpoints.\n"
+            f"# A plan does not hold the base of {shape.name}'s rotary positions: ROTARY_BASE.\n"
+        )
+        # One queue of launches lets kernels of communication start beside those that compute;
+        # its fully sharded weights want several.
+        before = "CUDA_DEVICE_MAX_CONNECTIONS=1\nexport CUDA_DEVICE_MAX_CONNECTIONS\n"
+        if whole.job.shard.name in SHARDING:
+            before = "unset CUDA_DEVICE_MAX_CONNECTIONS\n"
+        return {"launch.sh": script(header(whole) + usage, words, before=before)}
+
+
+def _model(shape: ModelShape) -> list[str]:
+    found = [
+        option("--num-layers", shape.num_layers),
+        option("--hidden-size", shape.hidden),
+        option("--ffn-hidden-size", shape.ffn_hidden),
+        option("--num-attention-heads", shape.num_heads),
+        option("--kv-channels", shape.head_dim),
+        option("--max-position-embeddings", shape.max_position),
+        option("--vocab-size", shape.vocab_size),
+    ]
+    if shape.num_kv_heads != shape.num_heads:
+        found += ["--group-query-attention", option("--num-query-groups", shape.num_kv_heads)]
+    if shape.gated:
+        found += ["--swiglu", "--disable-bias-linear", option("--normalization", "RMSNorm")]
+        found += [option("--position-embedding-type", "rope")]
+        found += ['--rotary-base "${ROTARY_BASE:-10000}"']
+    else:
+        found.append(option("--position-embedding-type", "learned_absolute"))
+    if shape.attention_bias and shape.gated:
+        found.append("--add-qkv-bias")
+    if shape.qk_norm:
+        found.append("--qk-layernorm")
+    if not shape.tied:
+        found.append("--untie-embeddings-and-output-weights")
+    if shape.num_experts:
+        found += [
+            option("--num-experts", shape.num_experts),
+            option("--moe-router-topk", shape.top_k),
+            option("--moe-ffn-hidden-size", shape.expert_hidden),
+            option("--moe-token-dispatcher-type", "alltoall"),
+            "--moe-grouped-gemm",
+        ]
+        if shape.num_shared_experts:
+            width = shape.num_shared_experts * shape.expert_hidden
+            found.append(option("--moe-shared-expert-intermediate-size", width))
+        if shape.num_dense_layers:
+            rest = shape.num_layers - shape.num_dense_layers
+            frequency = f"[0]*{shape.num_dense_layers}+[1]*{rest}"
+            found.append(option("--moe-layer-freq", frequency))
+    return found
+
+
+def _training(job: TrainJob) -> list[str]:
+    own, course = adamw(job), rate_course(job)
+    steps, warm = steps_of(job), warmup_steps(job)
+    found = [
+        option("--seq-length", job.seq_len),
+        option("--micro-batch-size", microbatch_of(job)),
+        option("--global-batch-size", job.global_batch),
+        option("--optimizer", "adam"),
+        option("--lr", own["lr"]),
+        option("--min-lr", own["lr"] * float(course["floor"])),
+        option("--adam-beta1", own["beta1"]),
+        option("--adam-beta2", own["beta2"]),
+        option("--adam-eps", own["eps"]),
+        option("--weight-decay", own["weight_decay"]),
+        option("--clip-grad", job.grad_clip),
+        option("--hidden-dropout", job.dropout),
+        option("--attention-dropout", 0.0),
+        option("--seed", job.seed + 1),  # it wants one above 0
+    ]
+    if course["name"] == "wsd":
+        found += [option("--lr-decay-style", "WSD"), option("--lr-wsd-decay-style", "linear")]
+        if steps is not None:
+            found.append(option("--lr-wsd-decay-iters", round(float(course["decay"]) * steps)))
+    else:
+        found.append(option("--lr-decay-style", "cosine"))
+    if steps is not None:
+        found += [option("--train-iters", steps), option("--lr-decay-iters", steps)]
+        found.append(option("--lr-warmup-iters", warm))
+    if job.precision == "bf16":
+        found.append("--bf16")
+    if job.recompute == "full":
+        found += [
+            option("--recompute-granularity", "full"),
+            option("--recompute-method", "uniform"),
+            option("--recompute-num-layers", 1),
+        ]
+    found += [option("--log-interval", job.log_every), "--log-throughput"]
+    if job.checkpoint.every:
+        found.append(option("--save-interval", job.checkpoint.every))
+    return found
+
+
+def _parallel(plan: Plan) -> list[str]:
+    job, split, shape = plan.job, plan.job.parallel, plan.shape
+    found = [
+        option("--tensor-model-parallel-size", split.tp),
+        option("--pipeline-model-parallel-size", split.pp),
+    ]
+    if split.cp > 1:
+        found.append(option("--context-parallel-size", split.cp))
+        found.append(option("--cp-comm-type", CONTEXTS[split.context.name]))
+    if split.context.name == "usp" and split.cp > 1:
+        within = int(split.context.options.get("ulysses", 2))
+        found.append(f"--hierarchical-context-parallel-sizes {within} {split.cp // within}")
+    if shape.num_experts:
+        found.append(option("--expert-model-parallel-size", split.ep))
+        found.append(option("--expert-tensor-parallel-size", split.etp))
+    if split.sp:
+        found.append("--sequence-parallel")
+    chunks = split.pp * split.vpp
+    if split.stages or shape.num_layers % chunks:
+        stages = split.stages or _even(shape.num_layers, chunks)
+        found.append(option("--pipeline-model-parallel-layout", _layout(stages)))
+    elif split.vpp > 1:
+        found.append(option("--num-virtual-stages-per-pipeline-rank", split.vpp))
+    order = ORDERS[split.order]
+    found += [] if order is None else [order]
+    if job.shard.name == "zero1":
+        found += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    elif job.shard.name in SHARDING:
+        found += [
+            "--use-megatron-fsdp",
+            "--use-distributed-optimizer",
+            option("--data-parallel-sharding-strategy", SHARDING[job.shard.name]),
+            "--no-gradient-accumulation-fusion",
+            option("--ckpt-format", "fsdp_dtensor"),
+        ]
+    elif split.dp > 1:
+        found.append("--overlap-grad-reduce")
+    return found
+
+
+def _even(layers: int, chunks: int) -> tuple[int, ...]:
+    """Blocks of each stage, those with one more last but for the very last."""
+    base, more = divmod(layers, chunks)
+    # The last stage has the output layer beside its blocks.
+    return tuple(base + (1 if chunks - 1 - more <= i < chunks - 1 else 0) for i in range(chunks))
+
+
+def _layout(stages: tuple[int, ...]) -> str:
+    """Megatron's spelling: E embeds, t is a block, L is the loss, | parts stages."""
+    words = [f"t*{blocks}" for blocks in stages]
+    words[0] = "E" + words[0]
+    words[-1] += "L"
+    return "|".join(words)
+
+
+def _data() -> list[str]:
+    return [
+        '--data-path "${DATA:?set DATA to the prefix of an indexed data set}"',
+        '--tokenizer-type HuggingFaceTokenizer --tokenizer-model "${TOKENIZER:?set TOKENIZER}"',
+        '--save "${SAVE:-checkpoints}" --load "${SAVE:-checkpoints}"',
+    ]

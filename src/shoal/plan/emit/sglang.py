@@ -1,0 +1,90 @@
+"""Launch files for SGLang: ``sglang.yaml`` and what serves it.
+
+Source: Zheng et al., SGLang, 2024; the server arguments of SGLang (0.5).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from shoal.core.errors import require
+from shoal.core.files import to_yaml
+from shoal.core.parts import part, table
+from shoal.ir import Plan, ServePlan
+from shoal.plan.emit.shared import allowed, header, model_word, script
+from shoal.plan.serving import precision_of
+
+__all__ = ["SGLang"]
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+@part
+class SGLang:
+    """``sglang.yaml``, which ``sglang.launch_server --config`` reads, and ``launch.sh``.
+
+    Args:
+        port: where the server listens.
+        memory: share of the GPU's memory for weights and cache.
+    """
+
+    port: int = 30000
+    memory: float = 0.88
+    job: ClassVar[Literal["train", "serve"]] = "serve"
+
+    def __post_init__(self) -> None:
+        require(1 <= self.port <= 65535, "emit.sglang.port", self.port, expected="1 to 65535")
+        require(
+            0 < self.memory <= 1, "emit.sglang.memory", self.memory, expected="a share in (0, 1]"
+        )
+
+    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
+        if not isinstance(plan, ServePlan):
+            return ("a training plan",)
+        job = plan.job
+        found = []
+        if plan.machine.device.kind == "cpu":
+            found.append(f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp")
+        if job.scheduler.name != "fcfs":
+            found.append(f"scheduler = {job.scheduler.name}: it joins requests any time; use fcfs")
+        if job.kv.name != "paged":
+            found.append(f"kv = {job.kv.name}: its cache is paged; use paged")
+        return tuple(found)
+
+    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
+        whole = allowed(plan, ServePlan, "sglang", self.refuses(plan))
+        words = [
+            "python -m sglang.launch_server",
+            f"--model-path {model_word(whole)}",
+            '--config "$(dirname "$0")/sglang.yaml"',
+        ]
+        return {
+            "sglang.yaml": header(whole) + to_yaml(self._config(whole)),
+            "launch.sh": script(header(whole), words),
+        }
+
+    def _config(self, plan: ServePlan) -> dict[str, Any]:
+        job = plan.job
+        kv = table("kv").build(job.kv)
+        chunked = bool(job.scheduler.options.get("chunked", True))
+        found: dict[str, Any] = {
+            "port": self.port,
+            "tp-size": 1,
+            "dtype": DTYPES[precision_of(job)],
+            "context-length": job.max_position or plan.shape.max_position,
+            "max-running-requests": job.max_running,
+            # It counts the tokens of a prompt's part; -1 never cuts a prompt.
+            "chunked-prefill-size": job.max_step_tokens if chunked else -1,
+            "max-prefill-tokens": job.max_step_tokens,
+            "schedule-policy": "fcfs",
+            "page-size": kv.block_size,
+            "mem-fraction-static": self.memory,
+            "random-seed": job.seed,
+        }
+        if job.kv_tokens is not None:
+            found["max-total-tokens"] = job.kv_tokens
+        if not kv.prefix_reuse:
+            found["disable-radix-cache"] = True
+        return found

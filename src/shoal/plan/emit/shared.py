@@ -1,0 +1,166 @@
+"""What several emitters need: refusals, ranks of a node, headers and shell words."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from shoal.core.errors import PlanError
+from shoal.core.parts import table
+from shoal.cost.training import microbatch_of, steps_of
+from shoal.ir import Plan, ServePlan, TrainJob
+
+__all__ = [
+    "accumulation",
+    "adamw",
+    "allowed",
+    "header",
+    "model_word",
+    "nodes_of",
+    "option",
+    "rate_course",
+    "refuses_train",
+    "script",
+    "torchrun",
+    "warmup_steps",
+]
+
+_P = TypeVar("_P", Plan, ServePlan)
+
+
+def allowed(plan: Plan | ServePlan, kind: type[_P], name: str, reasons: Iterable[str]) -> _P:
+    """The plan, if it is of the kind that the engine runs and nothing of it is refused.
+
+    Raises:
+        PlanError: it is not; the message lists every reason.
+    """
+    if not isinstance(plan, kind):
+        given, does = ("serving", "trains") if kind is Plan else ("training", "serves")
+        raise PlanError(
+            f"--emit {name}: this is a {given} plan, and {name} {does}; shoal plan train emits "
+            "torchtitan, megatron, deepspeed and accelerate, shoal plan serve vllm, sglang and "
+            "llamacpp"
+        )
+    found = list(reasons)
+    if not plan.fits:
+        found.append("fits = False: no rank has the memory; see the plan's notes for what would")
+    if found:
+        raise PlanError(f"--emit {name}: {name} cannot run this plan: {'; '.join(found)}")
+    return plan
+
+
+def refuses_train(plan: Plan, name: str, *, contexts: Sequence[str] = ()) -> list[str]:
+    """What no foreign trainer can express, and what this one does not name.
+
+    Args:
+        plan: the plan.
+        name: the engine.
+        contexts: parts of kind ``context`` that it has.
+    """
+    job, split = plan.job, plan.job.parallel
+    found = []
+    if job.layers:
+        found.append("layers: groups of blocks with their own layout; plan without them")
+    if split.vocab_split == "pp":
+        found.append("parallel.vocab = pp: use tp or none")
+    if job.recompute == "stage":
+        found.append("recompute = stage: use full or none")
+    if split.cp > 1 and split.context.name not in contexts:
+        others = ", ".join(contexts) or "parallel.cp = 1"
+        found.append(f"parallel.context = {split.context.name}: use {others}")
+    if job.optimizer.name != "adamw":
+        found.append(f"optimizer = {job.optimizer.name}: use adamw")
+    if split.tp > 1 and split.vocab_split != "tp":
+        found.append("parallel.vocab = none with tp > 1: use tp")
+    return found
+
+
+def adamw(job: TrainJob) -> dict[str, float]:
+    """Options of the job's AdamW by name."""
+    part = table("optimizer").build(job.optimizer, where="optimizer")
+    return {key: getattr(part, key) for key in ("lr", "beta1", "beta2", "eps", "weight_decay")}
+
+
+def rate_course(job: TrainJob) -> dict[str, float | str]:
+    """Options of the learning rate's course, with its ``name``."""
+    part = table("lr_schedule").build(job.lr_schedule, where="lr_schedule")
+    keys = [key for key in ("warmup", "floor", "decay") if hasattr(part, key)]
+    return {"name": job.lr_schedule.name, **{key: getattr(part, key) for key in keys}}
+
+
+def warmup_steps(job: TrainJob) -> int:
+    """Steps in which the learning rate rises."""
+    return round(float(rate_course(job)["warmup"]) * (steps_of(job) or 0))
+
+
+def accumulation(job: TrainJob) -> int:
+    """Micro-batches of a rank in one step."""
+    return job.global_batch // job.parallel.dp // microbatch_of(job)
+
+
+def nodes_of(plan: Plan) -> tuple[int, int]:
+    """(nodes, ranks of each) on which the ranks run."""
+    world = plan.job.parallel.world
+    if plan.machine.device.kind == "cpu":
+        each = math.ceil(world / plan.machine.nodes)
+    else:
+        each = min(world, plan.machine.devices_per_node)
+    return math.ceil(world / each), each
+
+
+def header(plan: Plan | ServePlan, mark: str = "# ") -> str:
+    """Comment lines: what this is and what was predicted."""
+    lines = [f"{plan.job.model} on {plan.machine.name}, written by shoal plan."]
+    if isinstance(plan, Plan):
+        split = plan.job.parallel
+        lines.append(
+            f"Split: dp={split.dp} tp={split.tp} pp={split.pp} cp={split.cp} ep={split.ep} "
+            f"vpp={split.vpp}, shard {plan.job.shard}, recompute {plan.job.recompute}."
+        )
+        if plan.estimate is not None:
+            step = plan.estimate.step_s
+            lines.append(
+                f"Predicted: {step.value:.4g} s a step (90 %: {step.low:.4g} to {step.high:.4g}), "
+                f"{plan.estimate.memory_total / 1e9:.1f} GB a rank."
+            )
+    elif "tokens_per_s" in plan.predicted:
+        rate = plan.predicted["tokens_per_s"]
+        lines.append(
+            f"Predicted: {rate.value:.4g} output tokens a second "
+            f"(90 %: {rate.low:.4g} to {rate.high:.4g}) for the workload {plan.job.workload.name}."
+        )
+    lines.append("Measured: shoal score --import LOG --plan plan.yaml")
+    return "".join(f"{mark}{line}\n" for line in lines)
+
+
+def option(name: str, value: object = None) -> str:
+    """One option as shell words, quoted where needed."""
+    return name if value is None else f"{name} {shlex.quote(str(value))}"
+
+
+def script(comment: str, words: Sequence[str], *, before: str = "") -> str:
+    """A shell script that runs one command, one word group a line."""
+    return f"#!/bin/sh\n{comment}set -eu\n{before}exec " + " \\\n  ".join(words) + "\n"
+
+
+def torchrun(plan: Plan) -> list[str]:
+    """The words that start one process for each rank of a node.
+
+    The script takes the node's number and the first node's address.
+    """
+    nodes, ranks = nodes_of(plan)
+    return [
+        f"torchrun --nnodes {nodes} --nproc-per-node {ranks}",
+        '--node-rank "${1:-0}" --master-addr "${2:-127.0.0.1}" --master-port "${3:-29500}"',
+    ]
+
+
+def model_word(plan: Plan | ServePlan) -> str:
+    """A shell word for the model: its directory, or a variable that the user sets."""
+    model = plan.job.model
+    if Path(model).expanduser().is_dir():
+        return '"${MODEL:-' + model + '}"'
+    return '"${MODEL:?set MODEL to the directory or Hugging Face name of ' + model + '}"'

@@ -1,0 +1,247 @@
+"""Launch files for torchtitan: a configuration in Python and what starts it.
+
+torchtitan 0.3 reads its configuration from a function that a module offers; the fields are
+those of its ``Trainer.Config``.
+
+Source: Liang et al., TorchTitan, 2024; the configuration of torchtitan 0.3.0.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar, Literal
+
+from shoal.core.parts import part
+from shoal.cost.training import microbatch_of, steps_of
+from shoal.ir import Plan, ServePlan
+from shoal.plan.emit.shared import (
+    adamw,
+    allowed,
+    header,
+    rate_course,
+    refuses_train,
+    script,
+    torchrun,
+    warmup_steps,
+)
+
+__all__ = ["Torchtitan"]
+
+# Name of a shape -> torchtitan's module and its name for the size.
+MODELS = {
+    "DeepSeek-R1": ("deepseek_v3", "671B"),
+    "DeepSeek-V2": ("deepseek_v3", "236B"),
+    "DeepSeek-V2-Lite": ("deepseek_v3", "16B"),
+    "DeepSeek-V3": ("deepseek_v3", "671B"),
+    "Llama-3-70B": ("llama3", "70B"),
+    "Llama-3-8B": ("llama3", "8B"),
+    "Llama-3.1-405B": ("llama3", "405B"),
+    "Llama-3.1-70B": ("llama3", "70B"),
+    "Llama-3.1-8B": ("llama3", "8B"),
+    "Llama-3.2-1B": ("llama3", "1B"),
+    "Llama-3.2-3B": ("llama3", "3B"),
+    "Qwen3-0.6B": ("qwen3", "0.6B"),
+    "Qwen3-1.7B": ("qwen3", "1.7B"),
+    "Qwen3-14B": ("qwen3", "14B"),
+    "Qwen3-235B-A22B": ("qwen3", "235B-A22B"),
+    "Qwen3-30B-A3B": ("qwen3", "30B-A3B"),
+    "Qwen3-32B": ("qwen3", "32B"),
+    "Qwen3-4B": ("qwen3", "4B"),
+    "Qwen3-8B": ("qwen3", "8B"),
+    "gpt-oss-120b": ("gpt_oss", "120b"),
+    "gpt-oss-20b": ("gpt_oss", "20b"),
+}
+SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "zbv": "ZBVZeroBubble",
+}
+MODULE = "shoal_plan"
+
+
+@part
+class Torchtitan:
+    """``shoal_plan.py``, whose function ``plan`` is the configuration, and ``launch.sh``."""
+
+    job: ClassVar[Literal["train", "serve"]] = "train"
+
+    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
+        if not isinstance(plan, Plan):
+            return ("a serving plan",)
+        job, split = plan.job, plan.job.parallel
+        found = refuses_train(plan, "torchtitan", contexts=("zigzag",))
+        if plan.shape.name not in MODELS:
+            found.append(f"model = {plan.shape.name}: it has {', '.join(MODELS)}")
+        if plan.machine.device.kind == "cpu":
+            found.append(f"machine = {plan.machine.name}: it trains on accelerators")
+        if split.pp > 1 and split.schedule.name not in SCHEDULES:
+            found.append(f"parallel.schedule = {split.schedule.name}: use {', '.join(SCHEDULES)}")
+        if job.shard.name == "zero1":
+            found.append("shard = zero1: use zero2, zero3, hybrid or replicated")
+        if split.etp not in (1, split.tp):
+            found.append(f"parallel.etp = {split.etp}: use 1")
+        if split.ep > 1 and job.shard.name == "replicated":
+            found.append("parallel.ep with shard = replicated: use zero2 or zero3")
+        if split.order != "pp-dp-cp-tp":
+            found.append(f"parallel.order = {split.order}: use pp-dp-cp-tp")
+        if split.overlap != "none":
+            found.append(f"parallel.overlap = {split.overlap}: use none")
+        if split.stages and split.schedule.name == "zbv":
+            found.append("parallel.stages with zbv: leave the stages out")
+        if job.dropout:
+            found.append(f"dropout = {job.dropout:g}: use 0")
+        return tuple(found)
+
+    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
+        whole = allowed(plan, Plan, "torchtitan", self.refuses(plan))
+        words = [*torchrun(whole), f"-m torchtitan.train --module {MODULE} --config plan"]
+        before = 'PYTHONPATH="$(dirname "$0")${PYTHONPATH:+:$PYTHONPATH}"\nexport PYTHONPATH\n'
+        usage = (
+            "# Usage on node N (from 0): sh launch.sh N ADDRESS_OF_NODE_0\n"
+            "# ASSETS: the directory of the model's tokenizer and configuration.\n"
+            "# DATASET: a data set that torchtitan knows, such as c4.\n"
+        )
+        return {
+            f"{MODULE}.py": _module(whole),
+            "launch.sh": script(header(whole) + usage, words, before=before),
+        }
+
+
+def _module(plan: Plan) -> str:
+    job, split, shape = plan.job, plan.job.parallel, plan.shape
+    module, flavor = MODELS[shape.name]
+    replicate, shard = _data_parallel(plan)
+    micro = microbatch_of(job)
+    # Without a pipeline a local batch is one forward pass and the rest is accumulated; with
+    # one it is cut in micro-batches.
+    local = job.global_batch // split.dp if split.pp > 1 else micro
+    parallel: dict[str, object] = {
+        "data_parallel_replicate_degree": replicate,
+        "data_parallel_shard_degree": shard,
+        "fsdp_reshard_after_forward": "never" if job.shard.name == "zero2" else "always",
+        "tensor_parallel_degree": split.tp,
+        "enable_sequence_parallel": split.sp,
+        "pipeline_parallel_degree": split.pp,
+        "context_parallel_degree": split.cp,
+        "expert_parallel_degree": split.ep,
+    }
+    if split.cp > 1:
+        parallel["context_parallel_load_balancer"] = "headtail"
+    if split.pp > 1:
+        parallel["pipeline_parallel_schedule"] = SCHEDULES[split.schedule.name]
+        parallel["pipeline_parallel_microbatch_size"] = micro
+        if split.stages:
+            parallel["module_fqns_per_model_part"] = _stages(split.stages)
+        else:
+            chunks = split.pp * (2 if split.schedule.name == "zbv" else split.vpp)
+            parallel["pipeline_parallel_first_stage_less_layers"] = 0
+            parallel["pipeline_parallel_last_stage_less_layers"] = 0
+            parallel["pipeline_parallel_layers_per_stage"] = -(-shape.num_layers // chunks)
+    training: dict[str, object] = {
+        "local_batch_size": local,
+        "global_batch_size": job.global_batch,
+        "seq_len": job.seq_len,
+        # Its 0 would clip everything to nothing; ours clips nothing.
+        "max_norm": job.grad_clip or 1e9,
+        "mixed_precision_param": "bfloat16" if job.precision == "bf16" else "float32",
+    }
+    if split.pp > 1 or split.ep > 1:
+        training["disable_cuda_graphs"] = True  # it captures neither pipelines nor exchanges
+    steps = steps_of(job)
+    if steps is not None:
+        training["steps"] = steps
+    own = adamw(job)
+    optimizer = {
+        "lr": own["lr"],
+        "betas": (own["beta1"], own["beta2"]),
+        "eps": own["eps"],
+        "weight_decay": own["weight_decay"],
+    }
+    course = rate_course(job)
+    rate: dict[str, object] = {"warmup_steps": warmup_steps(job), "min_lr_factor": course["floor"]}
+    rate["decay_type"] = "cosine" if course["name"] == "cosine" else "linear"
+    if "decay" in course:
+        rate["decay_ratio"] = course["decay"]
+    checkpoint: dict[str, object] = {
+        "enable": job.checkpoint.every > 0,
+        "interval": job.checkpoint.every or steps or 1,
+        # It keeps at least two.
+        "keep_latest_k": max(2, job.checkpoint.keep),
+    }
+    recompute, imported = "None", ""
+    if job.recompute == "full":
+        recompute = "FullAC.Config()"
+        imported = "from torchtitan.distributed.activation_checkpoint import FullAC\n"
+    return f'''"""{header(plan, mark="").strip()}
+
+For torchtitan 0.3: python -m torchtitan.train --module {MODULE} --config plan
+"""
+
+import os
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+{imported}from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.{module} import model_registry
+from torchtitan.trainer import Trainer
+
+
+def plan() -> Trainer.Config:
+    """The planned configuration."""
+    spec = model_registry("{flavor}")
+    words = decoder_vocab_size(spec)
+    return Trainer.Config(
+        model_spec=spec,
+        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=words)),
+        hf_assets_path=os.environ.get("ASSETS", "./assets/hf/{shape.name}"),
+        dataloader=HuggingFaceTextDataLoader.Config(dataset=os.environ.get("DATASET", "c4")),
+        optimizer=default_adamw({_call(optimizer)}),
+        lr_scheduler=LRSchedulersContainer.Config({_call(rate)}),
+        training=TrainingConfig({_call(training)}),
+        parallelism=ParallelismConfig({_call(parallel)}),
+        activation_checkpoint={recompute},
+        compile=CompileConfig(enable={job.compile}),
+        checkpoint=CheckpointManager.Config({_call(checkpoint)}),
+        metrics=MetricsProcessor.Config(log_freq={job.log_every}, enable_tensorboard=True),
+        debug=DebugConfig(seed={job.seed}),
+    )
+'''
+
+
+def _call(options: dict[str, object]) -> str:
+    """Keyword arguments, one a line."""
+    inner = "".join(f"            {key}={_literal(value)},\n" for key, value in options.items())
+    return f"\n{inner}        "
+
+
+def _literal(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _data_parallel(plan: Plan) -> tuple[int, int]:
+    """(copies of the weights, ranks that share one)."""
+    job, split = plan.job, plan.job.parallel
+    if job.shard.name == "replicated":
+        return split.dp, 1
+    if job.shard.name == "hybrid":
+        within = job.shard.options.get("within") or min(split.dp, plan.machine.devices_per_node)
+        return split.dp // int(within), int(within)
+    return 1, split.dp
+
+
+def _stages(stages: tuple[int, ...]) -> list[list[str]]:
+    """Names of the modules of each stage."""
+    found, first = [], 0
+    for blocks in stages:
+        found.append([f"layers.{i}" for i in range(first, first + blocks)])
+        first += blocks
+    found[0].insert(0, "tok_embeddings")
+    found[-1] += ["norm", "lm_head"]
+    return found

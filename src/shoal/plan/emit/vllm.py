@@ -1,0 +1,100 @@
+"""Launch files for vLLM: ``vllm.yaml`` and what serves it.
+
+Source: Kwon et al., PagedAttention, 2023; the engine arguments of vLLM (0.11 and later).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from shoal.core.errors import require
+from shoal.core.files import to_yaml
+from shoal.core.parts import part, table
+from shoal.ir import Plan, ServePlan
+from shoal.plan.emit.shared import allowed, header, model_word, script
+from shoal.plan.serving import precision_of
+
+__all__ = ["VLLM"]
+
+BLOCKS = (8, 16, 32, 64, 128)
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+@part
+class VLLM:
+    """``vllm.yaml``, which ``vllm serve --config`` reads, and ``launch.sh``.
+
+    Args:
+        port: where the server listens.
+        memory: share of the GPU's memory that it may fill.
+    """
+
+    port: int = 8000
+    memory: float = 0.92
+    job: ClassVar[Literal["train", "serve"]] = "serve"
+
+    def __post_init__(self) -> None:
+        require(1 <= self.port <= 65535, "emit.vllm.port", self.port, expected="1 to 65535")
+        require(0 < self.memory <= 1, "emit.vllm.memory", self.memory, expected="a share in (0, 1]")
+
+    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
+        if not isinstance(plan, ServePlan):
+            return ("a training plan",)
+        job = plan.job
+        found = []
+        if plan.machine.device.kind == "cpu":
+            found.append(f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp")
+        if job.scheduler.name != "fcfs":
+            found.append(f"scheduler = {job.scheduler.name}: it joins requests any time; use fcfs")
+        if job.kv.name != "paged":
+            found.append(f"kv = {job.kv.name}: its cache is paged; use paged")
+        elif (block := table("kv").build(job.kv).block_size) not in BLOCKS:
+            words = ", ".join(map(str, BLOCKS))
+            found.append(f"kv.paged.block_size = {block}: use {words}")
+        most = job.max_position or plan.shape.max_position
+        if not _chunked(job.scheduler.options) and job.max_step_tokens < most:
+            found.append(
+                f"scheduler.chunked = false with max_step_tokens = {job.max_step_tokens} below "
+                f"max_position = {most}: raise the first or cut prompts"
+            )
+        return tuple(found)
+
+    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
+        whole = allowed(plan, ServePlan, "vllm", self.refuses(plan))
+        words = [
+            "vllm serve",
+            model_word(whole),
+            '--config "$(dirname "$0")/vllm.yaml"',
+        ]
+        return {
+            "vllm.yaml": header(whole) + to_yaml(self._config(whole)),
+            "launch.sh": script(header(whole), words),
+        }
+
+    def _config(self, plan: ServePlan) -> dict[str, Any]:
+        job = plan.job
+        kv = table("kv").build(job.kv)
+        found: dict[str, Any] = {
+            "port": self.port,
+            "tensor-parallel-size": 1,
+            "dtype": DTYPES[precision_of(job)],
+            "max-model-len": job.max_position or plan.shape.max_position,
+            "max-num-seqs": job.max_running,
+            "max-num-batched-tokens": job.max_step_tokens,
+            "gpu-memory-utilization": self.memory,
+            "block-size": kv.block_size,
+            "seed": job.seed,
+        }
+        if job.kv_tokens is not None:
+            found["num-gpu-blocks-override"] = job.kv_tokens // kv.block_size
+        # A switch of its configuration file can be set, not unset: the other one is.
+        found["enable-prefix-caching" if kv.prefix_reuse else "no-enable-prefix-caching"] = True
+        chunked = _chunked(job.scheduler.options)
+        found["enable-chunked-prefill" if chunked else "no-enable-chunked-prefill"] = True
+        return found
+
+
+def _chunked(options: dict[str, Any]) -> bool:
+    return bool(options.get("chunked", True))
