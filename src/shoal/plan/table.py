@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.core.errors import require
 from shoal.ir import Interval, Plan
@@ -26,7 +26,8 @@ COLUMNS = (
 def explain(plans: Sequence[Plan]) -> list[dict[str, str]]:
     """One row a plan, keyed by :data:`COLUMNS`; unknown things are ``-``.
 
-    Times, energies and prices are 90 % intervals: ``value (low .. high)``.
+    The time and the price of the job come with their 90 % intervals, ``value (low .. high) unit``;
+    step and energy have the same one in proportion.
     """
     return [_row(plan) for plan in plans]
 
@@ -44,12 +45,12 @@ def _row(plan: Plan) -> dict[str, str]:
     return {
         "plan": spell(plan),
         "fits": "yes" if plan.fits else "no",
-        "step": _interval(cost.step_s, _seconds),
+        "step": _value(cost.step_s, _seconds),
         "tokens/s": _si(cost.tokens_per_s),
         "time": _interval(cost.total_s, _seconds),
         "memory/rank": f"{cost.memory_total / 1e9:.1f} GB",
-        "energy": _interval(cost.energy_j, _joules),
-        "price": _interval(cost.usd, lambda usd: f"${usd:,.2f}"),
+        "energy": _value(cost.energy_j, _joules),
+        "price": _interval(cost.usd, lambda _: (1.0, "USD")),
         "binds": cost.bound,
         "why": plan.why,
     }
@@ -76,27 +77,39 @@ def spell(plan: Plan) -> str:
     return " ".join(words)
 
 
-def _interval(found: Interval | None, show: object) -> str:
+def _interval(found: Interval | None, unit_of: Callable[[float], tuple[float, str]]) -> str:
+    """Value and ends in the value's unit, said once."""
     if found is None:
         return "-"
-    assert callable(show)
-    return f"{show(found.value)} ({show(found.low)} .. {show(found.high)})"
+    size, unit = unit_of(found.value)
+    value, low, high = (_short(number / size) for number in (found.value, found.low, found.high))
+    return f"{value} ({low} .. {high}) {unit}"
 
 
-def _seconds(seconds: float) -> str:
+def _value(found: Interval | None, unit_of: Callable[[float], tuple[float, str]]) -> str:
+    if found is None:
+        return "-"
+    size, unit = unit_of(found.value)
+    return f"{_short(found.value / size)} {unit}"
+
+
+def _short(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _seconds(seconds: float) -> tuple[float, str]:
     for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{1e3 * seconds:.3g} ms"
+            return size, unit
+    return (1.0, "s") if seconds >= 1 else (1e-3, "ms")
 
 
-def _joules(joules: float) -> str:
-    hours = joules / 3.6e6
-    if hours >= 1000:
-        return f"{hours / 1000:.1f} MWh"
-    return f"{hours:.2g} kWh" if hours >= 0.1 else f"{joules / 1e3:.2g} kJ"
+def _joules(joules: float) -> tuple[float, str]:
+    for size, unit in ((3.6e9, "MWh"), (3.6e6, "kWh")):
+        if joules >= size:
+            return size, unit
+    return 1e3, "kJ"
 
 
 def _si(number: float) -> str:

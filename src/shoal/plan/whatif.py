@@ -58,8 +58,14 @@ def what_if(job: TrainJob, best: Plan, *, planner: str = "search") -> list[Answe
         if machine.usd_per_device_hour is not None and best.machine.usd_per_device_hour:
             ranks = there.job.parallel.world / best.job.parallel.world
             price = step * ranks * machine.usd_per_device_hour / best.machine.usd_per_device_hour
-        found.append(Answer(question, step, price, spell(there)))
+        found.append(Answer(question, step, price, _spell(there)))
     return found
+
+
+def _spell(plan: Plan) -> str:
+    used, there = plan.job.parallel.world, plan.machine.num_devices
+    beside = f", {used} of {there} devices" if plan.machine.device.kind == "gpu" else ""
+    return spell(plan) + (beside if used < there else "")
 
 
 def _step(plan: Plan) -> float:

@@ -24,10 +24,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shoal.ir import Plan, ServePlan
+    from shoal.plan.whatif import Answer
 
 __all__ = ["app", "show_plans", "show_serve_plan"]
 
 app = typer.Typer(help="Say what a job will cost and what to do.", no_args_is_help=True)
+
+
+class Objective(StrEnum):
+    """What the best plan is best at."""
+
+    time = "time"
+    cost = "cost"
+    energy = "energy"
 
 
 @app.command("train")
@@ -42,9 +51,21 @@ def train(
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option(help="Sequences of a step.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
-    planner: Annotated[str, typer.Option(help="search, rules or megatron.")] = "search",
+    objective: Annotated[
+        Objective | None, typer.Option(help="What the best plan saves: time, cost or energy.")
+    ] = None,
+    planner: Annotated[str, typer.Option(help="search, rules, megatron or galvatron.")] = "search",
     set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
     top: Annotated[int, typer.Option(help="Plans to show.")] = 5,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Only say whether it fits, and what would help.")
+    ] = False,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Say what more devices, links or memory would do.")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Write a page: ranking, time, memory, timeline.")
+    ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Show estimates corrected by past errors here.")
     ] = False,
@@ -70,14 +91,22 @@ def train(
 
         shoal plan train Llama-3-70B -m 8xA100@IB200 --set optimizer=muon --out plan.yaml
 
+        shoal plan train Llama-3-70B -m 64xH100 --objective cost --what-if --picture plan.html
+
+        shoal plan train Llama-3-70B -m 8xRTX-4090 --fit
+
         shoal plan train Llama-3-8B -m 16xH100 --tokens 20B --emit torchtitan
     """
     from shoal.app.show import as_json
     from shoal.core.config import resolve
     from shoal.core.errors import PlanError
+    from shoal.core.files import write_atomic
+    from shoal.cost.shapes import resolve as shape_of
     from shoal.ir import TrainJob
     from shoal.machine.described import load
+    from shoal.plan.picture import page
     from shoal.plan.strategy import PLANNERS
+    from shoal.plan.whatif import what_if as ask
 
     file = Path(model) if model.endswith((".yaml", ".yml")) else None
     flags: dict[str, object] = {
@@ -86,11 +115,12 @@ def train(
         "seq_len": seq_len,
         "global_batch": global_batch,
         "precision": precision,
+        "objective": objective and objective.value,
     }
     target = load(machine)
     if file is None and target.device.kind == "gpu":
         # What people train on such machines, unless they say otherwise.
-        flags["seq_len"] = seq_len or 4096
+        flags["seq_len"] = seq_len or min(4096, shape_of(model).max_position)
         flags["global_batch"] = global_batch or max(128, target.num_devices)
     job = resolve(TrainJob, file=file, flags=flags, sets=set_ or []).value
     plans = PLANNERS.build(planner, where="--planner").plan(job, target)
@@ -101,13 +131,21 @@ def train(
         typer.echo(f"saved {out}", err=True)
     if emit is not None:
         write_emitted(plans, emit, emit_dir)
+    if fit:
+        show_fit(plans[0])
+        raise typer.Exit(0 if plans[0].fits else 1)
+    answers = ask(job, plans[0], planner=planner) if what_if else []
     plans = plans[:top]
     if calibrate:
         plans = [_calibrated(plan) for plan in plans]
+    if picture is not None:
+        write_atomic(picture, page(plans, answers, title=f"{job.model} on {target.name}"))
+        typer.echo(f"saved {picture}", err=True)
     if output is Format.json:
         as_json([plan.model_dump(mode="json", exclude_none=True) for plan in plans])
     else:
         show_plans(plans)
+        show_answers(answers)
 
 
 def _calibrated(plan: Plan) -> Plan:
@@ -259,6 +297,46 @@ def show_serve_plan(plan: ServePlan, others: Sequence[ServePlan] = ()) -> None:
     typer.echo(plan.why)
     for note in plan.notes:
         typer.echo(f"note: {note}")
+
+
+def show_fit(plan: Plan) -> None:
+    """Print whether a plan fits, what fills a rank, and what would help if it does not."""
+    from shoal.app.show import human_bytes, table
+    from shoal.plan.strategy.judge import usable_bytes
+    from shoal.plan.table import spell
+
+    assert plan.estimate is not None
+    room = usable_bytes(plan.job, plan.machine)
+    verdict = "fits" if plan.fits else "does not fit"
+    typer.echo(f"{plan.job.model} {verdict} on {plan.machine.name}: {spell(plan)}")
+    memory = [
+        (cause, human_bytes(size), f"{100 * size / room:.0f} %")
+        for cause, size in plan.estimate.memory_bytes.items()
+        if size > 0
+    ]
+    total = plan.estimate.memory_total
+    memory.append(("of a rank's", human_bytes(room), f"{100 * total / room:.0f} %"))
+    table("memory of a rank", ("", "", "of what it may fill"), memory, numeric=" rr")
+    for note in plan.notes:
+        typer.echo(note)
+
+
+def show_answers(answers: Sequence[Answer]) -> None:
+    """Print what other machines would do."""
+    from shoal.app.show import table
+
+    if not answers:
+        return
+    rows = [
+        (
+            answer.question,
+            f"{answer.step:.2f}x" if answer.step else "-",
+            f"{answer.price:.2f}x" if answer.price else "-",
+            answer.plan,
+        )
+        for answer in answers
+    ]
+    table("what if", ("with", "step", "price", "best plan there"), rows, numeric=" rr ")
 
 
 def show_plans(plans: Sequence[Plan]) -> None:

@@ -87,7 +87,11 @@ def worlds(job: TrainJob, machine: Machine) -> list[int]:
     """Numbers of ranks to try, most first: a small job may be fastest on few of them."""
     if "parallel" in job.model_fields_set:
         return [job.parallel.world]
-    return divisors(most_ranks(machine))[::-1]
+    most = most_ranks(machine)
+    # Of an odd number of nodes a power of two may be the best part, as batches are.
+    inside = max(1, most // machine.nodes)
+    powers = {inside << k for k in range((most // inside).bit_length())}
+    return sorted({*divisors(most), *powers}, reverse=True)
 
 
 def candidates(

@@ -1,0 +1,129 @@
+"""Plans to look at: where time and memory go, and the timeline of the best plan's pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shoal.core.bars import Bars
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import table
+from shoal.cost.pipeline import MachineLinks, Timeline, simulate
+from shoal.cost.pipeline_picture import MOST_BOXES, Picture
+from shoal.cost.training import Pricer, microbatch_of
+from shoal.ir import Plan, Work
+from shoal.plan.schedules.vocab import with_vocabulary
+from shoal.plan.strategy.judge import usable_bytes
+from shoal.plan.table import COLUMNS, explain, spell
+
+if TYPE_CHECKING:
+    from shoal.core.web.site import Drawing
+    from shoal.plan.whatif import Answer
+
+__all__ = ["content", "page", "pictures", "timeline"]
+
+
+def timeline(plan: Plan) -> tuple[Timeline, str] | None:
+    """The simulated step of one pipeline, and what was left out; None without a pipeline."""
+    job = plan.job
+    split = job.parallel
+    if split.pp == 1:
+        return None
+    part = table("schedule").build(split.schedule, where="parallel.schedule")
+    passes = max(1, job.global_batch // split.dp // microbatch_of(job))
+    # Some rounds show the shape of the pipeline; hundreds would be a grey bar.
+    shown = min(passes, max(2 * split.pp * split.vpp, 8), MOST_BOXES // (4 * split.pp * split.vpp))
+    shown = max(split.pp, shown - shown % split.pp)
+    if shown >= passes:
+        shown = passes
+    schedule = part.build(split.pp, shown, split.vpp)
+    if split.vocab_split == "pp":
+        schedule = with_vocabulary(schedule, split.vocab_barriers)
+    costs = Pricer(plan.machine).passes(Work(shape=plan.shape, job=job))
+    found = simulate(schedule, costs, MachineLinks(plan.machine, split.attention()))
+    note = "" if shown == passes else f", the first {shown} of {passes} micro-batches"
+    return found, note
+
+
+def pictures(plans: Sequence[Plan]) -> list[Drawing]:
+    """Seconds of a step by cause, bytes of a rank by cause, and the best plan's timeline.
+
+    Raises:
+        PlanError: there is no plan, or one has no estimate.
+    """
+    require(bool(plans), "plans to draw", 0, expected="at least one", error=PlanError)
+    times, memory = {}, {}
+    for place, plan in enumerate(plans, 1):
+        require(
+            plan.estimate is not None,
+            "plan.estimate",
+            None,
+            expected="a plan with an estimate; plan the job again",
+            error=PlanError,
+        )
+        assert plan.estimate is not None
+        name = f"{place}. {spell(plan)}"
+        times[name] = {k: max(0.0, s) for k, s in plan.estimate.terms_s.items() if s > 0}
+        memory[name] = {k: float(b) for k, b in plan.estimate.memory_bytes.items() if b > 0}
+    best = plans[0]
+    found: list[Drawing] = [
+        Bars("where a step's time goes", _short(times), _seconds),
+        Bars(
+            "memory of a rank",
+            _short(memory),
+            lambda size: f"{size / 1e9:.1f} GB",
+            limit=usable_bytes(best.job, best.machine),
+            limit_name="a rank may fill",
+        ),
+    ]
+    drawn = timeline(best)
+    if drawn is not None:
+        events, note = drawn
+        found.append(
+            Picture(title=f"one pipeline of the best plan{note}", timelines={"predicted": events})
+        )
+    return found
+
+
+def content(plans: Sequence[Plan], answers: Sequence[Answer] = ()) -> dict[str, object]:
+    """What ``plans_body.html`` shows."""
+    columns = [column for column in COLUMNS if column != "why"]
+    return {
+        "why": plans[0].why,
+        "notes": plans[0].notes,
+        "columns": columns,
+        "rows": explain(plans),
+        "pictures": pictures(plans),
+        "answers": answers,
+    }
+
+
+def page(plans: Sequence[Plan], answers: Sequence[Answer] = (), *, title: str) -> str:
+    """Plans as one HTML page without links to other files."""
+    from markupsafe import Markup
+
+    from shoal.core.web import Site
+
+    site = Site("shoal.plan")
+
+    def asset(name: str) -> Markup:
+        # Files of this package, which stand in the page as they are.
+        return Markup(site.asset(name).decode())  # noqa: S704
+
+    return site.render(
+        "plans.html",
+        title=title,
+        style=asset("style.css"),
+        script=asset("theme.js"),
+        icon=asset("favicon.svg"),
+        **content(plans, answers),
+    )
+
+
+def _short(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Names that fit beside their bars; they stay different by their numbers."""
+    return {name if len(name) <= 44 else name[:43] + "…": parts for name, parts in rows.items()}
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,64 @@
+"""Plans to look at: the page shows the numbers of the plans, and the pipeline of the best."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.core.errors import PlanError
+from shoal.ir import Plan, TrainJob
+from shoal.machine.described import load
+from shoal.plan.picture import page, pictures, timeline
+from shoal.plan.strategy import PLANNERS
+from shoal.plan.table import explain
+from shoal.plan.whatif import Answer
+
+
+def plans(**changes: object) -> list[Plan]:
+    job = {"model": "Qwen3-0.6B", "seq_len": 1024, "global_batch": 64, **changes}
+    found: list[Plan] = PLANNERS.build("search").plan(TrainJob.model_validate(job), load("8xH100"))
+    return found[:3]
+
+
+def test_the_timeline_is_of_the_plans_own_schedule() -> None:
+    piped = plans(parallel={"pp": 4, "dp": 2}, microbatch=4)[0]
+    found = timeline(piped)
+    assert found is not None
+    drawn, note = found
+    assert note == ""
+    assert drawn.ranks == 4
+    assert len(drawn) == 4 * 2 * 8  # stages, forward and backward, micro-batches
+    many = plans(parallel={"pp": 4, "dp": 2}, microbatch=1)[0]
+    found = timeline(many)
+    assert found is not None
+    assert found[1] == ", the first 8 of 32 micro-batches"
+    split = plans(parallel={"pp": 4, "dp": 2, "vocab": "pp"}, microbatch=4)[0]
+    found = timeline(split)
+    assert found is not None
+    assert len(found[0]) == 4 * 6 * 8  # and four passes of the vocabulary
+    assert timeline(plans(parallel={"dp": 8})[0]) is None
+
+
+def test_the_page_has_every_number_and_no_link_outside() -> None:
+    shown = plans(parallel={"pp": 4, "dp": 2})
+    answers = [
+        Answer("twice the devices", 0.5, 1.0, "dp4"),
+        Answer("half", None, None, "none fits"),
+    ]
+    html = page(shown, answers, title="A <model>")
+    for row in explain(shown):
+        assert row["time"] in html
+        assert row["memory/rank"] in html
+    assert "A &lt;model&gt;" in html
+    assert "twice the devices" in html
+    assert "0.50x" in html
+    assert html.count("<svg") == 3
+    assert 'href="http' not in html
+    assert "src=" not in html
+
+
+def test_plans_without_numbers_are_refused() -> None:
+    with pytest.raises(PlanError, match="at least one"):
+        pictures([])
+    bare = plans()[0].model_copy(update={"estimate": None})
+    with pytest.raises(PlanError, match="plan the job again"):
+        pictures([bare])
