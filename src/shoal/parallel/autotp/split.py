@@ -79,6 +79,7 @@ class SplitModel(nn.Module):
         flow: where splits are.
         model: holds the whole parameters; it is not changed.
         comm: the ranks.
+        share: takes its parameters from there, traced with inputs of other shapes.
 
     Raises:
         PlanError: the plan is for another number of ranks, or dropout is traced in a split
@@ -86,7 +87,13 @@ class SplitModel(nn.Module):
     """
 
     def __init__(
-        self, traced: Traced, plan: TensorPlan, flow: Flow, model: nn.Module, comm: Comm
+        self,
+        traced: Traced,
+        plan: TensorPlan,
+        flow: Flow,
+        model: nn.Module,
+        comm: Comm,
+        share: SplitModel | None = None,
     ) -> None:
         super().__init__()
         require(
@@ -96,18 +103,29 @@ class SplitModel(nn.Module):
             expected=f"{plan.tp}, as planned",
             error=PlanError,
         )
+        require(
+            share is None or share.plan.weights == plan.weights,
+            "plan",
+            "another one for these shapes",
+            expected="the split that the parameters have already",
+            hint="give batches of one shape",
+            error=PlanError,
+        )
         self.traced, self.plan, self.flow, self.comm = traced, plan, flow, comm
         own = dict(model.named_parameters(remove_duplicate=False))
         self.names: dict[str, str] = {}
         for value, target in traced.params.items():
+            attribute = target.replace(".", "__")
+            self.names[value] = attribute
+            if share is not None:
+                self.register_parameter(attribute, share.parameter_of(target))
+                continue
             x = own[target].detach()
             if value in flow.params:
                 dim, segments = flow.params[value]
                 x = part_of(x, dim, segments, comm.rank, comm.world)
-            attribute = target.replace(".", "__")
             parameter = nn.Parameter(x.clone(), requires_grad=own[target].requires_grad)
             self.register_parameter(attribute, parameter)
-            self.names[value] = attribute
         for value, tensor in traced.constants.items():
             self.register_buffer(f"constant__{value}", tensor.clone(), persistent=False)
         self._last = _last_uses(traced.code)
