@@ -58,6 +58,7 @@ KINDS: dict[str, str] = {
     "pool": "shoal.core.pool:POOLS",
     "probe": "shoal.machine:PROBES",
     "law": "shoal.cost.scaling:LAWS",
+    "log": "shoal.cost.imports:LOGS",
     "planner": "shoal.plan.strategy:PLANNERS",
     "tuner": "shoal.plan.tune:TUNERS",
     "emitter": "shoal.plan.emit:EMITTERS",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.app.show import Format
+
+if TYPE_CHECKING:
+    from shoal.cost.imports.measure import Measured
+    from shoal.ir import Plan, Report, ServePlan, ServeReport
 
 __all__ = ["score"]
 
@@ -15,15 +20,26 @@ __all__ = ["score"]
 def score(
     output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
     last: Annotated[int, typer.Option(help="Newest rows to show.")] = 20,
-    published: Annotated[
-        str | None,
+    import_: Annotated[
+        Path | None,
+        typer.Option("--import", help="The log of another engine, to read and to score."),
+    ] = None,
+    format_: Annotated[
+        str,
         typer.Option(
-            "--published",
-            help="training or serving: published runs, predicted beside reported, worst first.",
+            "--format",
+            help="auto, torchtitan, megatron, deepspeed, accelerate, vllm, sglang, llamacpp, "
+            "tensorboard or wandb.",
         ),
+    ] = "auto",
+    plan: Annotated[
+        Path | None, typer.Option(help="The plan that was run; without, nothing is scored.")
     ] = None,
 ) -> None:
     """Show every past prediction beside what was measured, and the errors in sum.
+
+    With `--import`, read what another engine logged; with `--plan`, set it beside what was
+    predicted and keep it in the score.
 
     **Examples**
 
@@ -31,13 +47,81 @@ def score(
 
         shoal score -o json --last 1000
 
-        shoal score --published training
+        shoal score --import train.log --plan launch-torchtitan/plan.yaml
     """
-    if published is not None:
-        from shoal.app.published import show_published
-
-        show_published(published, output, last)
+    if import_ is not None:
+        _import(import_, format_, plan, output)
         return
+    _show(output, last)
+
+
+def _import(path: Path, format_: str, plan: Path | None, output: Format) -> None:
+    """Read a log, keep it in the score if its plan is known, and show it."""
+    from shoal.app.show import as_json
+    from shoal.cost.imports.measure import measure, read, report
+    from shoal.cost.score import Score
+
+    planned = None if plan is None else _plan(plan)
+    measured = measure(read(path, format_), planned)
+    scored = None
+    if planned is not None:
+        scored = report(measured, planned)
+        Score().append(scored)
+    if output is Format.json:
+        as_json(
+            {
+                "format": measured.log.format,
+                "entries": len(measured.log.entries),
+                "steady_entries": measured.used,
+                "measured": measured.quantities,
+                "errors": {} if scored is None else scored.errors,
+            }
+        )
+    else:
+        _print(measured, scored)
+
+
+def _plan(path: Path) -> Plan | ServePlan:
+    from shoal.core.errors import ConfigError
+    from shoal.core.files import read_yaml
+    from shoal.ir import Plan, ServePlan
+
+    raw = read_yaml(path)
+    job = raw.get("job") if isinstance(raw, dict) else None
+    if not isinstance(job, dict) or "machine" not in raw:
+        raise ConfigError(f"{path}: not a plan; give the file that shoal plan saved")
+    return ServePlan.load(path) if job.get("job") == "serve" else Plan.load(path)
+
+
+def _print(measured: Measured, scored: Report | ServeReport | None) -> None:
+    from shoal.app.show import table
+    from shoal.cost.imports.measure import predicted
+
+    log = measured.log
+    told = {} if scored is None else predicted(scored.plan)
+    errors = {} if scored is None else scored.errors
+    rows = [
+        (
+            name + (" (from the plan's batch)" if name in measured.derived else ""),
+            f"{told[name]:.4g}" if name in told else "",
+            f"{value:.4g}",
+            _percent(errors.get(name), sign=True),
+        )
+        for name, value in sorted(measured.quantities.items())
+    ]
+    title = f"{log.path.name}, a log of {log.format}"
+    table(title, ("quantity", "predicted", "measured", "error"), rows, numeric=" rrr")
+    if log.entries:
+        typer.echo(
+            f"median of the last {measured.used} of {len(log.entries)} entries; the others are "
+            "warm-up, or idle"
+        )
+    if scored is None:
+        typer.echo("not scored: give the plan that was run with --plan")
+
+
+def _show(output: Format, last: int) -> None:
+    """The rows of the score and their errors."""
     from shoal.app.show import as_json, table
     from shoal.cost.score import Score
 

@@ -17,9 +17,7 @@ _LINE = re.compile(r"(?:global_step=|\b\d+/)(\d+), RunningAvgSamplesPerSec=([^,\
 _NOW = re.compile(r"CurrSamplesPerSec=([^,\s]+)")
 _MEMORY = re.compile(r"MaxMemAllocated=([0-9.]+)GB")
 _LOSS = re.compile(r"\b(?:lm )?loss[:=]\s*([0-9.eE+-]+)", re.IGNORECASE)
-SAMPLE = (
-    "epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=25.03, Curr..."
-)
+SAMPLE = "epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=25.03, Curr..."
 
 
 @part

@@ -11,7 +11,7 @@ from shoal.cost.imports import LOGS
 from shoal.cost.imports.log import Log, steady
 from shoal.ir import Plan, Report, ServePlan, ServeReport
 
-__all__ = ["Measured", "measure", "read", "report"]
+__all__ = ["Measured", "measure", "predicted", "read", "report"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,17 @@ def _same_job(log: Log, plan: Plan | ServePlan) -> None:
             )
 
 
+def predicted(plan: Plan | ServePlan) -> dict[str, float]:
+    """Quantity -> what the plan predicts of those that a log may measure."""
+    if isinstance(plan, ServePlan):
+        return {name: interval.value for name, interval in plan.predicted.items()}
+    cost = plan.estimate
+    if cost is None:
+        return {}
+    told = {"step_s": cost.step_s.value, "tokens_per_s": cost.tokens_per_s}
+    return told | ({"memory_bytes": cost.memory_total} if cost.memory_bytes else {})
+
+
 def report(measured: Measured, plan: Plan | ServePlan) -> Report | ServeReport:
     """Prediction beside measurement, for the score.
 
@@ -123,17 +134,7 @@ def report(measured: Measured, plan: Plan | ServePlan) -> Report | ServeReport:
         DataError: the log measured nothing that a plan predicts.
     """
     kept = {name: value for name, value in measured.quantities.items() if math.isfinite(value)}
-    if isinstance(plan, ServePlan):
-        told = {name: interval.value for name, interval in plan.predicted.items()}
-    else:
-        told = {}
-        if plan.estimate is not None:
-            told = {
-                "step_s": plan.estimate.step_s.value,
-                "tokens_per_s": plan.estimate.tokens_per_s,
-            }
-            if plan.estimate.memory_bytes:
-                told["memory_bytes"] = plan.estimate.memory_total
+    told = predicted(plan)
     errors = {name: kept[name] / told[name] - 1 for name in kept if told.get(name)}
     require(
         bool(errors),

@@ -17,9 +17,7 @@ __all__ = ["SGLangLog"]
 _LINE = re.compile(r"\bDecode batch\b")
 _OUTPUT = re.compile(r"gen throughput \(token/s\): ([^\s,]+)")
 _INPUT = re.compile(r"\bPrefill batch\b.*input throughput \(token/s\): ([^\s,]+)")
-SAMPLE = (
-    "Decode batch, #running-req: 9, #token: 11584, gen throughput (token/s): 22.40"
-)
+SAMPLE = "Decode batch, #running-req: 9, #token: 11584, gen throughput (token/s): 22.40"
 
 
 @part
