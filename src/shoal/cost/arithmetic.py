@@ -109,6 +109,7 @@ def embedding_parameters(shape: ModelShape) -> int:
     return shape.vocab_size * shape.hidden * (1 if shape.tied else 2)
 
 
+@functools.cache
 def parameters(shape: ModelShape) -> int:
     """All parameters, exactly, of an RMS-norm decoder of this shape.
 

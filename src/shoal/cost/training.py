@@ -174,6 +174,9 @@ class Pricer:
         self._curves: dict[tuple[object, ...], tuple[Curve, Curve]] = {}
         self._parts: dict[tuple[str, str], Any] = {}
         self._updates: dict[tuple[object, ...], Estimate] = {}
+        # Beside each value its key's objects, so that no other takes their place.
+        self._aside: dict[tuple[object, ...], tuple[object, float]] = {}
+        self._sent: dict[tuple[object, ...], tuple[object, float, dict[str, float]]] = {}
 
     def _part(self, kind: str, choice: Choice) -> Any:
         key = (kind, str(choice))
@@ -192,14 +195,22 @@ class Pricer:
     def _others(self, work: Work) -> float:
         """Seconds of a step by the parts that neither compute nor communicate.
 
-        A part's estimate may depend on the batch, so it is asked for each work.
+        A part's estimate may depend on the batch and on who shares it, on nothing else of a split.
         """
         job = work.job
         chosen = (("corpus", job.data), ("packing", job.packing), ("lr_schedule", job.lr_schedule))
-        return sum(
-            sum(self._part(kind, choice).estimate(work, self.machine).terms_s.values())
-            for kind, choice in chosen
+        key = (
+            *(id(choice) for _, choice in chosen),
+            *(work.shape.name, job.seq_len, job.global_batch, job.microbatch, job.threads),
+            *(job.parallel.dp, job.parallel.world),
         )
+        if key not in self._aside:
+            seconds = sum(
+                sum(self._part(kind, choice).estimate(work, self.machine).terms_s.values())
+                for kind, choice in chosen
+            )
+            self._aside[key] = chosen, seconds
+        return self._aside[key][1]
 
     def _both(self, work: Work, rates: Rates, microbatch: int) -> tuple[Pass, Pass]:
         """Seconds of one micro-batch forward and backward, recomputation included."""
@@ -376,9 +387,19 @@ class Pricer:
         """Seconds in which a rank sends to its neighbours, all micro-batches."""
         if work.job.parallel.pp == 1:
             return 0.0
-        part = self._part("schedule", work.job.parallel.schedule)
-        seconds = _add_wire(part.estimate(work, self.machine), wire)
-        return seconds + _tied(work, self.machine, wire)
+        job = work.job
+        size = (job.seq_len, job.global_batch, job.microbatch, job.precision)
+        key = (id(job.parallel), work.shape.name, *size)
+        if key not in self._sent:
+            part = self._part("schedule", job.parallel.schedule)
+            own: dict[str, float] = {}
+            seconds = _add_wire(part.estimate(work, self.machine), own)
+            seconds += _tied(work, self.machine, own)
+            self._sent[key] = job.parallel, seconds, own
+        _, seconds, own = self._sent[key]
+        for scope, sent in own.items():
+            wire[scope] = wire.get(scope, 0.0) + sent
+        return seconds
 
     def _context(self, work: Work, wire: dict[str, float]) -> float:
         """Seconds of attention's own traffic, where ranks share the sequences."""

@@ -35,6 +35,10 @@ def score(
     plan: Annotated[
         Path | None, typer.Option(help="The plan that was run; without, nothing is scored.")
     ] = None,
+    published: Annotated[
+        str | None,
+        typer.Option(help="training or serving: published runs, replayed; furthest off first."),
+    ] = None,
 ) -> None:
     """Show every past prediction beside what was measured, and the errors in sum.
 
@@ -48,7 +52,14 @@ def score(
         shoal score -o json --last 1000
 
         shoal score --import train.log --plan launch-torchtitan/plan.yaml
+
+        shoal score --published training
     """
+    if published is not None:
+        from shoal.app.published import show_published
+
+        show_published(published, output, last)
+        return
     if import_ is not None:
         _import(import_, format_, plan, output)
         return

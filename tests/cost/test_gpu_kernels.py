@@ -1,0 +1,217 @@
+import math
+
+import pytest
+
+from shoal.core.errors import MachineError
+from shoal.cost.gpu.device import CALIBRATED, Calibration, Gpu, generation_of, gpu_of
+from shoal.cost.gpu.kernels import ALIGNED, FILL, GAP_S, UNHIDDEN, aligned, attention_s, gemm_s
+from shoal.cost.gpu.layer import block, head
+from shoal.cost.gpu.network import HOP, all_to_all_s, ring_s, send_s
+from shoal.cost.gpu.spec import Engine, Run, latent_of
+from shoal.cost.gpu.step import block_weights, price
+from shoal.cost.shapes import find
+from shoal.cost.training import estimate
+from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, Work
+from shoal.machine.described import load
+
+K = Calibration(gemm=0.8, gemm_low=0.8, stream=0.8, wire=0.8, host=5e-6)
+H100 = Gpu(
+    name="H100",
+    peak=(("bf16", 1e15),),
+    matmul=(("bf16", 8e14), ("fp8", 1.4e15)),
+    stream=3e12,
+    capacity=8e10,
+    generation="hopper",
+    inside=4.5e11,
+    domain=8,
+    outside=5e10,
+)
+MEGATRON = Engine("m", tensor_overlap=0.0, data_overlap=False)
+
+
+def run(**changes):
+    base = {
+        "shape": find("Llama-3.1-8B"),
+        "seq_len": 4096,
+        "micro_batch": 1,
+        "global_batch": 8,
+        "engine": MEGATRON,
+    }
+    return Run(**{**base, **changes})
+
+
+def test_a_product_that_fills_its_waves_by_hand():
+    # 32 x 132 tiles of 256 x 128: whole waves on 132 units.
+    M, N, width = 32 * 256, 132 * 128, 4096
+    flops = 2.0 * M * N * width
+    busy = flops / (8e14 * 0.8 * width / (width + FILL))
+    moved = 2.0 * (M * width + N * width + M * N) / (0.8 * 3e12)
+    assert gemm_s(M, N, width, H100, K) == pytest.approx(busy + UNHIDDEN * moved + GAP_S)
+
+
+def test_one_tile_more_than_a_wave_costs_a_wave():
+    full = gemm_s(12 * 256, 11 * 128, 8192, H100, K) - GAP_S
+    more = gemm_s(12 * 256 + 8, 11 * 128, 8192, H100, K) - GAP_S
+    assert more > 1.05 * full
+    assert gemm_s(0, 1, 1, H100, K) == 0.0
+
+
+def test_sides_that_are_no_multiples_are_slow():
+    assert aligned(128.0) == 1.0 and aligned(180.0) == ALIGNED[4] and aligned(7.5) == 1.0
+    assert gemm_s(4096, 4100, 4096, H100, K) > 2 * gemm_s(4096, 4096, 4096, H100, K)
+
+
+def test_a_thin_product_takes_the_time_of_its_weights():
+    seconds = gemm_s(8, 8192, 8192, H100, K)
+    assert seconds > 2.0 * 8192 * 8192 / (0.8 * 3e12)
+
+
+def test_fp8_products_take_the_rate_of_eight_bits():
+    ratio = gemm_s(8192, 8448, 8192, H100, K) / gemm_s(8192, 8448, 8192, H100, K, "fp8")
+    assert 1.5 < ratio < 1.9
+    with pytest.raises(MachineError, match="matmul_flops has no rate for fp32"):
+        Gpu("x", (), (), 1e12, 1e9, "hopper", 1e9, 1, 1e9).rate("fp32")
+
+
+def test_attention_does_half_the_square_and_the_backward_pass_ten_products():
+    def of(kernel, *, backward=False):
+        return attention_s(
+            heads=32, queries=8192, keys=8192, head_dim=128, value_dim=128,
+            kernel=kernel, gpu=H100, k=K, backward=backward,
+        )  # fmt: skip
+
+    flops = 0.5 * 32 * 8192**2 * 2 * 256
+    share = 0.38 * 8192 / (8192 + 700)
+    assert of("flash2") == pytest.approx(flops / (share * 0.8 * 8e14 / 0.803) + GAP_S)
+    assert of("best") < of("flash2") < of("flash1") < of("plain")
+    assert of("flash2", backward=True) > 2.4 * of("flash2")
+
+
+def test_rings_by_hand():
+    assert ring_s(9e9, 8, 1, H100, K) == pytest.approx(
+        9e9 * 7 / 8 / (0.8 * 4.5e11) + HOP * 7 * 3e-6 + 3e-6
+    )
+    # 16 ranks on two nodes: eight ports a node are as fast as the links inside.
+    wide = ring_s(9e9, 16, 1, H100, K)
+    thin = ring_s(9e9, 2, 8, H100, K)
+    assert wide == pytest.approx(9e9 * 15 / 16 / (0.8 * 4e11), rel=0.01)
+    assert thin == pytest.approx(9e9 / 2 / (0.8 * 5e10), rel=0.01)
+    assert ring_s(9e9, 1, 1, H100, K) == 0.0
+
+
+def test_what_crosses_a_node_binds_an_all_to_all():
+    near, far = all_to_all_s(1e9, 8, 1, H100, K), all_to_all_s(1e9, 16, 1, H100, K)
+    assert near == pytest.approx(1e9 * 7 / 8 / (0.8 * 4.5e11), rel=0.01)
+    assert far == pytest.approx(1e9 / 2 / (0.8 * 5e10), rel=0.01)
+    assert send_s(1e9, 8, H100, K) > send_s(1e9, 1, H100, K)
+
+
+def test_latent_attention_is_read_from_its_shape():
+    latent = latent_of(find("DeepSeek-V3"))
+    assert latent is not None
+    assert (latent.query, latent.kv, latent.plain, latent.rotary, latent.value) == (
+        1536, 512, 128, 64, 128,
+    )  # fmt: skip
+    assert latent_of(find("Llama-3.1-8B")) is None
+
+
+def test_weights_of_blocks_add_up_to_the_model():
+    shape = find("DeepSeek-V3")
+    dense, rest, experts = block_weights(shape)
+    total = 3 * dense + 58 * (rest + experts) + 2 * shape.vocab_size * shape.hidden
+    assert total == pytest.approx(671e9, rel=0.002)
+
+
+def test_a_step_is_its_passes_and_its_bubble():
+    one = price(run(), H100, K)
+    assert sum(one.terms.values()) == pytest.approx(one.seconds)
+    ahead, back = block(run(), H100, K, False)
+    ends = head(run(), H100, K)
+    passes = 32 * (ahead.total + back.total) + ends[0].total + ends[1].total
+    assert one.seconds == pytest.approx(
+        8 * passes + one.terms["optimizer"] + one.terms["data"] + 5e-3, rel=1e-6
+    )
+    piped = price(run(pp=4, global_batch=32), H100, K)
+    assert piped.terms["bubble"] > 0 and piped.terms["pipe"] > 0
+
+
+@pytest.mark.parametrize(
+    ("slower", "faster"),
+    [
+        ({"recompute": "full"}, {"recompute": "none"}),
+        ({"recompute": "full"}, {"recompute": "half"}),
+        ({"engine": Engine("e", fused=False)}, {"engine": Engine("e")}),
+        ({"tp": 4, "sp": True}, {"tp": 4, "sp": True, "engine": Engine("o", tensor_overlap=0.8)}),
+        ({"pp": 8, "vpp": 1}, {"pp": 8, "vpp": 4}),
+        ({}, {"precision": "fp8"}),
+        ({}, {"tuned": "lora"}),
+    ],
+)
+def test_what_is_known_to_cost_costs(slower, faster):
+    assert price(run(**slower), H100, K).seconds > price(run(**faster), H100, K).seconds
+
+
+def test_experts_exchange_their_tokens():
+    shape = find("Qwen3-30B-A3B")
+    alone, shared = (price(run(shape=shape, dp=8, ep=ep), H100, K) for ep in (1, 8))
+    assert alone.terms["expert"] == 0 < shared.terms["expert"]
+    looped = Engine("l", fused_experts=False)
+    assert price(run(shape=shape, engine=looped), H100, K).terms["overhead"] > 0.1
+
+
+def test_a_machine_becomes_floats():
+    machine = Machine(
+        name="2xG",
+        nodes=2,
+        devices_per_node=8,
+        device=Device(
+            name="NVIDIA A100",
+            kind="gpu",
+            matmul_flops={"bf16": 2e14},
+            memory=(MemoryTier(name="hbm", capacity_bytes=8 * 10**10, read_bandwidth=2e12),),
+        ),
+        links=(
+            Link(scope="device", bandwidth=3e11, latency_s=4e-6),
+            Link(scope="node", bandwidth=2.5e10, latency_s=6e-6),
+        ),
+    )
+    gpu = gpu_of(machine)
+    assert gpu.generation == "ampere" and gpu.rate("fp16") == 2e14 and gpu.domain == 8
+    assert generation_of("Instinct MI300X").name == "cdna3"
+    bare = machine.device.model_copy(
+        update={"memory": (MemoryTier(name="hbm", capacity_bytes=8 * 10**10),)}
+    )
+    with pytest.raises(MachineError, match="read_bandwidth"):
+        gpu_of(machine.model_copy(update={"device": bare}))
+    assert math.isfinite(price(run(dp=16, zero=3), gpu, K).seconds)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "split", "shard", "recompute"),
+    [
+        ("Llama-3.1-8B", "8xH100", {"dp": 8}, "zero3", "none"),
+        ("Llama-3.1-70B", "64xH100", {"dp": 2, "tp": 8, "pp": 4}, "zero1", "none"),
+        ("GPT-3 175B", "1024xA100", {"dp": 16, "tp": 8, "pp": 8}, "replicated", "full"),
+    ],
+)
+def test_plans_and_published_runs_are_priced_alike(model, machine, split, shard, recompute):
+    """Products and attention agree; Shoal's own eager runtime moves more bytes beside them."""
+    shape, where = find(model), load(machine)
+    job = TrainJob(
+        model=model, seq_len=2048, global_batch=1536, microbatch=1,
+        parallel=split, shard=shard, recompute=recompute,
+    )  # fmt: skip
+    cost = estimate(Work(shape=shape, job=job), where)
+    engine = Engine("shoal", fused=False, attention="flash2")
+    zero = {"zero3": 3, "zero1": 1, "replicated": 0}[shard]
+    same = price(
+        run(
+            shape=shape, seq_len=2048, global_batch=1536, engine=engine, zero=zero,
+            recompute=recompute, **split,
+        ),
+        gpu_of(where),
+        CALIBRATED,
+    )  # fmt: skip
+    for term in ("matmul", "attention"):
+        assert cost.terms_s[term] == pytest.approx(same.terms[term], rel=0.1)
+    assert 0.95 < cost.step_s.value / same.seconds < 1.5

@@ -1,0 +1,234 @@
+import csv
+import io
+import math
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+
+from shoal.core.errors import ConfigError, MachineError
+from shoal.cost.gpu.device import CALIBRATED
+from shoal.cost.gpu.serve import Load, ServeCalibration, batch_of, full_load_s, prefill_s, step_s
+from shoal.cost.gpu.step import price
+from shoal.cost.published import devices
+from shoal.cost.published.baselines import BASELINES, llm_analysis
+from shoal.cost.published.board import half_width, share_within, widths
+from shoal.cost.published.calibration import NAMED, calibrate, calibration_for, fitted
+from shoal.cost.published.hosts import host_of
+from shoal.cost.published.page import write
+from shoal.cost.published.plan import predict
+from shoal.cost.published.quantity import model_flops, reported
+from shoal.cost.published.rows import UnplayableError, read, replay
+from shoal.cost.published.scoreboard import score_training
+from shoal.cost.published.serving import predict_serving, read_serving, replay_serving
+from shoal.cost.published.serving_calibration import (
+    SERVE_NAMED,
+    calibrate_serving,
+    serving_calibration_for,
+)
+from shoal.cost.published.serving_scoreboard import score_serving
+
+
+def row(name):
+    return next(r for r in read() if r.id == name)
+
+
+def serving_row(name):
+    return next(r for r in read_serving() if r.id == name)
+
+
+def test_the_boards_reach_what_they_promise():
+    training, serving = score_training(), score_serving()
+    assert (training.total, serving.total) == (383, 439)
+    assert len(training.rows) / 383 > 0.94 and len(serving.rows) / 439 > 0.93
+    assert training.median_error() <= 0.12 and share_within(training.rows) >= 0.80
+    assert serving.median_error() <= 0.20
+    assert 0.85 <= training.coverage <= 0.95 and 0.85 <= serving.coverage <= 0.95
+    assert all(r.reason for r in (*training.rows, *serving.rows) if abs(r.error) > 0.25)
+    for name in BASELINES:
+        assert training.median_error() < training.scaled_error(name)
+
+
+def test_plans_are_priced_with_the_constants_of_the_named_rows():
+    for name, value in vars(fitted()).items():
+        assert getattr(CALIBRATED, name) == pytest.approx(value, rel=0.01)
+
+
+@pytest.mark.parametrize("source", ["llm-foundry", "torchtitan", "megatron-bridge"])
+def test_what_is_scored_never_sets_what_scores_it(source):
+    doubled = tuple(replace(r, value=r.value * 1.3) if r.group == source else r for r in read())
+    assert calibration_for(source, doubled) == calibration_for(source)
+    other = "nanotron"
+    assert calibration_for(other, doubled) != calibration_for(other)
+
+
+def test_no_serving_row_sets_its_own_constants():
+    source = "tensorrt-llm"
+    doubled = tuple(
+        replace(r, value=r.value * 1.3) if r.group == source else r for r in read_serving()
+    )
+    assert serving_calibration_for(source, doubled) == serving_calibration_for(source)
+    assert serving_calibration_for("nanoflow", doubled) != serving_calibration_for("nanoflow")
+
+
+def test_at_most_five_rows_calibrate():
+    assert len(NAMED) == 5 == len(SERVE_NAMED)
+    with pytest.raises(ConfigError, match="at most 5"):
+        calibrate(read()[:6])
+    with pytest.raises(ConfigError, match="at most 5"):
+        calibrate_serving(read_serving()[:6])
+
+
+def test_a_row_with_everything_stated():
+    item = replay(row("megatron-sc21-530B"))
+    run = item.run
+    assert (run.tp, run.pp, run.vpp, run.dp, run.micro_batch) == (8, 35, 3, 9, 1)
+    assert run.recompute == "full" and run.engine.attention == "plain" and not item.filled
+    assert run.devices == 2520 and run.passes == 280
+    # 96 B s l h^2 (1 + s / 6h + V / 16lh), the source's formula, recomputation counted.
+    L, h, s, V = 105, 20480, 2048, 51200
+    by_hand = 96 * 2520 * s * L * h * h * (1 + s / (6 * h) + V / (16 * L * h))
+    seconds = 42.0
+    found = reported(item.row, run, seconds, 312e12)
+    assert found == pytest.approx(by_hand / seconds / 2520 / 1e12, rel=0.01)
+
+
+def test_quantities_of_a_step():
+    item = replay(row("bridge-25.11-pre-training-llama3_8b-h100-fp8-cs-g8-b128"))
+    assert reported(item.row, item.run, 2.0, 1e15) == pytest.approx(128 * 8192 / 2.0 / 8)
+    mfu = replay(row("vocabpar-2k-v32k-baseline"))
+    rate = 3 * model_flops(mfu.run) * 128 * 2048 / 5.0 / 8
+    assert reported(mfu.row, mfu.run, 5.0, 1e15) == pytest.approx(rate / 312e12)
+
+
+def test_rows_are_completed_by_rules_that_they_name():
+    item = replay(row("bigscience-194b-n48-pp6-mb1"))
+    assert item.run.shape.num_layers == 78  # 194e9 less the embedding, over 12 h^2, times of 6
+    assert any("multiple of the stages" in text for text in item.filled)
+    titan = replay(row("torchtitan-405b-512-1f1b"))
+    assert titan.run.passes == titan.run.pp == 8
+    free = replay(row("megatron-175B-readme"))
+    assert "degrees" in free.open
+    chosen = predict(free, fitted()).run
+    assert chosen.devices == 1024 and chosen.tp >= 4 and chosen.pp > 1
+    assert replay(row("nanotron-8.86b-1n")).run.shape.hidden == 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("frontier-22B", "number of devices"),
+        ("frontier-175B", "bubble"),
+        ("deepspeed-zero3-offload-1t", "offloaded"),
+        ("bridge-26.06-pre-training-nemotron_3_nano-gb300-mxfp8-g8-b512", "state-space"),
+    ],
+)
+def test_what_cannot_be_replayed_says_why(name, why):
+    with pytest.raises(UnplayableError, match=why):
+        replay(row(name))
+    assert why in score_training().skipped[name]
+
+
+def _table(name, **changes):
+    text = resources.files("shoal.cost.published").joinpath(name).read_text(encoding="utf-8")
+    rows = list(csv.DictReader(text.splitlines()))[:3]
+    rows[1].update(changes)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("reader", "name", "changes", "said"),
+    [
+        (read, "training.csv", {"reported_value": "fast"}, "line 3: reported_value = 'fast'"),
+        (read, "training.csv", {"reported_value": "-1"}, "above 0"),
+        (read, "training.csv", {"reported_metric": "furlongs"}, "tokens_per_s_per_gpu"),
+        (read_serving, "serving.csv", {"value": "nan"}, "line 3: value"),
+        (read_serving, "serving.csv", {"value": ""}, "expected a number"),
+        (read_serving, "serving.csv", {"metric": "vibes"}, "ttft_ms"),
+    ],
+)
+def test_bad_tables(tmp_path, reader, name, changes, said):
+    path = tmp_path / name
+    path.write_text(_table(name, **changes))
+    with pytest.raises(ConfigError, match=said):
+        reader(path)
+
+
+def test_tables_without_columns_and_unknown_devices(tmp_path):
+    path = tmp_path / "empty.csv"
+    path.write_text("id,source\n1,2\n")
+    for reader in (read, read_serving):
+        with pytest.raises(ConfigError, match="columns"):
+            reader(path)
+    with pytest.raises(MachineError, match="H100-80GB"):
+        devices.gpu("H1000")
+    with pytest.raises(MachineError, match="RTX 4090"):
+        host_of("Abacus")
+
+
+def test_interval_of_a_new_publication_by_hand():
+    # Ten sources; one of them with many good rows counts as one.
+    errors = [("many", 0.01)] * 50 + [(f"s{n}", 0.1 * n) for n in range(1, 10)]
+    assert half_width(errors) == pytest.approx(0.8)
+    kinds = [("a", "x", 0.1), ("b", "x", 0.2), ("c", "y", 0.3)]
+    assert widths(kinds)["a", "x"] == pytest.approx(0.3)
+    with pytest.raises(ConfigError, match="at least 2"):
+        half_width([("a", 0.1)])
+
+
+def test_llm_analysis_by_hand():
+    item = replay(row("llmc-gpt2-1558m"))
+    run = replace(item.run, dp=1, zero=0, global_batch=item.run.micro_batch)
+    shape = run.shape
+    tokens = run.micro_batch * run.seq_len
+    weights = 48 * 12 * 1600**2 + shape.vocab_size * 1600
+    flops = tokens * (2 * weights + 4 * 48 * 1600 * 1024)
+    by_hand = 3 * flops / (0.5 * 989e12) + 30 * weights / (0.9 * 3.35e12)
+    assert llm_analysis.seconds(run, item.gpu) == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_every_baseline_prices_every_row():
+    for scored in score_training().rows:
+        assert set(scored.baselines) == set(BASELINES)
+        assert all(math.isfinite(v) and v > 0 for v in scored.baselines.values())
+
+
+def test_a_token_reads_the_weights_once():
+    item = replay_serving(serving_row("gptfast-llama-2-7b-bf16-a100-80gbx1"))
+    k = ServeCalibration(stream=1.0, kernel_s=0.0)
+    cached = 2.5 * 2 * 2 * 32 * 4096
+    weights = 2.0 * 6.6e9
+    found = step_s(item.server, k, 1.0, 2.5)
+    assert found == pytest.approx((weights + cached) / 2039e9, rel=0.01)
+
+
+def test_full_load_is_prompts_and_steps():
+    item = replay_serving(serving_row("trtllm1.0-llama-3.1-8b-h200x1-2048-2048"))
+    k, load = ServeCalibration(), item.load
+    batch = batch_of(item.server, load)
+    assert 300 < batch < 1000
+    step = step_s(item.server, k, batch, 3072.0) + k.step_s + k.token_s * batch
+    prompt = prefill_s(item.server, k, 4096.0) / 2
+    assert full_load_s(item.server, k, load) == pytest.approx(prompt + 2048 * step / batch)
+    assert full_load_s(item.server, k, Load(128, 128)) < full_load_s(item.server, k, load)
+    assert predict_serving(item, k) == pytest.approx(2048 / full_load_s(item.server, k, load))
+
+
+def test_the_page_and_the_table(tmp_path):
+    (tmp_path / "assets").mkdir()
+    board = score_serving()
+    write(tmp_path / "board.md", tmp_path / "assets", tmp_path / "board.json", board)
+    text = (tmp_path / "board.md").read_text()
+    assert "assets/published-serving.svg" in text and "Not replayed (serving)" in text
+    assert all(f"| {r.id}" in text for r in board.rows)
+    assert (tmp_path / "assets" / "published-serving.svg").read_text().startswith("<svg")
+    assert '"coverage_of_90"' in (tmp_path / "board.json").read_text()
+
+
+def test_a_prediction_is_fast():
+    item = replay(row("mlperf-5.0-405b-h100-8192"))
+    assert price(item.run, item.gpu, fitted()).seconds == pytest.approx(5.2, rel=0.25)
