@@ -17,7 +17,7 @@ from shoal.train.layout import RunDir
 from shoal.train.report import make_report, write_page
 
 BASE = "http://127.0.0.1:8642"
-PAGES = ("/", "/machine", "/runs", "/plans", "/score", "/server", "/claims")
+PAGES = ("/", "/machine", "/runs", "/plans", "/explore", "/score", "/server", "/claims")
 KEY = "a-key-that-no-page-may-show"
 
 

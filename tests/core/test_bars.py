@@ -45,7 +45,7 @@ def test_more_names_than_colours_stay_inside() -> None:
     many = {f"a cause with a long name {i}": 1.0 for i in range(12)}
     bars = Bars("many", {"one": many}, show)
     right = [
-        float(x) + 6.6 * len(name)
+        float(x) + 7.2 * len(name)
         for x, name in re.findall(r'<text x="([0-9.]+)" y="\d+">(a cause[^<]*)<', bars.render())
     ]
     assert len(right) == 12

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shoal.app.dash import views
+from shoal.app.dash.explore import explore
 from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, Access, Guard
 from shoal.app.dash.runs import FILES, Found, Runs, open_inside
 from shoal.app.dash.upstream import Upstream
@@ -34,6 +35,7 @@ NAV = (
     Link("Machine", "/machine"),
     Link("Runs", "/runs"),
     Link("Plans", "/plans"),
+    Link("Explore", "/explore"),
     Link("Score", "/score"),
     Link("Server", "/server"),
     Link("Claims", "/claims"),
@@ -83,6 +85,7 @@ def create_app(settings: Settings) -> FastAPI:
     site = Site(
         "shoal.app.dash",
         "shoal.claims.gallery",
+        "shoal.plan",
         assets="/assets/",
         nav=NAV,
         home="/",
@@ -163,6 +166,10 @@ def create_app(settings: Settings) -> FastAPI:
         shown = views.plans(runs, everything[pager.first : pager.last])
         files = views.plan_files(settings.plans)
         return page("plans.html", "/plans", plans=shown, files=files, pager=pager)
+
+    @get("/explore")
+    def explorer(request: Request) -> HTMLResponse:
+        return page("explore.html", "/explore", **explore(request.query_params))
 
     @get("/plans/file/{index}")
     def plan_file(index: str) -> HTMLResponse:
