@@ -294,7 +294,8 @@ def test_without_anything_each_page_says_what_to_do(
     client = client_of(Settings(results=tmp_path / "none"))
     for path, told in zip(
         PAGES,
-        ("shoal probe", "shoal probe", "shoal train", "--out", "none yet", "shoal serve", "146"),
+        ("shoal probe", "shoal probe", "shoal train", "--out", "16xH100", "none yet")
+        + ("shoal serve", "146"),
         strict=True,
     ):
         answer = client.get(path)
@@ -563,8 +564,8 @@ def _check_keyboard(page, origin: str) -> None:
         focused.append(identity or text)
         if identity == "message":
             break
-    names = ["Overview", "Machine", "Runs", "Plans", "Score", "Server", "Claims"]
-    assert focused[1:8] == names and focused[-1] == "message"
+    names = ["Overview", "Machine", "Runs", "Plans", "Explore", "Score", "Server", "Claims"]
+    assert focused[1:9] == names and focused[-1] == "message"
     page.keyboard.type("by keyboard")
     page.keyboard.press("Control+Enter")
     page.get_by_text("You said: by keyboard <b>&").wait_for()
