@@ -292,12 +292,8 @@ def test_without_anything_each_page_says_what_to_do(
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     client = client_of(Settings(results=tmp_path / "none"))
-    for path, told in zip(
-        PAGES,
-        ("shoal probe", "shoal probe", "shoal train", "--out", "16xH100", "none yet")
-        + ("shoal serve", "146"),
-        strict=True,
-    ):
+    first = ("shoal probe", "shoal probe", "shoal train", "--out", "16xH100", "none yet")
+    for path, told in zip(PAGES, (*first, "shoal serve", "146"), strict=True):
         answer = client.get(path)
         assert answer.status_code == 200 and told in answer.text, path
 
