@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 from shoal.app.cli import app as whole
 from shoal.app.commands.plan import app
 from shoal.core.errors import ShoalError
+from shoal.machine.probes.gemm import drawn
+from shoal.machine.probes.gemm_table import GemmPoint, GemmTable, telling
 from shoal.plan.tune.protocols import Study
 
 
@@ -68,10 +70,15 @@ def test_gemm_sweep_then_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     missing = shoal("gemm", 64, 64, 64)
     assert isinstance(missing.exception, ShoalError)
     assert "shoal probe gemm" in str(missing.exception)
-    swept = CliRunner().invoke(whole, ["probe", "gemm", "--budget", "4", "-q", "-o", "json"])
+    shapes = [shape for index in range(40) for shape in drawn(1, index, threads=1, largest=256)]
+    points = tuple(
+        GemmPoint(**s.model_dump(), seconds=t, low=t, high=t, repeats=5)
+        for s, t in ((shape, 1e-6 + shape.flops / 1e9) for shape in shapes)
+    )
+    GemmTable(fingerprint=telling(), points=points).write(tmp_path / "gemm.jsonl")
+    swept = CliRunner().invoke(whole, ["probe", "gemm", "--budget", "0.1", "-q", "-o", "json"])
     assert swept.exit_code == 0, swept.output
-    assert json.loads(swept.stdout)["points"] >= 60
-    assert (tmp_path / "gemm.jsonl").exists()
+    assert json.loads(swept.stdout)["points"] >= len(points)
     raw = json.loads(shoal("gemm", 100, 100, 100, "--tiles", "-o", "json").stdout)
     assert len(raw) == 6
     assert all(one["seconds"]["low"] <= one["seconds"]["value"] for one in raw)

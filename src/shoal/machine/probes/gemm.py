@@ -129,6 +129,7 @@ class Gemm:
         dtypes: types of torch's products: fp32, bf16 and int8.
         watts: draw of this host under load, where it has no counters of its own; 0 if
             nobody knows.
+        repeats: samples of a point, after warming up; at least 5.
         seed: seed of the shapes.
     """
 
@@ -137,6 +138,7 @@ class Gemm:
     largest: int = 4096
     dtypes: tuple[str, ...] = ("fp32", "bf16", "int8")
     watts: float = 0.0
+    repeats: int = REPEATS
     seed: int = 0
 
     on_request: ClassVar[bool] = True
@@ -160,6 +162,12 @@ class Gemm:
             "probe.gemm.dtypes",
             self.dtypes,
             expected=f"some of {', '.join(DTYPE_BYTES)}",
+        )
+        require(
+            REPEATS <= self.repeats <= 1000,
+            "probe.gemm.repeats",
+            self.repeats,
+            expected=f"{REPEATS} to 1000",
         )
         require(
             0 <= self.watts <= 100_000,
@@ -305,7 +313,7 @@ class _Torch:
             dtype=shape.dtype,
             layout=shape.layout,
             threads=shape.threads,
-            repeats=REPEATS,
+            repeats=self._sweep.repeats,
             most_s=self._sweep.most_s,
         )
         if "refused" in answer:
@@ -341,10 +349,11 @@ class _Own:
         _own(a, b, shape.tile, 1)
         once = max(_own(a, b, shape.tile, 1)[1], 1e-7)
         batch = max(1, min(10_000, round(_BATCH_S / once)))
-        if once * batch * REPEATS > self._sweep.most_s:
+        if once * batch * self._sweep.repeats > self._sweep.most_s:
             return None
         self._sensor.start()
-        samples = [_own(a, b, shape.tile, batch)[1] / batch for _ in range(REPEATS)]
+        taken = (_own(a, b, shape.tile, batch)[1] for _ in range(self._sweep.repeats))
+        samples = [seconds / batch for seconds in taken]
         return self._sweep.point(
             shape,
             samples,

@@ -35,7 +35,7 @@ __all__ = ["Bayes", "penalised"]
 MOST_CANDIDATES = 5000
 # Variance of a failure's value, in variances of all values: where its need tells why, and else.
 UNSEEN = 1000.0
-FAILED = 0.3
+FAILED = 0.0
 
 
 def penalised(trials: Sequence[Trial]) -> np.ndarray:
@@ -59,7 +59,7 @@ class Bayes:
     starts: int = 16
     surrogate: Literal["gp", "forest"] = "gp"
     parallel: int = 1
-    explore: float = 0.01
+    explore: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.starts >= 2, "tuner.bayes.starts", self.starts, expected="2 or more")
@@ -145,7 +145,7 @@ class Bayes:
             at.append(place)
             values = np.append(values, values.mean())
             works = np.append(works, 1.0)
-            need = np.append(need, np.nan)
+            need = np.append(need, np.nan)  # nobody lies about it
         return chosen
 
     def _odds(
@@ -163,10 +163,10 @@ class Bayes:
             fitted = fit_surrogate(self.surrogate, points[told], need[told], seed)
             middle, doubt = fitted.predict(asked)
             odds = odds * ndtr(-middle / np.maximum(doubt, 1e-9))
-        # What failed by its need says nothing about other reasons.
-        other = ~(told & (need > 0))
-        if works[other].size and works[other].min() < 1:
-            fitted = fit_surrogate(self.surrogate, points[other], works[other], seed)
+        # What failed by its need would have worked, had there been more.
+        able = np.where(told, 1.0, works)
+        if able.min() < 1:
+            fitted = fit_surrogate(self.surrogate, points, able, seed)
             middle, doubt = fitted.predict(asked)
             odds = odds * ndtr((middle - 0.5) / np.sqrt(doubt**2 + 0.05))
         return np.asarray(np.maximum(odds, 1e-12))
