@@ -27,6 +27,7 @@ from shoal.cost.published.serving_calibration import (
     serving_calibration_for,
 )
 from shoal.cost.published.serving_scoreboard import score_serving
+from shoal.cost.training import GPU_SPREAD
 
 
 def row(name):
@@ -52,6 +53,11 @@ def test_the_boards_reach_what_they_promise():
 def test_plans_are_priced_with_the_constants_of_the_named_rows():
     for name, value in vars(fitted()).items():
         assert getattr(CALIBRATED, name) == pytest.approx(value, rel=0.01)
+
+
+def test_intervals_of_plans_are_those_of_the_board():
+    errors = [(r.group, abs(math.log(1 + r.error))) for r in score_training().rows]
+    assert math.exp(half_width(errors)) - 1 == pytest.approx(GPU_SPREAD, abs=0.02)
 
 
 @pytest.mark.parametrize("source", ["llm-foundry", "torchtitan", "megatron-bridge"])

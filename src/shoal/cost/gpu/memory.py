@@ -22,7 +22,9 @@ def memory_bytes(run: Run) -> float:
     common = (common + shape.vocab_size * shape.hidden * (1 if run.pp > 1 else 2)) / run.tp
     local = common + sparse * experts * share / run.ep
     ranks = run.dp * run.cp
-    if run.zero == 3:
+    if run.tuned == "lora":
+        states = 2.0 * local / (ranks if run.zero == 3 else 1)
+    elif run.zero == 3:
         states = 18.0 * local / ranks + 4.0 * local / layers
     elif run.zero >= 1:
         states = 6.0 * local + 12.0 * local / ranks
