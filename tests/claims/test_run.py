@@ -240,6 +240,7 @@ def test_catalogue_has_every_system_once() -> None:
         81: "megascale",
         93: "skippipe",
         100: "lca_bench",
+        103: "galvatron",
         113: "vocab_parallel",
         120: "sequence_parallel",
         139: "gpipe",

@@ -18,6 +18,7 @@ CLAIMS = PartTable(
         "gemm_forest": "shoal.claims.experiments.gemm_forest:GemmForest",
         "frontier": "shoal.claims.experiments.frontier:FrontierRecipe",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
+        "galvatron": "shoal.claims.experiments.galvatron:GalvatronClaim",
         "megatron": "shoal.claims.experiments.megatron:Megatron",
         "gpipe": "shoal.claims.experiments.gpipe:GPipeClaim",
         "sequence_parallel": "shoal.claims.experiments.sequence_parallel:SequenceParallel",

@@ -46,14 +46,14 @@ class LinkFit(Value):
     """Seconds of one kind of communication among some ranks.
 
     Args:
-        op: all_reduce, gather (an all-gather or a reduce-scatter) or send.
+        op: all_reduce, gather, scatter (a reduce-scatter) or send.
         group: ranks that take part.
         stride: how far apart they are, by number; neighbours are 1.
         latency_s: of every call.
         bandwidth: byte/s of what the ring's formulas say that a rank sends.
     """
 
-    op: Literal["all_reduce", "gather", "send"]
+    op: Literal["all_reduce", "gather", "scatter", "send"]
     group: PositiveInt
     stride: PositiveInt = 1
     latency_s: NonNegativeFloat
@@ -113,6 +113,8 @@ class LayerProfile(Value):
     def link(self, op: str, group: int, stride: int) -> LinkFit | None:
         """The fit for these ranks; of another stride if there is none of this one."""
         fits = [fit for fit in self.links if fit.op == op and fit.group == group]
+        if not fits and op == "scatter":
+            return self.link("gather", group, stride)
         return min(fits, key=lambda fit: abs(fit.stride - stride), default=None)
 
 
@@ -142,7 +144,7 @@ def fit_pass(points: Sequence[tuple[float, float, float]]) -> PassFit:
 
 
 def fit_link(
-    op: Literal["all_reduce", "gather", "send"],
+    op: Literal["all_reduce", "gather", "scatter", "send"],
     points: Sequence[tuple[float, float]],
     *,
     group: int,

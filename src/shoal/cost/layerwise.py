@@ -34,9 +34,9 @@ from shoal.cost.arithmetic import (
 from shoal.cost.collectives import ring_bytes
 from shoal.cost.layer_fit import LayerProfile
 from shoal.cost.ops import MOST_PLAIN_SCORES, Op, Style, ledger
-from shoal.cost.rates import Rates
+from shoal.cost.rates import Rates, data_link
 from shoal.cost.training import Pass, op_pass
-from shoal.ir import Link, Machine, ModelShape, TrainJob, Work
+from shoal.ir import Link, Machine, ModelShape, Parallel, TrainJob, Work
 
 __all__ = ["Layer", "LayerCost", "LayerPricer", "Strategy", "layers_of"]
 
@@ -195,6 +195,7 @@ class LayerPricer:
         # One memory for each pricer.
         self.layer = functools.lru_cache(maxsize=None)(self._layer)
         self.change = functools.lru_cache(maxsize=None)(self._change)
+        self._link = functools.lru_cache(maxsize=None)(self._link_of)
         self._rates = functools.lru_cache(maxsize=None)(self._rates_of)
 
     # Rates and links ---------------------------------------------------------------------
@@ -205,21 +206,21 @@ class LayerPricer:
         )
         return Rates(self.machine, split, self.job.threads)
 
-    def _link(self, span: int, world: int) -> Link | None:
-        """The slowest link among ranks that are ``span`` apart, of ``world`` in all."""
+    def _link_of(self, group: int, stride: int, world: int) -> Link | None:
+        """The slowest link among ``group`` ranks that are ``stride`` apart, of ``world`` in all."""
         machine = self.machine
-        inside = machine.devices_per_node
-        if self.is_cpu:
-            inside = max(1, math.ceil(world / machine.nodes))
-        near = ("loopback", "device", "node") if self.is_cpu else ("device", "node")
-        order = near if span <= inside else ("node", *near)
+        if not self.is_cpu:
+            return data_link(machine, Parallel(dp=group, tp=stride))
+        near = ("loopback", "device", "node")
+        inside = max(1, math.ceil(world / machine.nodes))
+        order = near if group * stride <= inside else ("node", *near)
         return next((link for scope in order if (link := machine.link(scope))), None)
 
     def wire_s(self, op: str, size: float, group: int, stride: int, world: int) -> float:
         """Seconds of a collective.
 
         Args:
-            op: all_reduce, gather or send.
+            op: all_reduce, gather, scatter or send.
             size: bytes of the whole tensor; of a message for send.
             group: ranks that take part.
             stride: how far apart they are.
@@ -235,13 +236,15 @@ class LayerPricer:
         fit = self.profile.link(op, group, stride)
         if fit is not None:
             return fit.seconds(sent)
-        link = self._link(group * stride, world)
+        # A message has one port; the members of a ring bring one each.
+        link = self._link(1, group * stride, world) if op == "send" else None
+        link = link or self._link(group, stride, world)
         if link is None:
             raise MachineError(
                 f"machine {self.machine.name}: no link between {group} ranks {stride} apart; add "
                 "links[] with scope device or node, bandwidth in byte/s and latency_s"
             )
-        hops = {"all_reduce": 2 * (group - 1), "gather": group - 1, "send": 1}[op]
+        hops = {"all_reduce": 2 * (group - 1), "send": 1}.get(op, group - 1)
         return sent / link.bandwidth + hops * link.latency_s
 
     # Computation -------------------------------------------------------------------------
@@ -453,7 +456,8 @@ class LayerPricer:
             publish = gather if strategy.shard == "zero1" else 0.0
             return _Wire(extra=extra, publish=publish, sent=2 * ring + (ring if publish else 0.0))
         # Gathers and scatters of FSDP block a CPU rank; on a GPU the next block's are hidden.
-        scatter = self._hidden(behind, gather, self.is_cpu)
+        reduced = self.wire_s("scatter", size, ranks, stride, world)
+        scatter = self._hidden(behind, reduced, self.is_cpu)
         front, back = (self._hidden(x, gather, self.is_cpu) for x in (ahead, behind))
         if strategy.shard == "zero2":
             return _Wire(extra=scatter + front, sent=2 * ring)

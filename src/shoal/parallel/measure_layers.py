@@ -11,6 +11,7 @@ Source: Miao et al., Galvatron, 2023, section 3.4.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,14 +29,15 @@ from shoal.parallel.stage import Stage
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
-    from shoal.parallel.protocols import Comm
+    from shoal.parallel.protocols import Comm, Pending
 
 __all__ = ["measure_layers", "profile_of"]
 
 _TAG = "probe"
 # A middle stage of so many blocks is timed, and a share of it is a block.
 _BLOCKS = 2
-_SIZES = (16384, 262144, 2097152)
+_SIZES = (16384, 262144, 1048576)
+_IN_A_ROW = 2097152  # bytes
 
 
 def measure_layers(
@@ -195,7 +197,9 @@ def _time(
 def _links(comm: Comm, repeats: int) -> dict[str, list[list[float]]]:
     """Rows of bytes sent and seconds of sums, gathers and messages among all ranks."""
     n = comm.world
-    found: dict[str, list[list[float]]] = {"all_reduce": [], "gather": [], "send": []}
+    found: dict[str, list[list[float]]] = {
+        op: [] for op in ("all_reduce", "gather", "scatter", "send")
+    }
     if n == 1:
         return {}
     for size in _SIZES:
@@ -209,6 +213,9 @@ def _links(comm: Comm, repeats: int) -> dict[str, list[list[float]]]:
         def gather(whole: Tensor = whole, part: Tensor = part) -> None:
             comm.all_gather(whole, part, tag=_TAG).wait()
 
+        def scatter(whole: Tensor = whole, part: Tensor = part) -> None:
+            comm.reduce_scatter(part, whole, tag=_TAG).wait()
+
         def swap(whole: Tensor = whole, buffer: Tensor = buffer) -> None:
             other = comm.receive(buffer, (comm.rank - 1) % n, tag=_TAG)
             own = comm.send(whole, (comm.rank + 1) % n, tag=_TAG)
@@ -216,20 +223,26 @@ def _links(comm: Comm, repeats: int) -> dict[str, list[list[float]]]:
             own.wait()
 
         share = 4.0 * count * (n - 1) / n
-        found["all_reduce"].append([2 * share, _median(comm, add, repeats)])
-        found["gather"].append([share, _median(comm, gather, repeats)])
-        found["send"].append([4.0 * count, _median(comm, swap, repeats)])
+        # In a row, as a step has them: a link that lets some bytes pass at once after a pause
+        # does so for the first of them only.
+        row = max(2, _IN_A_ROW // size)
+        found["all_reduce"].append([2 * share, _median(comm, add, repeats, row)])
+        found["gather"].append([share, _median(comm, gather, repeats, row)])
+        found["scatter"].append([share, _median(comm, scatter, repeats, row)])
+        found["send"].append([4.0 * count, _median(comm, swap, repeats, row)])
     return found
 
 
-def _median(comm: Comm, call: Callable[[], None], repeats: int) -> float:
+def _median(comm: Comm, call: Callable[[], None], repeats: int, row: int = 1) -> float:
+    """Seconds of one of ``row`` calls that follow one another."""
     found = []
     for turn in range(repeats + 1):
         comm.barrier()
         begin = time.perf_counter()
-        call()
+        for _ in range(row):
+            call()
         if turn:
-            found.append(time.perf_counter() - begin)
+            found.append((time.perf_counter() - begin) / row)
     return statistics.median(found)
 
 
@@ -251,34 +264,30 @@ def _slowdowns(
     compute(1)
     one = statistics.median(compute(1) for _ in range(repeats))
     alone = _median(comm, lambda: comm.all_reduce(data, tag=_TAG).wait(), repeats)
-    # Longer than the sum, so that the sum ends while the rank computes; and the other way round.
-    short, long = max(1, int(0.5 * alone / one)), max(2, int(2.5 * alone / one) + 1)
-    slow: list[float] = []
-    late: list[float] = []
+    # Shorter than the sum, so that it is under way all the time; and longer, so that computing is.
+    short, long = max(1, int(0.5 * alone / one)), max(2, int(3.0 * alone / one) + 1)
+    slow, late = [], []
     for _ in range(repeats):
         comm.barrier()
         pending = comm.all_reduce(data, tag=_TAG)
         during = compute(short)
         pending.wait()
-        if short * one < alone:
-            slow.append(during / (short * one))
+        slow.append(during / (short * one))
         comm.barrier()
+        ended: list[float] = []
         begin = time.perf_counter()
         pending = comm.all_reduce(data, tag=_TAG)
+
+        def wait(pending: Pending = pending, ended: list[float] = ended) -> None:
+            pending.wait()
+            ended.append(time.perf_counter())
+
+        waits = threading.Thread(target=wait)
+        waits.start()
         compute(long)
-        pending.wait()
-        both = time.perf_counter() - begin
-        # What computing took beyond its own time, over the span in which the sum travelled.
-        late.append(both / (long * one))
-    k1 = statistics.median(slow) if slow else statistics.median(late)
-    # The sum is hidden if the whole is as long as computing alone, slowed down under it.
-    hidden = statistics.median(late) * long * one
-    k2 = (
-        max(1.0, (hidden - long * one) / max(1e-9, 1 - 1 / max(k1, 1.001)) / alone)
-        if k1 > 1
-        else 1.0
-    )
-    return max(1.0, k1), min(2.0, k2)
+        waits.join()
+        late.append((ended[0] - begin) / alone)
+    return max(1.0, statistics.median(slow)), max(1.0, statistics.median(late))
 
 
 def _update(config: ModelConfig, optimizer: str, repeats: int) -> float:

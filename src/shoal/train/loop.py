@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,7 +52,10 @@ class Stored(Protocol):
         ...
 
     def tensor(
-        self, name: str, *, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+        self,
+        name: str,
+        offset: tuple[int, ...] | None = None,
+        shape: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """A box of a tensor; all of it if no box is given."""
         ...

@@ -34,10 +34,10 @@ __all__ = ["Change", "Replanner", "measure_links"]
 # Steps that are not measured: memory and threads are cold.
 _WARMUP = 2
 # The links are measured again when the mean step has moved by this share.
-_DRIFT = 0.05
-_BETWEEN = 3  # steps at least between two measurements
-_SIZES = (4096, 262144)
-_REPEATS = 3
+_DRIFT = 0.1
+_BETWEEN = 5  # steps at least between two measurements
+_SIZES = (4096, 131072)
+_REPEATS = 2
 _TAG = "probe"
 
 

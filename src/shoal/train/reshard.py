@@ -99,7 +99,10 @@ class Moved:
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
 
     def tensor(
-        self, name: str, *, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+        self,
+        name: str,
+        offset: tuple[int, ...] | None = None,
+        shape: tuple[int, ...] | None = None,
     ) -> Tensor:
         """A box of a tensor; all of it if no box is given."""
         whole = self._shapes[name]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shoal.ir import Plan, TrainJob
     from shoal.parallel.comm import TorchComm
     from shoal.train.loop import Trainer
+    from shoal.train.replan import Replanner
 
 __all__ = ["main", "run_rank"]
 
@@ -56,6 +57,7 @@ class _Rank:
     store: Store
     total: int
     peak_flops: float
+    undo: contextlib.ExitStack
 
     @property
     def chief(self) -> bool:
@@ -162,6 +164,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
                 store=Store(directory.checkpoints, keep=job.checkpoint.keep),
                 total=total,
                 peak_flops=peak_flops(plan, threads),
+                undo=undo,
             )
         finally:
             comm.close()
@@ -289,9 +292,11 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
     job = rank.plan.job
     flops = step_flops(rank.plan)
     recorded = min(first + RECORDED, rank.total - 1) if job.parallel.pp > 1 else None
+    replanner = _replanner(rank)
     for step in range(first, rank.total):
         before = _sent(rank)
-        result = rank.trainer.step(step, stop=asked(), record=step == recorded)
+        record = step == recorded or replanner is not None
+        result = rank.trainer.step(step, stop=asked(), record=record)
         if step == recorded:
             timeline.gather(rank.trainer.engine, rank.directory, step)
         if rank.chief and (step % job.log_every == 0 or step + 1 == rank.total):
@@ -321,7 +326,44 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
                 _evaluate(rank, done, final=False)
         if result.stop and not last:
             return True
+        if replanner is not None and not last:
+            _replan(rank, replanner, step, result.seconds)
     return False
+
+
+def _replanner(rank: _Rank) -> Replanner | None:
+    """Who says when another plan is better, if the job asks for that."""
+    if not rank.plan.job.replan.enabled or rank.comm.world == 1:
+        return None
+    from shoal.train.replan import Replanner
+
+    return Replanner(rank.plan.job, rank.plan.machine, rank.plan.shape, rank.comm)
+
+
+def _replan(rank: _Rank, replanner: Replanner, step: int, seconds: float) -> None:
+    """Go over to another plan where that pays."""
+    events = rank.trainer.engine.runtime.events or []
+    change = replanner.observe(seconds, sum(event.end - event.start for event in events))
+    if change is None:
+        return
+    from shoal.train.reshard import switch
+
+    begin = time.perf_counter()
+    rank.trainer, sent = switch(rank.trainer, change.job, rank.tokens, rank.comm)
+    rank.undo.enter_context(contextlib.closing(rank.trainer))
+    replanner.changed(change.job)
+    if rank.chief:
+        rank.meter.event(
+            "replan",
+            step=step,
+            seconds=time.perf_counter() - begin,
+            gain=change.gain,
+            reason=change.reason,
+            moved_bytes=sent,
+            parallel=change.job.parallel.model_dump(mode="json", exclude_defaults=True),
+            shard=str(change.job.shard),
+            microbatch=change.job.microbatch,
+        )
 
 
 def _sent(rank: _Rank) -> float:

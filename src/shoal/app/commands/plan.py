@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.app.commands.plan_autotp import autotp
 from shoal.app.commands.plan_context import context
 from shoal.app.commands.plan_gemm import gemm
 from shoal.app.commands.plan_paths import paths
@@ -106,6 +107,7 @@ def train(
     from shoal.machine.described import load
     from shoal.plan.picture import page
     from shoal.plan.strategy import PLANNERS
+    from shoal.plan.strategy.options import split_options
     from shoal.plan.whatif import what_if as ask
 
     file = Path(model) if model.endswith((".yaml", ".yml")) else None
@@ -122,8 +124,9 @@ def train(
         # What people train on such machines, unless they say otherwise.
         flags["seq_len"] = seq_len or min(4096, shape_of(model).max_position)
         flags["global_batch"] = global_batch or max(128, target.num_devices)
-    job = resolve(TrainJob, file=file, flags=flags, sets=set_ or []).value
-    plans = PLANNERS.build(planner, where="--planner").plan(job, target)
+    options, sets = split_options(set_ or [])
+    job = resolve(TrainJob, file=file, flags=flags, sets=sets).value
+    plans = PLANNERS.build({"name": planner, **options}, where="--planner").plan(job, target)
     if not plans:
         raise PlanError(f"{model} on {machine}: no legal plan")
     if out is not None:
@@ -375,5 +378,6 @@ app.command("t3")(t3)
 app.command("routes")(routes)
 app.command("context")(context)
 app.command("paths")(paths)
+app.command("autotp")(autotp)
 app.command("gemm")(gemm)
 app.command("tune")(tune)

@@ -54,12 +54,14 @@ class Option(NamedTuple):
         precision: fp32 or bf16.
         pp: stages.
         sequences: of a micro-batch, on all ranks of a stage.
+        pricer: of its layers.
     """
 
     found: Found
     precision: str
     pp: int
     sequences: int
+    pricer: LayerPricer
 
 
 @part
@@ -120,7 +122,7 @@ class Galvatron:
         if not options:
             return self._nothing_fits(job, machine, failed)
         plans = self._plans(options, job, machine, shape, layers, profile)
-        notes = self._rejected(options, failed, job, machine, shape, layers, profile)
+        notes = self._rejected(options, failed, job, machine, shape, layers)
         first = plans[0].model_copy(update={"notes": (*plans[0].notes, *notes)})
         return [first, *plans[1:]]
 
@@ -285,7 +287,8 @@ class Galvatron:
     def _run(self, search: StageSearch, precision: str, *, improve: bool) -> Option:
         if self.runnable:
             return self._runnable(search, precision, improve=improve)
-        return Option(search.run(improve=improve), precision, search.pp, search.sequences)
+        found = search.run(improve=improve)
+        return Option(found, precision, search.pp, search.sequences, search.pricer)
 
     def _ranked(self, search: StageSearch) -> list[tuple[float, float, tuple[int, int, int]]]:
         """(least time of all layers, least memory, layout) of every layout."""
@@ -336,7 +339,7 @@ class Galvatron:
             ):
                 best = found
         assert best is not None
-        return Option(best, precision, search.pp, search.sequences)
+        return Option(best, precision, search.pp, search.sequences, search.pricer)
 
     # Plans -------------------------------------------------------------------------------
 
@@ -378,14 +381,13 @@ class Galvatron:
         machine: Machine,
         shape: ModelShape,
         layers: Sequence[Layer],
-        profile: LayerProfile | None,
     ) -> tuple[str, ...]:
         """Why other ways lose: other numbers of stages, and one strategy for all layers."""
         best = options[0]
         assert best.found.plan is not None
         said = []
         if not best.found.plan.uniform:
-            uniform = self.best_uniform(job, machine, shape, layers, best, profile)
+            uniform = self.best_uniform(job, machine, shape, layers, best)
             if uniform is None:
                 said.append("rejected: one strategy for all layers: none fits")
             else:
@@ -412,7 +414,6 @@ class Galvatron:
         shape: ModelShape,
         layers: Sequence[Layer],
         like: Option,
-        profile: LayerProfile | None = None,
     ) -> Option | None:
         """The best plan with one strategy for all layers, stages cut as freely as ever.
 
@@ -421,12 +422,11 @@ class Galvatron:
             machine: what there is.
             shape: the model's.
             layers: the model's blocks.
-            like: of the same precision and stages.
-            profile: what was measured of the layers.
+            like: of the same precision and number of ranks.
         """
         assert like.found.plan is not None
         one = job.model_copy(update={"precision": like.precision})
-        pricer = LayerPricer(one, machine, shape, profile)
+        pricer = like.pricer
         first = like.found.plan.strategies[0]
         world = like.pp * first.dp * first.tp * first.cp
         usable = self._usable(job, machine, world)
@@ -448,7 +448,7 @@ class Galvatron:
                 bound = least / pp * (1 + (pp - 1) / search.microbatches)
                 if bound >= best:
                     continue
-                option = Option(search.run(improve=False), like.precision, pp, sequences)
+                option = Option(search.run(improve=False), like.precision, pp, sequences, pricer)
                 best = min(best, option.found.seconds)
                 tried.append((search, option))
         wide = dataclasses.replace(self, runnable=False)

@@ -79,21 +79,24 @@ def optimum(search: StageSearch, *, above: float = math.inf, timeout_s: float = 
     room /= 1 + ALLOCATOR_SLACK
     boundary = search.pricer.boundary_s(search.sequences, kept[0].layout, pp)
     hidden = layers[0].shape.hidden
+    layouts = sorted({s.layout for s in kept})
     change = np.array(
         [
-            [search.pricer.change(a.layout, b.layout, hidden, search.sequences, pp) for b in kept]
-            for a in kept
+            [search.pricer.change(a, b, hidden, search.sequences, pp) for b in layouts]
+            for a in layouts
         ]
     )
-    # Columns: x[l, p, s], stay[l, p, s, s'], leave[l, p, s], enter[l, p, s]; then per stage the
-    # memory that is transient; then the slowest stage and the longest end.
+    g = len(layouts)
+    members = [[j for j, s in enumerate(kept) if s.layout == layout] for layout in layouts]
+    # Columns: x[l, p, s]; between layers, by layout, stay[l, p, a, b], leave[l, p, a] and
+    # enter[l, p, b]; per stage the transient memory; the slowest stage and the longest end.
     x = np.arange(count * pp * n).reshape(count, pp, n)
     size = x.size
-    stay = size + np.arange((count - 1) * pp * n * n).reshape(count - 1, pp, n, n)
+    stay = size + np.arange((count - 1) * pp * g * g).reshape(count - 1, pp, g, g)
     size += stay.size
-    leave = size + np.arange((count - 1) * max(0, pp - 1) * n).reshape(count - 1, -1, n)
+    leave = size + np.arange((count - 1) * (pp - 1) * g).reshape(count - 1, pp - 1, g)
     size += leave.size
-    enter = size + np.arange((count - 1) * max(0, pp - 1) * n).reshape(count - 1, -1, n)
+    enter = size + np.arange((count - 1) * (pp - 1) * g).reshape(count - 1, pp - 1, g)
     size += enter.size
     transient = size + np.arange(pp)
     slowest, longest = size + pp, size + pp + 1
@@ -110,8 +113,8 @@ def optimum(search: StageSearch, *, above: float = math.inf, timeout_s: float = 
         micro += [
             (int(stay[at, p, i, j]), change[i, j] / unit)
             for at in range(count - 1)
-            for i in range(n)
-            for j in range(n)
+            for i in range(g)
+            for j in range(g)
             if change[i, j]
         ]
         own = 2 * boundary / unit
@@ -140,8 +143,8 @@ def optimum(search: StageSearch, *, above: float = math.inf, timeout_s: float = 
     for at in range(count):
         rows.add([(int(c), 1.0) for c in x[at].ravel()], 1.0, 1.0)
         for p in range(pp):
-            for j in range(n):
-                here = [(int(x[at, p, j]), -1.0)]
+            for j in range(g):
+                here = [(int(x[at, p, member]), -1.0) for member in members[j]]
                 if at + 1 < count:
                     out = [(int(c), 1.0) for c in stay[at, p, j]]
                     out += [(int(leave[at, p, j]), 1.0)] if p + 1 < pp else []

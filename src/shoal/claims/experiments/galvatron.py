@@ -1,0 +1,611 @@
+"""[103] Galvatron: does a strategy for each layer pay, and does its cost model rank plans?
+
+- The dynamic programme against an enumeration of every choice, and the whole search against the
+  exact optimum of a mixed-integer programme.
+- A model whose layers differ (a wide vocabulary, long attention, local attention, experts) on a
+  described machine of 64 GPUs: the step of the layer-wise plan in the simulator against that of the
+  best plan with one strategy for all layers, whose stages are cut as freely.
+- 24 plans of a small model on two real processes over a link of 200 Mbit/s: predicted from
+  measured layers, links and overlap, and then run.
+- The link of such a run is cut to an eighth: a run that goes over to another plan against one
+  that does not, from the cut on, what measuring and moving take included.
+
+Sources: Miao et al., Galvatron, 2023; Liu et al., Galvatron, 2025.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+from pydantic import JsonValue
+from scipy.stats import spearmanr
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.cost.arithmetic import linears
+from shoal.cost.layer_fit import LayerProfile
+from shoal.cost.layer_plan import plan_of, simulated_s, stage_costs
+from shoal.cost.layerwise import Layer, LayerPricer, layers_of
+from shoal.cost.shapes import resolve
+from shoal.ir import Device, Link, Machine, MemoryTier, ModelShape, TrainJob
+from shoal.machine.described import load
+from shoal.machine.emulate import Network, emulate, unavailable
+from shoal.plan.strategy.galvatron import Galvatron, Option, group_words
+from shoal.plan.strategy.layer_dp import cheapest_chain
+from shoal.plan.strategy.layer_exact import optimum
+from shoal.plan.strategy.layer_search import StageSearch
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+
+__all__ = ["GalvatronClaim", "mixed_model", "plans_of_two"]
+
+_RANKS = "shoal.claims.experiments.galvatron_ranks"
+_LENGTH, _BATCH = 128, 16
+_REAL = ("rank_correlation", "mean_error", "chosen_over_best", "replanned_speedup")
+_CUT = 8
+_LAYOUTS = 5
+
+
+@part
+class GalvatronClaim:
+    """Search against exact optima, predictions against two real processes, a link that is cut.
+
+    Args:
+        bandwidth: byte/s of the emulated link.
+        cut_from: byte/s of the link that is cut to an eighth; fast enough that another plan is
+            the best one before.
+        rounds: steps of a plan in a row.
+        turns: how often all plans are gone through.
+        before: steps before the link is cut.
+        after: steps after it.
+        patience: steps in which another plan must be better.
+    """
+
+    bandwidth: float = 25e6
+    cut_from: float = 50e6
+    rounds: int = 2
+    turns: int = 2
+    before: int = 12
+    after: int = 60
+    patience: int = 20
+
+    rows: ClassVar[tuple[int, ...]] = (103,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="programme_misses",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.0,
+            baseline="the cheapest strategy of each layer that still fits, one after the other",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="layerwise_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.05,
+            baseline="best plan with one strategy for all layers",
+            evidence="simulated",
+            paper="26 to 47 % more throughput than static plans",
+        ),
+        Metric(
+            name="rank_correlation",
+            unit="1",
+            statistic="value",
+            comparison=">=",
+            threshold=0.8,
+            baseline="plans priced by what they compute alone",
+            evidence="mechanism",
+            timing=True,
+        ),
+        Metric(
+            name="mean_error",
+            unit="1",
+            statistic="mean",
+            comparison="<=",
+            threshold=0.25,
+            baseline="plans priced by what they compute alone",
+            evidence="mechanism",
+            timing=True,
+        ),
+        Metric(
+            name="chosen_over_best",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=1.10,
+            baseline="plans priced by what they compute alone",
+            evidence="mechanism",
+            timing=True,
+        ),
+        Metric(
+            name="replanned_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.3,
+            baseline="the plan the run began with",
+            evidence="mechanism",
+            timing=True,
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        where = "claim.galvatron"
+        for name in ("bandwidth", "cut_from"):
+            value = getattr(self, name)
+            require(1e5 <= value <= 1e9, f"{where}.{name}", value, expected="1e5 to 1e9 byte/s")
+        for name in ("rounds", "turns", "before", "after", "patience"):
+            value = getattr(self, name)
+            require(value >= 1, f"{where}.{name}", value, expected="at least 1")
+        require(
+            self.after > self.patience,
+            f"{where}.after",
+            self.after,
+            expected=f"more than patience = {self.patience} steps",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """The search runs everywhere; what cannot be run is skipped by itself."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Search and simulate; the full run also runs two processes, for some five minutes."""
+        context.progress("every choice of small cases", 0.0)
+        misses = float(_misses(200, greedy=as_baseline))
+        context.progress("layers that differ", 0.1)
+        mixed = context.remember("mixed", lambda: _mixed())
+        method = mixed.uniform_s if as_baseline else mixed.layerwise_s
+        metrics = {
+            "programme_misses": Paired(method=(misses,)),
+            "layerwise_speedup": Paired(method=(method,), baseline=(mixed.uniform_s,)),
+        }
+        details: dict[str, JsonValue] = {"mixed": mixed.told()}
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        context.progress("the exact optimum", 0.15)
+        details["exact"] = context.remember("exact", lambda: _gap(mixed))
+        reason = unavailable()
+        if reason is not None:
+            return Samples(metrics=metrics, details=details, skipped=dict.fromkeys(_REAL, reason))
+        return self._real(context, metrics, details, as_baseline)
+
+    # Two real processes ------------------------------------------------------------------
+
+    def _real(
+        self,
+        context: Context,
+        metrics: dict[str, Paired],
+        details: dict[str, JsonValue],
+        as_baseline: bool,
+    ) -> Samples:
+        config = _config()
+        jobs = plans_of_two()
+        context.progress("layers, links and overlap", 0.2)
+        profile = context.remember("profile", lambda: self._profile(config))
+        context.progress("24 plans", 0.3)
+        measured = context.remember("plans", lambda: self._timed(jobs, config))
+        machine = _two(self.bandwidth)
+        priced = profile.model_copy(update={"links": _no_wire()}) if as_baseline else profile
+        predicted = [_predicted(job, machine, config.shape(), priced) for job in jobs]
+        middle = [statistics.median(seconds) for seconds in measured]
+        chosen, best = int(np.argmin(predicted)), int(np.argmin(middle))
+        correlation = float(spearmanr(predicted, middle).statistic)
+        errors = [abs(p / m - 1) for p, m in zip(predicted, middle, strict=True)]
+        metrics |= {
+            "rank_correlation": Paired(method=(correlation,)),
+            "mean_error": Paired(method=tuple(errors)),
+            "chosen_over_best": Paired(
+                method=tuple(measured[chosen]), baseline=tuple(measured[best])
+            ),
+        }
+        details["plans"] = [
+            {"plan": _named(job), "predicted_s": p, "measured_s": m}
+            for job, p, m in zip(jobs, predicted, middle, strict=True)
+        ]
+        details["profile"] = profile.model_dump(mode="json")
+        context.progress("a link that is cut", 0.6)
+        faster = _scaled(profile, self.cut_from / self.bandwidth)
+        fresh = [_predicted(job, machine, config.shape(), faster) for job in jobs]
+        first = jobs[int(np.argmin(fresh))]
+
+        def run_on(adapts: bool) -> dict[str, Any]:
+            return self._cut(context, first, jobs, config, faster, adapts)
+
+        stays = context.remember("stays", lambda: run_on(False))
+        moves = stays if as_baseline else run_on(True)
+        details["replan"] = {"stays": stays, "moves": moves}
+        tail = [sum(_seconds(run)[self.before :]) for run in (moves, stays)]
+        metrics["replanned_speedup"] = Paired(method=(tail[0],), baseline=(tail[1],))
+        return Samples(
+            metrics=metrics,
+            details=details,
+            profile=f"predicted best {_named(jobs[chosen])} {1e3 * predicted[chosen]:.0f} ms, "
+            f"measured {1e3 * middle[chosen]:.0f} ms; measured best {_named(jobs[best])} "
+            f"{1e3 * middle[best]:.0f} ms; after the cut {tail[1]:.0f} s without and "
+            f"{tail[0]:.0f} s with another plan",
+        )
+
+    def _profile(self, config: ModelConfig) -> LayerProfile:
+        from shoal.parallel.measure_layers import profile_of
+        from shoal.parallel.processes import run_processes
+
+        given = {
+            "config": config.model_dump(mode="json"),
+            "seq_len": _LENGTH,
+            "sizes": [2, 4, 8],
+            "tps": [1, 2],
+            "repeats": 7,
+        }
+        with emulate(2, bandwidth=self.bandwidth) as network:
+            ranks = run_processes(
+                f"{_RANKS}:measured",
+                2,
+                given,
+                ranks_per_node=1,
+                start=network.start,
+                timeout_s=240.0,
+            )
+        return profile_of(ranks)
+
+    def _timed(self, jobs: Sequence[TrainJob], config: ModelConfig) -> list[list[float]]:
+        from shoal.parallel.processes import run_processes
+
+        given = {
+            "jobs": [job.model_dump(mode="json") for job in jobs],
+            "config": config.model_dump(mode="json"),
+            "rounds": self.rounds,
+            "turns": self.turns,
+        }
+        with emulate(2, bandwidth=self.bandwidth) as network:
+            ranks = run_processes(
+                f"{_RANKS}:time_plans",
+                2,
+                given,
+                ranks_per_node=1,
+                start=network.start,
+                timeout_s=900.0,
+            )
+        return [
+            [max(pair) for pair in zip(*steps, strict=True)] for steps in zip(*ranks, strict=True)
+        ]
+
+    def _cut(
+        self,
+        context: Context,
+        first: TrainJob,
+        jobs: Sequence[TrainJob],
+        config: ModelConfig,
+        profile: LayerProfile,
+        adapts: bool,
+    ) -> dict[str, Any]:
+        from shoal.parallel.processes import run_processes
+
+        signal = context.work_dir / f"step-{adapts}.json"
+        policy = {"enabled": adapts, "patience": self.patience}
+        begin = first.model_dump(mode="json") | {"replan": policy}
+        given = {
+            "job": begin,
+            "plans": [job.model_dump(mode="json") for job in jobs],
+            "config": config.model_dump(mode="json"),
+            "machine": _two(self.cut_from).model_dump(mode="json"),
+            "profile": profile.model_dump(mode="json"),
+            "steps": self.before + self.after,
+            "signal": str(signal),
+        }
+        with emulate(2, bandwidth=self.cut_from) as network:
+            stop = threading.Event()
+            cutter = threading.Thread(
+                target=_cut_at, args=(network, signal, self.before, self.cut_from / _CUT, stop)
+            )
+            cutter.start()
+            try:
+                ranks = run_processes(
+                    f"{_RANKS}:run_with_replan",
+                    2,
+                    given,
+                    ranks_per_node=1,
+                    start=network.start,
+                    timeout_s=900.0,
+                )
+            finally:
+                stop.set()
+                cutter.join()
+        found: dict[str, Any] = ranks[0]
+        found["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in ranks), strict=True)]
+        return found
+
+
+def _seconds(run: dict[str, Any]) -> list[float]:
+    return [float(seconds) for seconds in run["seconds"]]
+
+
+def _cut_at(
+    network: Network, signal: Path, step: int, bandwidth: float, stop: threading.Event
+) -> None:
+    """Give both hosts another rate once a step has ended."""
+    import json
+
+    while not stop.wait(0.02):
+        if signal.exists() and int(json.loads(signal.read_text())["step"]) >= step - 1:
+            for host, sends in itertools.product((0, 1), (True, False)):
+                network.reshape(host, bandwidth, sends=sends)
+            return
+
+
+def _scaled(profile: LayerProfile, factor: float) -> LayerProfile:
+    """The same with links ``factor`` times as fast."""
+    links = tuple(
+        fit.model_copy(update={"bandwidth": factor * fit.bandwidth}) for fit in profile.links
+    )
+    return profile.model_copy(update={"links": links})
+
+
+def _no_wire() -> tuple[Any, ...]:
+    """Links that take no time."""
+    from shoal.cost.layer_fit import LinkFit
+
+    return tuple(
+        LinkFit(op=op, group=2, latency_s=0.0, bandwidth=1e15)
+        for op in ("all_reduce", "gather", "scatter", "send")
+    )
+
+
+def _config() -> ModelConfig:
+    from shoal.model.config import ModelConfig
+
+    return ModelConfig(
+        family="llama",
+        vocab_size=2048,
+        hidden=128,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        ffn_hidden=384,
+        max_position=_LENGTH,
+    )
+
+
+def _two(bandwidth: float) -> Machine:
+    """Two hosts of one core each, whose rates were not probed: layers and links are measured."""
+    return Machine(
+        name="two-processes",
+        provenance="emulated",
+        nodes=2,
+        device=Device(
+            name="one thread",
+            kind="cpu",
+            num_cores=1,
+            matmul_flops={"fp32": 3e10},
+            memory=(MemoryTier(name="dram", capacity_bytes=2**34, read_bandwidth=1e10),),
+        ),
+        links=(Link(scope="node", bandwidth=bandwidth, latency_s=1e-4),),
+    )
+
+
+def plans_of_two() -> list[TrainJob]:
+    """24 plans of two ranks that this version runs."""
+    half = [{"blocks": 3, "recompute": "full"}, {"blocks": 3, "recompute": "none"}]
+    rows: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for shard, sizes in (
+        ("replicated", (8, 4, 2)),
+        ("zero1", (8, 4)),
+        ("zero2", (8, 4)),
+        ("zero3", (8, 4)),
+    ):
+        rows += [({"dp": 2}, {"shard": shard, "microbatch": size}) for size in sizes]
+    rows.append(({"dp": 2}, {"microbatch": 4, "recompute": "full"}))
+    rows.append(({"dp": 2}, {"microbatch": 8, "layers": half}))
+    rows.append(({"dp": 2}, {"microbatch": 8, "shard": "zero3", "recompute": "full"}))
+    rows += [({"tp": 2}, {"microbatch": size}) for size in (16, 8, 4)]
+    rows.append(({"tp": 2}, {"microbatch": 8, "recompute": "full"}))
+    for stages in ([3, 3], [4, 2]):
+        rows += [({"pp": 2, "stages": stages}, {"microbatch": size}) for size in (4, 2)]
+    rows.append(({"pp": 2, "stages": [3, 3]}, {"microbatch": 8}))
+    rows.append(({"pp": 2, "stages": [4, 2]}, {"microbatch": 2, "recompute": "full"}))
+    rows.append(({"pp": 2, "stages": [4, 2]}, {"microbatch": 2, "layers": half}))
+    rows.append(({"pp": 2, "stages": [5, 1]}, {"microbatch": 2}))
+    return [
+        TrainJob.model_validate(
+            {
+                "model": "shoal-0.3m",
+                "seq_len": _LENGTH,
+                "global_batch": _BATCH,
+                "precision": "fp32",
+                "steps": 1,
+                "optimizer": {"name": "adamw", "lr": 1e-4},
+                "parallel": parallel,
+                **extra,
+            }
+        )
+        for parallel, extra in rows
+    ]
+
+
+def _named(job: TrainJob) -> str:
+    split = job.parallel
+    words = [f"dp{split.dp} tp{split.tp} pp{split.pp}", job.shard.name, f"mb{job.microbatch}"]
+    if split.stages:
+        words.append("+".join(map(str, split.stages)))
+    if job.layers:
+        words.append("recompute some")
+    elif job.recompute != "none":
+        words.append("recompute")
+    return " ".join(words)
+
+
+def _predicted(job: TrainJob, machine: Machine, shape: ModelShape, profile: LayerProfile) -> float:
+    """Seconds of a step of a plan."""
+    plan = plan_of(job, shape)
+    stages = stage_costs(LayerPricer(job, machine, shape, profile), layers_of(shape), plan)
+    sends = profile.link("send", 2, 1)
+    wired = machine
+    if sends is not None:
+        link = Link(
+            scope="node",
+            bandwidth=min(sends.bandwidth, 9e14),
+            latency_s=sends.latency_s,
+        )
+        wired = machine.model_copy(update={"links": (link,)})
+    return simulated_s(stages, plan, job, wired, shape.hidden) + profile.step_s
+
+
+# The dynamic programme -------------------------------------------------------------------
+
+
+def _misses(cases: int, *, greedy: bool) -> int:
+    """Random cases in which the least time is not that of an enumeration of every choice."""
+    missed = 0
+    for case in range(cases):
+        source = generator(0, purpose="claim galvatron", index=case)
+        layers, count = int(source.integers(1, 7)), int(source.integers(1, 6))
+        seconds = source.uniform(0.1, 5.0, (layers, count))
+        seconds[source.uniform(size=seconds.shape) < 0.1] = math.inf
+        units = source.integers(0, 9, (layers, count))
+        change = source.uniform(0.0, 2.0, (layers - 1, count, count))
+        budget = int(source.integers(0, 5 * layers))
+        wanted = _enumerated(seconds, units, change, budget)
+        if greedy:
+            found = _greedy(seconds, units, change, budget)
+        else:
+            found = cheapest_chain(seconds, units, change, budget).seconds
+        missed += not (found == wanted or abs(found - wanted) <= 1e-9 * wanted)
+    return missed
+
+
+def _enumerated(seconds: Any, units: Any, change: Any, budget: int) -> float:
+    """The least time over every choice of every layer."""
+    layers, count = seconds.shape
+    choice = np.indices((count,) * layers).reshape(layers, -1)
+    time_ = seconds[np.arange(layers)[:, None], choice].sum(axis=0)
+    filled = units[np.arange(layers)[:, None], choice].sum(axis=0)
+    for layer in range(layers - 1):
+        time_ = time_ + change[layer, choice[layer], choice[layer + 1]]
+    return float(np.where(filled <= budget, time_, np.inf).min())
+
+
+def _greedy(seconds: Any, units: Any, change: Any, budget: int) -> float:
+    """One layer after the other takes what is cheapest and still fits."""
+    total, left, last = 0.0, budget, None
+    for layer, row in enumerate(seconds):
+        cost = row + (change[layer - 1][last] if last is not None else 0.0)
+        cost = np.where(units[layer] <= left, cost, np.inf)
+        last = int(cost.argmin())
+        total, left = total + float(cost[last]), left - int(units[layer][last])
+    return total
+
+
+# Layers that differ ----------------------------------------------------------------------
+
+
+class _Mixed(NamedTuple):
+    """The layer-wise plan and the best uniform one."""
+
+    option: Option
+    uniform: Option
+    layerwise_s: float
+    uniform_s: float
+    job: TrainJob
+    machine: Machine
+    shape: ModelShape
+    layers: tuple[Layer, ...]
+
+    def told(self) -> dict[str, JsonValue]:
+        """What is kept of it."""
+        plans = {"layerwise": self.option, "uniform": self.uniform}
+        found: dict[str, JsonValue] = {
+            name: [f"pp{o.pp} of {o.sequences} sequences", *group_words(o.found.plan)]
+            for name, o in plans.items()
+            if o.found.plan is not None
+        }
+        return found | {
+            "simulated_s": {"layerwise": self.layerwise_s, "uniform": self.uniform_s},
+            "parameters": sum(
+                linear.parameters for layer in self.layers for linear in linears(layer.shape)
+            ),
+        }
+
+
+def mixed_model() -> tuple[ModelShape, tuple[Layer, ...]]:
+    """A wide vocabulary, and blocks of three kinds: long attention, local attention, experts."""
+    base = resolve("Llama-3-8B").model_copy(
+        update={"vocab_size": 262144, "max_position": 16384, "num_layers": 12, "name": "mixed"}
+    )
+    one = base.model_copy(update={"num_layers": 1, "vocab_size": 1})
+    long = Layer("long", one)
+    local = Layer("local", one.model_copy(update={"ffn_hidden": 28672}), span=1024)
+    sparse = one.model_copy(update={"num_experts": 64, "top_k": 2, "expert_hidden": 14336})
+    experts = Layer("experts", sparse)
+    return base, (long, local, experts) * 4
+
+
+def _mixed() -> _Mixed:
+    shape, layers = mixed_model()
+    machine = load("64xA100-40GB")
+    job = TrainJob.model_validate(
+        {
+            "model": "Llama-3-8B",
+            "steps": 1,
+            "seq_len": 16384,
+            "global_batch": 64,
+            "precision": "bf16",
+        }
+    )
+    planner = Galvatron(layouts=_LAYOUTS)
+    found, _ = planner.search(job, machine, shape, layers)
+    option = found[0]
+    uniform = planner.best_uniform(job, machine, shape, layers, option)
+    assert uniform is not None
+
+    def simulated(one: Option) -> float:
+        assert one.found.plan is not None
+        return simulated_s(one.found.stages, one.found.plan, job, machine, shape.hidden)
+
+    return _Mixed(
+        option, uniform, simulated(option), simulated(uniform), job, machine, shape, layers
+    )
+
+
+def _gap(mixed: _Mixed) -> dict[str, JsonValue]:
+    """How far the plan is above the exact optimum for its stages and micro-batch."""
+    planner = Galvatron()
+    option = mixed.option
+    pricer = LayerPricer(mixed.job, mixed.machine, mixed.shape)
+    spaces = planner._spaces(mixed.job, mixed.machine, mixed.shape, 64)
+    strategies = next(
+        s for pp, sequences, s in spaces if (pp, sequences) == (option.pp, option.sequences)
+    )
+    search = StageSearch(
+        pricer,
+        mixed.layers,
+        strategies,
+        option.pp,
+        option.sequences,
+        mixed.job.global_batch // option.sequences,
+        planner._usable(mixed.job, mixed.machine, 64),
+    )
+    begin = time.perf_counter()
+    best = optimum(search, timeout_s=90.0)
+    return {
+        "found_s": option.found.seconds,
+        "optimum_s": best.seconds,
+        "bound_s": best.bound,
+        "gap": option.found.seconds / best.bound - 1,
+        "solver_s": time.perf_counter() - begin,
+        "strategies": len(strategies),
+    }
