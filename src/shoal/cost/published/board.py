@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -169,27 +170,34 @@ def widths(errors: Sequence[tuple[str, str, float]]) -> dict[tuple[str, str], fl
     return found
 
 
+# Devices in the picture: pattern of a name -> series.
+_FAMILIES = (
+    (r"Xeon|Ryzen|CPU|laptop|edge", "CPUs"),
+    (r"Apple", "Apple"),
+    (r"RTX|A40|L40", "RTX, A40, L40S"),
+    (r"V100|A100", "V100, A100"),
+    (r"H100|H200", "H100, H200"),
+    (r"G?B[23]00", "B200, B300, GB200, GB300"),
+)
+
+
+def _family(device: str) -> str:
+    return next((name for pattern, name in _FAMILIES if re.search(pattern, device)), "AMD, TPU")
+
+
 def scatter(board: Board) -> str:
-    """Predicted over reported, as SVG: throughput and utilisation as they are, times inverted."""
+    """Predicted over reported of every row, by device, as SVG."""
     series = []
-    for group in board.groups():
-        own = [row for row in board.rows if row.group == group]
-        series.append(
-            Series(
-                name=group,
-                x=[r.reported for r in own],
-                y=[r.predicted / r.reported for r in own],
-                line=False,
-                points=True,
-            )
-        )
-    low = min(r.reported for r in board.rows)
-    high = max(r.reported for r in board.rows)
-    ends = [low, high]
+    for family in (*(name for _, name in _FAMILIES), "AMD, TPU"):
+        own = [row for row in board.rows if _family(row.device) == family]
+        if own:
+            x = [row.reported for row in own]
+            y = [row.predicted / row.reported for row in own]
+            series.append(Series(name=family, x=x, y=y, line=False, points=True))
+    ends = [min(r.reported for r in board.rows), max(r.reported for r in board.rows)]
     lines = [
-        Series(name="", x=ends, y=[1.0, 1.0]),
-        Series(name="", x=ends, y=[1 + CLOSE, 1 + CLOSE], dashed=True),
-        Series(name="", x=ends, y=[1 - CLOSE, 1 - CLOSE], dashed=True),
+        Series(name="", x=ends, y=[level, level], dashed=level != 1.0)
+        for level in (1.0, 1 + CLOSE, 1 - CLOSE)
     ]
     return Chart(
         title=f"Published {board.kind} runs: predicted over reported",
@@ -203,5 +211,5 @@ def scatter(board: Board) -> str:
         log_x=True,
         log_y=True,
         width=860,
-        height=520,
+        height=480,
     ).render()

@@ -12,6 +12,7 @@ from shoal.cost.gpu.serve import ServeCalibration
 from shoal.cost.published.baselines import BASELINES
 from shoal.cost.published.board import CLOSE, Board, Scored, scatter, share_within
 from shoal.cost.published.calibration import NAMED, PRIOR, fitted
+from shoal.cost.published.scoreboard import alternatives
 from shoal.cost.published.serving_calibration import (
     SERVE_NAMED,
     SERVE_PRIOR,
@@ -93,6 +94,9 @@ def _summary(board: Board) -> list[str]:
     ]
     names = [n for n in BASELINES if any(n in row.baselines for row in board.rows)]
     if names:
+        for what, (error, close) in alternatives().items():
+            out.append(f"Set up otherwise ({what}): {error:.1%}, {close:.0%} within {CLOSE:.0%}.")
+        out.append("")
         out += _table(
             ("model", "median error", "after one factor on the named rows"),
             [

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
+from statistics import median
 
 from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.published.baselines import BASELINES
 from shoal.cost.published.board import CLOSE, Board, Scored, widths
-from shoal.cost.published.calibration import NAMED, calibration_for
+from shoal.cost.published.calibration import NAMED, PRIOR, calibration_for
+from shoal.cost.published.devices import gpu
 from shoal.cost.published.misses import reason_of
 from shoal.cost.published.plan import Predicted, predict
 from shoal.cost.published.quantity import reported
 from shoal.cost.published.rows import Replay, Row, UnplayableError, read, replay
 
-__all__ = ["score_training"]
+__all__ = ["alternatives", "score_training"]
 
 
 def _short(run: Predicted) -> str:
@@ -41,6 +44,32 @@ def _bound(found: Predicted) -> str:
 
 def _kind(item: Replay) -> str:
     return "experts" if mixture_layers(item.run.shape) else "dense"
+
+
+def alternatives() -> dict[str, tuple[float, float]]:
+    """(median absolute error, share within a quarter) were the board set up in other ways.
+
+    Without any calibration, and with the data sheet of a B200 where the board takes the rate
+    of products that the publication itself probed on its machine.
+    """
+    plain, sheet = [], []
+    for row in read():
+        try:
+            item = replay(row)
+        except UnplayableError:
+            continue
+        plain.append(abs(predict(item, PRIOR).value / row.value - 1.0))
+        if item.gpu.sustained:
+            item = replace(item, gpu=gpu(row.raw["device"]))
+        sheet.append(abs(predict(item, calibration_for(row.group)).value / row.value - 1.0))
+    return {
+        "no row calibrates": _told(plain),
+        "the data sheet for every device": _told(sheet),
+    }
+
+
+def _told(errors: list[float]) -> tuple[float, float]:
+    return median(errors), sum(error <= CLOSE for error in errors) / len(errors)
 
 
 def score_training(rows: tuple[Row, ...] | None = None) -> Board:
