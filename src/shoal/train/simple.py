@@ -247,7 +247,7 @@ class Trainer:
                 # The mean over all examples is the weighted mean of the ranks' means.
                 loss = _scalar(self._loss(module, self._collate(own), True))
                 share = loss * (len(own) / len(batch))
-                share.backward()
+                torch.autograd.backward(share)
                 value = float(share.detach())
         if self.dp > 1:
             found = torch.tensor([value], dtype=torch.float64)
@@ -267,7 +267,8 @@ class Trainer:
             [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in learned]
         )
         self._dp.all_reduce(flat, tag=_TAG).wait()
-        for parameter, part in zip(learned, flat.split([p.numel() for p in learned]), strict=True):
+        parts = torch.split(flat, [p.numel() for p in learned])
+        for parameter, part in zip(learned, parts, strict=True):
             parameter.grad = part.view_as(parameter)
 
     def _drawing(self, purpose: str, rank: int) -> Any:
@@ -302,7 +303,7 @@ class Trainer:
         mine[: sizes[self._dp.rank]] = x[: sizes[self._dp.rank]]
         every = x.new_empty(self.dp * most, *x.shape[1:])
         self._dp.all_gather(every, mine, tag=_TAG).wait()
-        parts = every.split(most)
+        parts = torch.split(every, most)
         return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
 
     # ------------------------------------------------------------------ the split model

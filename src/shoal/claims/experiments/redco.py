@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -108,7 +109,7 @@ class RedcoClaim:
         found: dict[str, dict[str, float]] = {}
         for index, name in enumerate(names):
             context.progress(name, index / len(names))
-            seen = context.remember(name, lambda name=name: run_family(name, self.tp, context.seed))
+            seen = context.remember(name, partial(run_family, name, self.tp, context.seed))
             # With nothing split, each rank is one process.
             found[name] = {**seen, "sharded": 0.0, "agrees": 0.0} if as_baseline else seen
         rows = list(found.values())
@@ -207,7 +208,8 @@ def agreement(model: Any, plan: dict[str, str]) -> float:
     prefix = f"{model.base_model_prefix}."
     ours = {re.sub(r"\.\d+\.", ".*.", name.removeprefix(prefix)): s for name, s in plan.items()}
     linear = {name: style for name, style in theirs.items() if style in ("colwise", "rowwise")}
-    return sum(ours.get(name) == style for name, style in linear.items()) / len(linear)
+    same = sum(ours.get(name) == style for name, style in linear.items())
+    return float(same / len(linear))
 
 
 class _Counted:

@@ -22,7 +22,7 @@ from shoal.core.errors import PlanError
 from shoal.parallel.autotp.split import SplitModel, whole_of
 from shoal.parallel.autotp.trace import Traced, trace
 from shoal.parallel.operators import TAG
-from shoal.plan.autotp.plan import Flow, TensorPlan, plan_tensors
+from shoal.plan.autotp.plan import Flow, TensorPlan, WeightSplit, plan_tensors
 
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
@@ -104,7 +104,10 @@ def _by_modules(
     owners: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    kept, weights, whole, notes = [], {}, {}, [why.partition(" Parts that can")[0]]
+    kept: list[Part] = []
+    weights: dict[str, WeightSplit] = {}
+    whole: dict[str, str] = {}
+    notes = [why.partition(" Parts that can")[0]]
     for part in parts:
         module = model.get_submodule(part.path)
         own: dict[int, int] = {}

@@ -39,7 +39,9 @@ class AutoSplit(nn.Module):
     ) -> None:
         super().__init__()
         self.comm = comm
+        comm.barrier()
         self.planned: Planned = discover(model, args, kwargs, tp=comm.world)
+        comm.barrier()
         self.first = split_model(self.planned, model, comm)
         # Parameters without memory: enough to trace again.
         memo: dict[int, Any] = {
@@ -58,7 +60,10 @@ class AutoSplit(nn.Module):
         key = _shapes(args, kwargs, self.training)
         if key not in self._made:
             model = self._empty[0].train(self.training)
+            # Ranks that are threads: nobody may call a module while another one traces.
+            self.comm.barrier()
             found = discover(model, args, kwargs, tp=self.comm.world, fallback="refuse")
+            self.comm.barrier()
             part = found.parts[0]
             self._made[key] = SplitModel(
                 part.traced, part.plan, part.flow, model, self.comm, share=self.first

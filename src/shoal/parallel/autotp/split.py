@@ -37,7 +37,7 @@ def part_of(x: Tensor, dim: int, segments: tuple[int, ...], rank: int, world: in
     """A rank's part of a whole tensor: of every segment of a dimension, its share in order."""
     pieces = [
         piece.narrow(dim, rank * (size // world), size // world)
-        for piece, size in zip(x.split(list(segments), dim), segments, strict=True)
+        for piece, size in zip(torch.split(x, list(segments), dim), segments, strict=True)
     ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
@@ -46,7 +46,7 @@ def whole_of(parts: list[Tensor], dim: int, segments: tuple[int, ...]) -> Tensor
     """The whole tensor of all ranks' parts."""
     world = len(parts)
     sizes = [size // world for size in segments]
-    by_rank = [part.split(sizes, dim) for part in parts]
+    by_rank = [torch.split(part, sizes, dim) for part in parts]
     return torch.cat([by_rank[r][s] for s in range(len(segments)) for r in range(world)], dim)
 
 
@@ -111,7 +111,10 @@ class SplitModel(nn.Module):
             hint="give batches of one shape",
             error=PlanError,
         )
-        self.traced, self.plan, self.flow, self.comm = traced, plan, flow, comm
+        self.traced: Traced = traced
+        self.plan: TensorPlan = plan
+        self.flow: Flow = flow
+        self.comm: Comm = comm
         own = dict(model.named_parameters(remove_duplicate=False))
         self.names: dict[str, str] = {}
         for value, target in traced.params.items():
@@ -273,15 +276,17 @@ class SplitModel(nn.Module):
 
     def _divided(self, node: fx.Node, op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Sizes and places along the split dimension, as this rank has them."""
-        source = self.flow.states[node.args[0].name]  # type: ignore[union-attr]
+        before: Any = node.args[0]
+        source = self.flow.states[before.name]
         assert isinstance(source, Split)
-        rank = node.args[0].meta["val"].ndim  # type: ignore[union-attr]
+        shape = before.meta["val"].shape
+        rank = len(shape)
         world = self.comm.world
         if op == "slice":
             dim = args[1] if len(args) > 1 else 0
             if (dim + rank if dim < 0 else dim) != source.dim:
                 return args
-            full = node.args[0].meta["val"].shape[source.dim]  # type: ignore[union-attr]
+            full = shape[source.dim]
             ends = [min(n + full if n < 0 else n, full) for n in args[2:4] if n is not None]
             return (args[0], dim, *(n // world for n in ends), *args[4:])
         dim = args[2] if len(args) > 2 else 0

@@ -7,19 +7,23 @@ Source: Ansel et al., PyTorch 2, 2024 (torch.export); Tan et al., Redco, 2023.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import PlanError
 from shoal.plan.autotp.graph import Graph, Node, Ref
 
-__all__ = ["Traced", "trace"]
+__all__ = ["Traced", "operator_name", "trace"]
+
+# Tracing changes how every module of the process is called.
+_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def trace(
     """
     called = name or type(model).__name__
     try:
-        program = torch.export.export(model, args, dict(kwargs or {}), strict=False)
+        with _LOCK:
+            program = torch.export.export(model, args, dict(kwargs or {}), strict=False)
     except Exception as cause:  # torch.export raises errors of many classes
         first = str(cause).strip().splitlines()
         raise PlanError(
@@ -92,16 +97,6 @@ def trace(
         else:
             assert spec.target is not None
             constants[value] = state[spec.target]
-    changed = [
-        str(spec.target)
-        for spec in signature.output_specs
-        if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
-    ]
-    if changed:
-        raise PlanError(
-            f"{called}: its forward pass changes {', '.join(changed)}; running statistics cannot "
-            "be kept by ranks that see a part; use layer or group norms"
-        )
     # One value for a parameter that has several names.
     first_of: dict[int, str] = {}
     own = dict(model.named_parameters(remove_duplicate=False))
@@ -149,8 +144,8 @@ def _node(
         return Node(kind="constant" if node.name in constants else "input", **common)
     if node.op == "get_attr":
         return Node(kind="constant", **common)
-    args = fx.map_arg(node.args, lambda n: Ref(alias.get(n.name, n.name)))
-    kwargs = fx.map_arg(node.kwargs, lambda n: Ref(alias.get(n.name, n.name)))
+    args = _referred(node.args, alias)
+    kwargs = _referred(node.kwargs, alias)
     if node.op == "output":
         return Node(kind="output", args=tuple(args), **common)
     stack = node.meta.get("nn_module_stack") or {}
@@ -163,6 +158,17 @@ def _node(
         module=module,
         **common,
     )
+
+
+def _referred(value: Any, alias: dict[str, str]) -> Any:
+    """Arguments with references in the place of nodes."""
+    if isinstance(value, fx.Node):
+        return Ref(alias.get(value.name, value.name))
+    if isinstance(value, (list, tuple)):
+        return tuple(_referred(item, alias) for item in value)
+    if isinstance(value, dict):
+        return {key: _referred(item, alias) for key, item in value.items()}
+    return value
 
 
 def operator_name(target: Any) -> str:

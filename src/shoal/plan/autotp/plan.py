@@ -16,6 +16,7 @@ GPU/TPUs, 2023 (the two rules); Shoeybi et al., Megatron-LM, 2019 (the split of 
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -151,6 +152,7 @@ class _Search:
         self.graph, self.tp = graph, tp
         self.flow = Flow()
         self.why: dict[str, str] = {}
+        self.order = {node.name: place for place, node in enumerate(graph.nodes)}
 
     def run(self) -> None:
         """Pairs first, in the order of the graph, so that they alternate; tables last."""
@@ -188,17 +190,16 @@ class _Search:
         seeds: dict[str, tuple[int, ...]] = {node.name: (self._width(node),)}
         heads: Stop | None = None
         for _ in range(64):
-            blocked = next((s for s in seeds if not self._free(s, seeds[s])), None)
-            if blocked is not None:
-                reason = f"{blocked} cannot be split by outputs"
-                break
+            held = next((why for n, sizes in seeds.items() if (why := self._held(n, sizes))), "")
             try:
                 found = self._spread(seeds)
             except Stop as stop:
                 heads = stop if stop.heads else heads
-                if self._answer(stop, seeds):
+                if not held and self._answer(stop, seeds):
                     continue
-                reason = stop.reason
+                held = held or stop.reason
+            if held:
+                reason = held
                 break
             self._accept(seeds, found)
             return
@@ -215,19 +216,24 @@ class _Search:
     def _width(self, node: Node) -> int:
         return (node.shape or (0,))[-1]
 
-    def _free(self, name: str, segments: tuple[int, ...]) -> bool:
+    def _held(self, name: str, segments: tuple[int, ...]) -> str:
+        """Why a product or table cannot be split by its outputs; empty if it can."""
         node = self.graph[name]
         if name in self.flow.rows or name in self.flow.columns or name in self.flow.tables:
-            return False
-        if any(size % self.tp for size in segments) or self._weight(node) is None:
-            return False
+            return f"{node.module or name} is split already"
+        weight = self._weight(node)
+        if weight is None:
+            return f"{node.module or name} has no parameter of its own"
+        odd = next((size for size in segments if size % self.tp), None)
+        if odd is not None:
+            return f"{odd} outputs, which {self.tp} ranks cannot share"
         source = self._input(node)
         if isinstance(source, Ref) and source.name in self.flow.states:
-            return False
-        return all(
-            self.flow.params.get(param, split) == split
-            for param, split in self._params_of(node, segments).items()
-        )
+            return f"{node.module or name} takes a split input"
+        for param, split in self._params_of(node, segments).items():
+            if self.flow.params.get(param, split) != split:
+                return f"{weight.target} is tied to a use that is split otherwise"
+        return ""
 
     def _answer(self, stop: Stop, seeds: dict[str, tuple[int, ...]]) -> bool:
         """Whether there is something to try: other segments, or more to split."""
@@ -278,31 +284,38 @@ class _Search:
             Stop: one cannot go on.
         """
         flow = Flow()
-        todo = set(seeds)
         for name, segments in seeds.items():
             node = self.graph[name]
             flow.states[name] = Split(len(node.shape or ()) - 1, segments, name)
             flow.params |= self._params_of(node, segments)
             flow.columns.add(name)
-        reached = {user.name for name in todo for user in self.graph.users[name]}
-        for node in self.graph.nodes:
-            if node.name not in reached or node.name in flow.columns:
-                if node.name in flow.columns and any(use in flow.states for use in node.uses):
-                    raise Stop("products of one group follow each other", node.name)
-                continue
-            if not any(use in flow.states for use in node.uses):
-                continue
+        # What is reached, in the order of the graph.
+        reached: list[int] = []
+        seen: set[str] = set()
+
+        def reach(name: str) -> None:
+            for user in self.graph.users[name]:
+                if user.name not in seen:
+                    seen.add(user.name)
+                    heapq.heappush(reached, self.order[user.name])
+
+        for name in seeds:
+            reach(name)
+        while reached:
+            node = self.graph.nodes[heapq.heappop(reached)]
+            if node.name in flow.columns:
+                raise Stop("products of one group follow each other", node.name)
             if node.kind == "output":
                 for use in node.uses:
                     if use in flow.states:
-                        self._leave(use, flow, seeds)
+                        self._leave(use, flow)
                 continue
             if node.op == "_assert_tensor_metadata":
                 continue
             if node.op in PRODUCTS and self._is_row(node, flow):
                 continue
             flow.states[node.name] = self._travel(node, flow)
-            reached |= {user.name for user in self.graph.users[node.name]}
+            reach(node.name)
         return flow
 
     def _travel(self, node: Node, flow: Flow) -> Split | tuple[Split, ...]:
@@ -366,7 +379,7 @@ class _Search:
         flow.rows.add(node.name)
         return True
 
-    def _leave(self, name: str, flow: Flow, seeds: dict[str, tuple[int, ...]]) -> None:
+    def _leave(self, name: str, flow: Flow) -> None:
         """A split value is the model's output: fine behind the head, and given back whole."""
         state = flow.states[name]
         if not isinstance(state, Split):
