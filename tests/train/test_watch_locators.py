@@ -228,3 +228,25 @@ def test_wrong_options_are_refused(choice: dict[str, float], word: str) -> None:
 def test_no_records_at_all() -> None:
     with pytest.raises(RankError, match=r"watch\.record"):
         Evidence({})
+
+
+def test_a_slow_sender_of_four_ranks_is_seen_though_its_answers_are_slow_as_well() -> None:
+    """Delays of four hosts of which one sends at a quarter of the rate, as measured."""
+    nan = np.nan
+    matrix = np.array(
+        [
+            [nan, 1.51, 1.61, 1.75],
+            [5.91, nan, 4.87, 11.83],
+            [1.0, 4.14, nan, 1.0],
+            [0.99, 3.41, 0.99, nan],
+        ]
+    )
+    faults, notes = C4D().judge(matrix)
+    assert found(tuple(faults)) == {("communication_slow", "sender", (1,))}
+    assert notes == []
+
+
+def test_a_message_that_nobody_awaited_is_no_delay() -> None:
+    """Rank 5 computes long: messages to it are there long before it looks."""
+    matrix = delay_matrix(Script(work=lambda r, s: 40.0 if r == 5 else 10.0).evidence())
+    assert np.nanmax(matrix) < 1.5

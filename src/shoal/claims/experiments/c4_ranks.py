@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,8 +46,10 @@ LATENCY_S = 2e-5
 COMPUTE_S = 4e-3
 JITTER = 0.05
 # A step of threads: computing, and what a message takes.
-_THREAD_COMPUTE_S = 4e-3
-_THREAD_MESSAGE_S = 1e-3
+# Long beside what a thread waits for the interpreter.
+_THREAD_COMPUTE_S = 20e-3
+_THREAD_MESSAGE_S = 3e-3
+_SWITCH_S = 2e-4
 
 
 @dataclass(frozen=True)
@@ -258,11 +261,15 @@ def run_threads(
         recorder.close()
 
     hangs = fault is not None and fault.kind.endswith("hang")
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
     try:
         run_ranks(world, rank, timeout_s=60.0)
     except RankError:
         if not hangs:
             raise
+    finally:
+        sys.setswitchinterval(before)
     evidence = Evidence.load(folder)
     return Evidence(evidence.flights, world, evidence.now + int(60e9)) if hangs else evidence
 

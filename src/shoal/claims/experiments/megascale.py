@@ -49,7 +49,7 @@ _WORLD = 8
 _WORKER = "shoal.claims.experiments.megascale_worker"
 _RANKS = "shoal.claims.experiments.megascale_ranks"
 # Steps between two faults of one run: enough to find a straggler and to train on.
-_APART = 40
+_APART = 48
 _BANDWIDTH = 300e6 / 8
 _TP, _PP = 8, 8
 
@@ -219,7 +219,7 @@ class MegaScaleClaim:
         from shoal.train.watch.robust import Robust, execute_robust
 
         steps = 8 + _APART * len(KINDS)
-        robust = Robust(spares=len(KINDS), min_ranks=0, hang_s=6.0, slow_s=2.0)
+        robust = Robust(spares=len(KINDS), min_ranks=0, hang_s=6.0, slow_s=0.5)
         source = random.Random(context.seed)
         named: list[float] = []
         blamed: list[float] = []

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.train.watch.evidence import Entry, Evidence, robust_z
+from shoal.train.watch.evidence import Entry, Evidence, half_middle, half_z, robust_z
 from shoal.train.watch.hangs import find_hangs, hang_limit_s
 from shoal.train.watch.protocols import Fault, Verdict
 
@@ -26,6 +26,13 @@ __all__ = ["C4D", "delay_matrix"]
 
 # Cells of one rank's row or column from which its end can be told from its links.
 _ENOUGH_CELLS = 3
+# Less than so many times the usual is not slow, and more is not usual.
+_CLEARLY = 1.5
+# A receiver that comes within this share of a message's time has waited for it.
+_BEFORE = 0.2
+# Share of a pair's messages whose time must be known.
+_KNOWN = 0.5
+_VERBS = {"sender": "sends", "receiver": "receives"}
 
 
 @part
@@ -92,11 +99,9 @@ class C4D:
                 f"messages from rank {slow[0]} to rank {slow[1]} take {apart:.1f} times as long as "
                 "the other way; with two ranks link, sender and receiver cannot be told apart"
             ]
-        z, middle = robust_z(matrix)
+        z, middle = half_z(matrix)
         with np.errstate(invalid="ignore"):
             odd = (z > self.z) & (matrix >= self.factor * middle)
-        if not odd.any():
-            return [], []
         seen = np.isfinite(matrix)
         left = odd.copy()
         faults: list[Fault] = []
@@ -104,13 +109,15 @@ class C4D:
         ends: dict[int, list[str]] = defaultdict(list)
         for axis, end in ((1, "sender"), (0, "receiver")):
             total, many = seen.sum(axis=axis), odd.sum(axis=axis)
-            for place in np.flatnonzero((total >= _ENOUGH_CELLS) & (many >= self.share * total)):
+            slow = (total >= _ENOUGH_CELLS) & (many >= self.share * total)
+            for place in np.flatnonzero(slow | self._whole(matrix, axis, middle)):
                 ends[int(place)].append(end)
         for rank, which in ends.items():
-            cells = [matrix[rank][odd[rank]]] if "sender" in which else []
+            cells = [matrix[rank]] if "sender" in which else []
             if "receiver" in which:
-                cells.append(matrix[:, rank][odd[:, rank]])
+                cells.append(matrix[:, rank])
             delays = np.concatenate(cells)
+            delays = delays[delays >= self.factor * middle]
             both = len(which) == 2
             faults.append(
                 Fault(
@@ -120,15 +127,17 @@ class C4D:
                     op="message",
                     score=float((np.median(delays) - middle) / max(_scale(matrix, middle), 1e-12)),
                     ratio=float(np.median(delays) / middle),
-                    text=f"rank {rank} {'sends and receives' if both else which[0][:-2] + 's'} "
+                    text=f"rank {rank} {'sends and receives' if both else _VERBS[which[0]]} "
                     f"{np.median(delays) / middle:.1f} times slower than usual, with "
                     f"{len(delays)} peers",
                 )
             )
-            if "sender" in which:
-                left[rank] = False
-            if "receiver" in which:
-                left[:, rank] = False
+            # What comes the other way waits for its answers on the slow one, so cells there that
+            # are no slower than this are explained; a fault of their own shows once it is mended.
+            worst = float(np.max(delays, initial=0.0))
+            with np.errstate(invalid="ignore"):
+                left[rank] &= ("sender" not in which) & (matrix[rank] > worst)
+                left[:, rank] &= ("receiver" not in which) & (matrix[:, rank] > worst)
         for source, target in np.argwhere(left).tolist():
             few = [
                 word
@@ -157,6 +166,24 @@ class C4D:
                 )
             )
         return faults, notes
+
+    def _whole(self, matrix: NDArray[np.float64], axis: int, middle: float) -> NDArray[np.bool_]:
+        """Rows, or columns, that deviate from the others as a whole.
+
+        In a small matrix one slow end is so large a part of the cells that none of them stands
+        out; its row still does.
+        """
+        seen = np.isfinite(matrix).sum(axis=axis)
+        enough = seen >= _ENOUGH_CELLS
+        if enough.sum() < _ENOUGH_CELLS:
+            return np.zeros(len(matrix), dtype=bool)
+        lines = np.full(len(matrix), np.nan)
+        lines[enough] = np.nanmedian((matrix if axis else matrix.T)[enough], axis=1)
+        z, usual = robust_z(lines)
+        with np.errstate(invalid="ignore"):
+            slow = (matrix >= self.factor * middle).sum(axis=axis) >= self.share * seen
+            whole: NDArray[np.bool_] = enough & slow & (z > self.z) & (lines >= self.factor * usual)
+        return whole
 
     def _late(self, evidence: Evidence, steps: list[int]) -> list[Fault]:
         """Ranks that arrive late, step after step, by their own doing, and make others wait."""
@@ -221,40 +248,63 @@ def delay_matrix(evidence: Evidence, steps: set[int] | None = None) -> NDArray[n
     """Median time of the messages from rank to rank, in multiples of what such a message takes.
 
     Sizes are compared with sizes of the same power of two, and messages that stay on a host
-    with their like. Only messages for which the receiver waited count: of the others nobody
-    knows when they came.
+    with their like. Where the receiver waited from the beginning, the end of its wait is when
+    the message came. Where it did not wait, the message came earlier than it looked: that counts
+    if even then it was not slow. Where it began to wait when the message was long on its way, the
+    message took at least as long as the wait: that counts if even this was slow.
 
     Returns:
         [source, target] float64; NaN where there is none.
     """
     hosts = {rank: flight.host for rank, flight in evidence.flights.items()}
-    times: defaultdict[tuple[int, bool], list[tuple[int, int, float]]] = defaultdict(list)
+    seen: defaultdict[tuple[int, bool], _Times] = defaultdict(_Times)
+    messages: defaultdict[tuple[int, int], int] = defaultdict(int)
     for message in evidence.messages:
         sent, received = message.sent, message.received
-        if sent is None or received is None or not received.done or not received.exact:
+        if sent is None or received is None or not received.left or not received.nbytes:
             continue
         if steps is not None and received.step >= 0 and received.step not in steps:
             continue
-        taken = received.done - max(sent.enter, received.enter)
-        if taken <= 0 or not received.nbytes:
-            continue
-        size = received.nbytes.bit_length()
         near = hosts[message.source] == hosts[message.target]
-        per_byte = taken / received.nbytes
-        times[size, near].append((message.source, message.target, per_byte))
+        times = seen[received.nbytes.bit_length(), near]
+        pair = message.source, message.target
+        messages[pair] += 1
+        late = received.enter - sent.enter
+        if not received.exact:
+            end = received.waited or received.left
+            times.most[pair].append((end - sent.enter) / received.nbytes)
+        elif late <= _BEFORE * (received.done - sent.enter):
+            taken = received.done - max(sent.enter, received.enter)
+            times.exact[pair].append(taken / received.nbytes)
+        else:
+            times.least[pair].append((received.done - received.enter) / received.nbytes)
     cells: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for group in times.values():
-        by_cell: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-        for source, target, value in group:
-            by_cell[source, target].append(value)
+    for times in seen.values():
+        if not times.exact:
+            continue
         # Of the cells, not of the messages: a busy pair must not set the norm.
-        usual = statistics.median(statistics.median(values) for values in by_cell.values())
-        for pair, values in by_cell.items():
-            cells[pair] += [value / usual for value in values]
+        usual = half_middle(np.array([statistics.median(found) for found in times.exact.values()]))
+        for pair, found in times.exact.items():
+            cells[pair] += [value / usual for value in found]
+        for pair, found in times.most.items():
+            cells[pair] += [value / usual for value in found if value < _CLEARLY * usual]
+        for pair, found in times.least.items():
+            cells[pair] += [value / usual for value in found if value > _CLEARLY * usual]
     matrix = np.full((evidence.world, evidence.world), np.nan)
     for pair, values in cells.items():
-        matrix[pair] = statistics.median(values)
+        # A few that were odd enough to say something do not speak for all the others.
+        if len(values) >= _KNOWN * messages[pair]:
+            matrix[pair] = statistics.median(values)
     return matrix
+
+
+class _Times:
+    """Nanoseconds a byte by pair: measured, at most, and at least."""
+
+    def __init__(self) -> None:
+        self.exact: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        self.most: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        self.least: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
 
 
 def _scale(matrix: NDArray[np.float64], middle: float) -> float:

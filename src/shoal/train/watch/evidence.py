@@ -21,13 +21,15 @@ from numpy.typing import NDArray
 from shoal.core.errors import RankError, require
 from shoal.train.watch.recorder import COMPUTE, Flight, read
 
-__all__ = ["Collective", "Entry", "Evidence", "Message", "robust_z"]
+__all__ = ["Collective", "Entry", "Evidence", "Message", "half_middle", "half_z", "robust_z"]
 
 # All members leave these together; the others let some ranks go early.
 _SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier", "all_to_all"})
 _MESSAGES = frozenset({"send", "receive"})
 # Below this a wait is the cost of asking, ns.
 _ASKING_NS = 50_000
+# And below this share of the time since it was asked for, it may have come at any time before.
+_WAITED = 0.2
 
 
 class Entry(NamedTuple):
@@ -74,7 +76,10 @@ class Entry(NamedTuple):
     @property
     def exact(self) -> bool:
         """The rank waited for the result, so ``done`` is when it came and not a later look."""
-        return self.blocked_ns > _ASKING_NS
+        if not self.left:
+            return False
+        wait = max(self.issued - self.enter, self.left - self.waited if self.waited else 0)
+        return wait > max(_ASKING_NS, _WAITED * (self.done - self.enter))
 
 
 class Collective(NamedTuple):
@@ -386,6 +391,31 @@ def _collectives(
     for (name, seq), members in sorted(found.items()):
         ranks = communicators.get(name, ()) or tuple(sorted(everyone[name]))
         yield Collective(name, ranks, seq, members)
+
+
+def half_middle(values: NDArray[np.float64]) -> float:
+    """The median of the shortest half of the values.
+
+    Where all deviations lie on one side, as delays do, the median of everything leans to that
+    side long before half of the values deviate; that of the shortest half does not.
+
+    Source: Rousseeuw, Least Median of Squares Regression, 1984.
+    """
+    ordered = np.sort(values[np.isfinite(values)])
+    half = len(ordered) // 2 + 1
+    widths = ordered[half - 1 :] - ordered[: len(ordered) - half + 1]
+    start = int(np.argmin(widths))
+    return float(np.median(ordered[start : start + half]))
+
+
+def half_z(
+    values: NDArray[np.float64], *, floor: float = 0.02
+) -> tuple[NDArray[np.float64], float]:
+    """As :func:`robust_z`, around :func:`half_middle`."""
+    middle = half_middle(values)
+    spread = 1.4826 * float(np.nanmedian(np.abs(values - middle)))
+    scale = max(spread, floor * abs(middle), 1e-12)
+    return (values - middle) / scale, middle
 
 
 def robust_z(

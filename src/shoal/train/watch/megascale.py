@@ -22,6 +22,9 @@ from shoal.train.watch.protocols import Fault, Verdict
 __all__ = ["MegaScale", "growing_spread"]
 
 _ENOUGH_RANKS = 3
+_MOST = 0.7
+# Ranks that agree more closely than this are alike.
+_FLOOR = 0.05
 
 
 @part
@@ -29,8 +32,8 @@ class MegaScale:
     """Slow and hanging ranks, over many steps.
 
     Args:
-        z: robust z of a rank's busy time among ranks with the same work.
-        steps: steps in which it must be so, at least, and most of those looked at.
+        z: robust z of a rank's median busy time among ranks with the same work.
+        steps: fewest steps over which that is taken.
         window: newest steps that are looked at.
         ratio: busy time over that of the others that is worth telling.
         hang_s: seconds of waiting that are a hang; three times the p99 of a step, or 60 s
@@ -39,8 +42,8 @@ class MegaScale:
 
     z: float = 3.5
     steps: int = 10
-    window: int = 40
-    ratio: float = 1.2
+    window: int = 20
+    ratio: float = 1.3
     hang_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -89,25 +92,27 @@ class MegaScale:
         if len(common) < self.steps:
             return []
         times = np.array([[busy[rank][step] for step in common] for rank in ranks])
-        scores = np.stack([robust_z(times[:, i])[0] for i in range(len(common))], axis=1)
-        middle = np.maximum(np.median(times, axis=0), 1e-9)
+        # Of each rank over the steps first: one noisy step of a busy host says nothing.
+        typical = np.median(times, axis=1)
+        scores, usual = robust_z(typical, floor=_FLOOR)
+        above = (times > np.median(times, axis=0)).mean(axis=1)
         found = []
-        for rank, score, own in zip(ranks, scores, times, strict=True):
-            odd = (score > self.z) & (own >= self.ratio * middle)
-            if odd.sum() >= max(self.steps, 0.7 * len(common)):
-                ratio = float(np.median(own / middle))
-                lost = float((own - middle).sum())
+        for rank, score, own, often, each in zip(
+            ranks, scores.tolist(), typical.tolist(), above.tolist(), times, strict=True
+        ):
+            ratio = own / max(usual, 1e-9)
+            if score > self.z and ratio >= self.ratio and often >= _MOST:
                 found.append(
                     Fault(
                         kind="non_communication_slow",
                         place="rank",
                         ranks=(rank,),
                         op="compute",
-                        score=float(np.median(score)),
+                        score=score,
                         ratio=ratio,
-                        seconds=lost,
+                        seconds=float((each - np.median(times, axis=0)).sum()),
                         text=f"rank {rank} is busy {ratio:.2f} times as long as ranks with the "
-                        f"same work, in {int(odd.sum())} of {len(common)} steps",
+                        f"same work, over {len(common)} steps",
                     )
                 )
         return found

@@ -46,6 +46,8 @@ _ERRORS = re.compile(
     r"CUDA error|NCCL (?:error|WARN)|uncorrectable ECC|\bXid\b|Bus error|Segmentation fault|"
     r"Input/output error|Cannot allocate memory|MemoryError|Out of memory"
 )
+# Steps between two looks for stragglers, of which two in a row must find the same one.
+_NEW_STEPS = 10
 _LONG_PHASES = frozenset({"checkpoint", "evaluate"})
 # Failures without a culprit and without a step between them that end the run.
 _PATIENCE = 3
@@ -365,6 +367,7 @@ class _Rules:
         self._counts: dict[int, int] = {}
         self._moved = time.monotonic()
         self._slow: dict[int, int] = {}
+        self._looked = driver.step
         self._read: dict[int, int] = {}
         for rank in range(supervisor.ranks):
             log = driver.directory.log(rank)
@@ -382,8 +385,10 @@ class _Rules:
             return  # they still start
         self._beats(flights)
         self._progress(flights, now)
-        if self.driver.robust.slow_s and now >= self._next_slow:
+        new = self.driver.step - self._looked >= _NEW_STEPS
+        if self.driver.robust.slow_s and now >= self._next_slow and new:
             self._next_slow = now + self.driver.robust.slow_s
+            self._looked = self.driver.step
             self._stragglers(flights)
 
     def _flights(self) -> dict[int, Flight]:
