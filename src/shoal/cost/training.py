@@ -307,14 +307,7 @@ class Pricer:
         return Estimate(
             step_s=interval,
             terms_s=terms,
-            memory_bytes=_memory(
-                work,
-                rates,
-                own.memory_bytes.get("optimizer", 0.0),
-                divides,
-                microbatch,
-                schedule.in_flight(pp, passes, job.parallel.vpp) if pp > 1 else 1.0,
-            ),
+            memory_bytes=self.memory(work),
             wire_bytes=wire,
             flops=flops_per_token(shape, job.seq_len) * tokens,
             tokens=tokens,
@@ -322,6 +315,23 @@ class Pricer:
             energy_j=_energy(machine, job.parallel.world, total),
             usd=_price(machine, job.parallel.world, total),
             bound=_bound(terms),
+        )
+
+    def memory(self, work: Work) -> dict[str, float]:
+        """Bytes of one rank, by cause; much faster than the whole estimate."""
+        job = work.job
+        split, microbatch = job.parallel, microbatch_of(job)
+        held = 1.0
+        if split.pp > 1:
+            passes = max(1, job.global_batch // split.dp // microbatch)
+            held = self._part("schedule", split.schedule).in_flight(split.pp, passes, split.vpp)
+        return _memory(
+            work,
+            Rates(self.machine, split, job.threads),
+            self._update(work).memory_bytes.get("optimizer", 0.0),
+            self._part("shard", job.shard).divides,
+            microbatch,
+            held,
         )
 
     def passes(self, work: Work) -> OpCosts:

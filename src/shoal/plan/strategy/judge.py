@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from shoal.cost.rates import Rates
-from shoal.cost.training import estimate, microbatch_of, steps_of
+from shoal.cost.training import Pricer, estimate, microbatch_of, steps_of
 from shoal.ir import Estimate, Machine, ModelShape, Plan, TrainJob, Work
 from shoal.plan.length import with_steps
 from shoal.plan.strategy.objective import check_objective, worth
 
-__all__ = ["Judged", "describe", "fits", "rank", "to_plan", "usable_bytes"]
+__all__ = ["Judged", "describe", "fits", "may_fit", "rank", "to_plan", "usable_bytes"]
 
 # Share of a rank's memory that a plan may fill; the rest is for what nobody counted.
 FILL = {"gpu": 0.92, "cpu": 0.85}
@@ -35,6 +35,11 @@ def usable_bytes(job: TrainJob, machine: Machine) -> float:
 def fits(job: TrainJob, machine: Machine, cost: Estimate) -> bool:
     """The predicted memory of a rank is within what it may fill."""
     return cost.memory_total <= usable_bytes(job, machine)
+
+
+def may_fit(work: Work, pricer: Pricer) -> bool:
+    """The same, without pricing the plan."""
+    return sum(pricer.memory(work).values()) <= usable_bytes(work.job, pricer.machine)
 
 
 def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Judged) -> str:

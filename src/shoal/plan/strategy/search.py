@@ -7,7 +7,7 @@ from shoal.core.parts import part
 from shoal.cost.shapes import resolve
 from shoal.cost.training import Pricer
 from shoal.ir import Machine, ModelShape, Plan, TrainJob, Work
-from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
+from shoal.plan.strategy.judge import Judged, describe, fits, may_fit, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
 from shoal.plan.strategy.space import candidates
 
@@ -64,9 +64,11 @@ class Search:
 
 
 def price_all(job: TrainJob, shape: ModelShape, machine: Machine) -> list[Judged]:
-    """Every legal concrete job with its estimate."""
+    """Legal concrete jobs with their estimates: those that fit, or all where none does."""
     pricer = Pricer(machine)
-    return [
-        (candidate, pricer.estimate(Work.model_construct(shape=shape, job=candidate)))
+    works = [
+        Work.model_construct(shape=shape, job=candidate)
         for candidate in candidates(job, machine, shape=shape)
     ]
+    fitting = [work for work in works if may_fit(work, pricer)]
+    return [(work.job, pricer.estimate(work)) for work in fitting or works]

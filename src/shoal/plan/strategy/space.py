@@ -8,6 +8,7 @@ are open otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
@@ -114,7 +115,7 @@ def candidates(
             for split in legal_parallel(job, shape, machine, world)
         ]
     fixed = job.model_fields_set
-    precisions = (job.precision,) if "precision" in fixed else ("bf16", "fp32")
+    precisions = (job.precision,) if "precision" in fixed else _precisions(machine)
     recomputes = (job.recompute,) if "recompute" in fixed else ("none", "full")
     for parallel in splits:
         share = job.global_batch // parallel.dp
@@ -134,6 +135,14 @@ def candidates(
                                 "precision": precision,
                             }
                         )
+
+
+def _precisions(machine: Machine) -> tuple[Literal["bf16", "fp32"], ...]:
+    """Precisions to try: a device with fast bf16 products is never faster in fp32."""
+    rates = machine.device.matmul_flops or machine.device.peak_flops
+    if machine.device.kind == "gpu" and rates.get("bf16", 0.0) > rates.get("fp32", 0.0):
+        return ("bf16",)
+    return ("bf16", "fp32")
 
 
 def _possible(job: TrainJob, shape: ModelShape) -> None:

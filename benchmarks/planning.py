@@ -1,0 +1,87 @@
+"""How long a full search takes, and how much memory, each in a process of its own.
+
+Usage: python benchmarks/planning.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+from common import Row, record, require_quiet
+
+# Name, model, machine, sequences of a step, most seconds.
+SEARCHES = (
+    ("a model of 1,008 B on 3,072 devices", "GPT-1T", "3072xA100", 1536, 10.0),
+    ("a model of 70 B on 64 devices", "Llama-3-70B", "64xH100", 1024, 2.0),
+)
+SEARCH = """
+import json, resource, sys, time
+from shoal.ir import TrainJob
+from shoal.machine.described import load
+from shoal.plan.strategy import PLANNERS
+model, machine, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
+length = 2048 if model == "GPT-1T" else 4096
+job = TrainJob.model_validate({"model": model, "seq_len": length, "global_batch": batch})
+there = load(machine)
+begin = time.perf_counter()
+best = PLANNERS.build("search").plan(job, there)[0]
+seconds = time.perf_counter() - begin
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([seconds, peak, best.why, best.fits, "torch" in sys.modules]))
+"""
+RUNS = 5
+
+
+def main() -> None:
+    """Measure searches and a cold start of the command; medians of five processes."""
+    require_quiet()
+    rows = []
+    for name, model, machine, batch, most in SEARCHES:
+        found = []
+        for _ in range(RUNS):
+            done = subprocess.run(
+                [sys.executable, "-c", SEARCH, model, machine, str(batch)],
+                capture_output=True,
+                check=True,
+            )
+            found.append(json.loads(done.stdout))
+        found.sort()
+        seconds, peak, why, fits, torch_loaded = found[RUNS // 2]
+        if not fits or torch_loaded:
+            raise SystemExit(f"{name}: fits is {fits}, torch loaded is {torch_loaded}")
+        told = f"{model} on {machine}, {why.split(';')[0]}; median of {RUNS} processes"
+        samples = {"s": [run[0] for run in found]}
+        rows.append(Row(f"full search: {name}", seconds, "s", "<=", most, told, samples=samples))
+        rows.append(Row(f"memory of that search: {name}", peak / 2**30, "GiB", "<=", 1.0, told))
+    cold = []
+    command = ["train", "Qwen3-14B", "-m", "16xH100", "--tokens", "20B"]
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "shoal", "plan", *command],
+            capture_output=True,
+            check=True,
+            env={**os.environ, "COLUMNS": "120"},
+        )
+        cold.append(time.perf_counter() - begin)
+    cold.sort()
+    rows.append(
+        Row(
+            "shoal plan from a cold start, 14 B on 16 devices",
+            cold[RUNS // 2],
+            "s",
+            "<=",
+            3.0,
+            f"the whole command `shoal plan {' '.join(command)}`; median of {RUNS}",
+            samples={"s": cold},
+        )
+    )
+    record(rows)
+
+
+if __name__ == "__main__":
+    main()
