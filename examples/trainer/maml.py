@@ -47,7 +47,9 @@ def loss(model, batch, train):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 1))
+    model = nn.Sequential(
+        nn.Linear(1, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 1)
+    )
     trainer = shoal.Trainer(model, collate, loss, parallel="auto", batch=16)
     for row in trainer.fit(range(800), epochs=4, evaluate=range(10_000, 10_064)):
         print(row)
