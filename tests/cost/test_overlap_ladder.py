@@ -43,7 +43,7 @@ def machine() -> Machine:
 
 def test_rungs_rise(machine: Machine) -> None:
     rungs = ladder(work(), machine)
-    assert [rung.name for rung in rungs][0] == "nothing"
+    assert rungs[0].name == "nothing"
     for below, above in itertools.pairwise(rungs):
         assert above.tokens_per_s >= below.tokens_per_s, above.name
     assert 0.2 < rungs[0].mfu < rungs[-1].mfu < 0.8

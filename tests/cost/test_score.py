@@ -10,7 +10,7 @@ from shoal.ir import Device, Estimate, Interval, Machine, MemoryTier, Plan, Repo
 MACHINE = Machine(
     name="m",
     device=Device(
-        name="c", kind="cpu", num_cores=2, memory=(MemoryTier(name="dram", capacity_bytes=1),)
+        name="c", kind="cpu", num_cores=2, memory=(MemoryTier(name="dram", capacity_bytes=10**9),)
     ),
 )
 

@@ -3,6 +3,8 @@ import pytest
 from shoal.core.errors import ConfigError, ModelError, PlanError
 from shoal.cost.shapes import find
 from shoal.ir import Device, Link, Machine, MemoryTier, Plan, TrainJob
+from shoal.machine.described import load
+from shoal.parallel.legal import check_split
 from shoal.plan.strategy import PLANNERS
 from shoal.plan.strategy.remedy import enlarged
 from shoal.plan.strategy.space import candidates, divisors, legal_parallel
@@ -174,3 +176,24 @@ def test_bad_input():
     by_hand = Plan(job=TrainJob(), machine=LAPTOP, shape=find("shoal-4m"))
     with pytest.raises(ConfigError, match=r"plan\.estimate"):
         explain([by_hand])
+
+
+def test_the_space_has_every_dimension_and_only_what_runs() -> None:
+    machine = load("64xH100")
+    job = TrainJob.model_validate({"model": "Llama-3-8B", "seq_len": 8192, "global_batch": 64})
+    found = list(candidates(job, machine))
+    splits = [item.parallel for item in found]
+    assert {"1f1b", "interleaved", "zb_h1"} == {s.schedule.name for s in splits}
+    assert {2, 4} == {s.vpp for s in splits if s.schedule.name == "interleaved"}
+    assert any(s.sp for s in splits)
+    assert all(s.tp > 1 for s in splits if s.sp)
+    assert {1, 2, 4, 8, 16} == {s.cp for s in splits}
+    for item in found[::97]:  # a share of all: each is checked as a run would be
+        check_split(item, find("Llama-3-8B"))
+
+
+def test_without_a_plan_that_fits_all_are_ranked_by_how_much_is_missing() -> None:
+    job = TrainJob.model_validate({"model": "Llama-3-70B", "seq_len": 4096, "global_batch": 64})
+    plans = PLANNERS.build("search").plan(job, load("2xRTX-4090"))
+    assert not plans[0].fits
+    assert plans[0].notes[0].startswith("it does not fit: a rank needs")

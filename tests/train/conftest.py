@@ -12,7 +12,6 @@ from shoal.cost.shapes import find
 from shoal.cost.training import estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, Plan, TrainJob, Work
 
-
 # The tests of this room share modules that are no tests.
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -53,6 +53,9 @@ FOLDS = 5
 COVERAGE = 0.90
 # Times on another machine than the swept one are off by such a factor, either way.
 FOREIGN = 2.0
+# A product takes at least this share of the time of one with half its inner size: trees do not
+# know that work takes time.
+SHRINKS = 0.9
 # Half-width of the interval where only rates are known, as a share.
 UNSWEPT = 0.4
 _SENSED = ("rapl", "nvml")
@@ -147,11 +150,22 @@ class GemmPredictor:
             ConfigError: a product of a tile or type that was not swept.
         """
         facts = self.facts
-        trees = self.forest.trees(features(shapes, facts.limits))[:, :, 0]
+        # Also every product of half the inner size, and of half of that: see SHRINKS.
+        chains = [_halves(shape) for shape in shapes]
+        asked = [shape for chain in chains for shape in chain]
+        trees = self.forest.trees(features(asked, facts.limits))[:, :, 0]
         trees = trees * facts.deviation + facts.mean
-        roofline = np.log([facts.limits.seconds(shape) for shape in shapes])
-        spread = np.maximum(trees.std(axis=0), facts.floor)
-        return roofline + trees.mean(axis=0), facts.spread * spread
+        middle = np.log([facts.limits.seconds(shape) for shape in asked]) + trees.mean(axis=0)
+        spread = facts.spread * np.maximum(trees.std(axis=0), facts.floor)
+        told, width = np.empty(len(shapes)), np.empty(len(shapes))
+        begin = 0
+        for n, chain in enumerate(chains):
+            told[n] = middle[begin]
+            for value in middle[begin + 1 : begin + len(chain)]:
+                told[n] = max(told[n] + np.log(SHRINKS), value)
+            begin += len(chain)
+            width[n] = spread[begin - 1]
+        return told, width
 
     def seconds(self, shapes: Sequence[GemmShape]) -> np.ndarray:
         """Predicted seconds, [N]; see :meth:`raw`."""
@@ -424,6 +438,14 @@ def fit(
         update={"spread": max(factor, 1e-6) * whole.facts.spread, "errors": found}
     )
     return GemmPredictor(facts, whole.forest, whole.power)
+
+
+def _halves(shape: GemmShape) -> list[GemmShape]:
+    """The product after those of half its inner size, of half of that, and so on."""
+    found = [shape]
+    while found[0].K >= 32:
+        found.insert(0, found[0].model_copy(update={"K": found[0].K // 2}))
+    return found
 
 
 def _covered(limits: Roofs, point: GemmPoint) -> bool:

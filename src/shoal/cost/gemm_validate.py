@@ -1,8 +1,8 @@
 """How well products are predicted that nobody measured: three splits, four predictors.
 
 ``random`` holds out rows, so a shape may be seen with other threads or tiles; ``grouped`` holds
-out whole shapes; ``extrapolate`` holds out the largest octave of operations. The forest stands
-beside the roofline, the roofline with a linear correction, and boosted trees.
+out whole shapes; ``extrapolate`` holds out every shape with a size in the largest octave.
+The forest stands beside the roofline, the roofline with a linear correction, and boosted trees.
 
 Sources: Friedman, Greedy Function Approximation: A Gradient Boosting Machine, 2001; Breiman,
 Random Forests, 2001 (importance by permutation).
@@ -94,8 +94,11 @@ def _parts(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(rows to learn from, rows held out), as masks."""
     if split == "extrapolate":
-        flops = np.array([point.flops for point in points])
-        late = flops > flops.max() / 2
+        largest = np.array([max(point.group) for point in points])
+        own = np.array([point.tile > 0 for point in points])
+        late = np.zeros(len(points), dtype=bool)
+        for kernel in (own, ~own):
+            late |= kernel & (largest > largest[kernel].max(initial=0) / 2)
         yield ~late, late
         return
     if split == "random":
@@ -183,10 +186,13 @@ def _peers(
     weights, *_ = np.linalg.lstsq(np.hstack([rows, ones]).astype(float), real, rcond=None)
     linear = np.hstack([asked, np.ones((len(asked), 1))]) @ weights
     ensemble: Any = import_extra("sklearn.ensemble", extra="bench", purpose="boosting trees")
-    boosted = ensemble.HistGradientBoostingRegressor(
-        max_iter=300, learning_rate=0.08, random_state=seed
-    ).fit(rows, real)
-    return {"linear": np.exp(linear), "boosting": np.exp(boosted.predict(asked))}
+    pools: Any = import_extra("threadpoolctl", extra="bench", purpose="boosting trees")
+    # On a few rows its threads wait for each other most of the time.
+    with pools.threadpool_limits(1):
+        boosted = ensemble.HistGradientBoostingRegressor(
+            max_iter=300, learning_rate=0.08, random_state=seed
+        ).fit(rows, real)
+        return {"linear": np.exp(linear), "boosting": np.exp(boosted.predict(asked))}
 
 
 class TileChoice(Value):

@@ -195,6 +195,8 @@ class LayerPricer:
         # One memory for each pricer.
         self.layer = functools.lru_cache(maxsize=None)(self._layer)
         self.change = functools.lru_cache(maxsize=None)(self._change)
+        self._pass = functools.lru_cache(maxsize=None)(self._pass_of)
+        self._end_pass = functools.lru_cache(maxsize=None)(self._end_pass_of)
         self._link = functools.lru_cache(maxsize=None)(self._link_of)
         self._rates = functools.lru_cache(maxsize=None)(self._rates_of)
 
@@ -260,7 +262,7 @@ class LayerPricer:
             tp=tp,
         )
 
-    def _pass(
+    def _pass_of(
         self, layer: Layer, sequences: int, tp: int, cp: int, world: int
     ) -> tuple[Pass, Pass, Pass]:
         """Forward, backward, and what recomputation adds."""
@@ -298,7 +300,7 @@ class LayerPricer:
         ahead, behind = (Pass(matmul=seconds).shared(cp) for seconds in both)
         return ahead, behind
 
-    def _end_pass(
+    def _end_pass_of(
         self, end: str, sequences: int, tp: int, cp: int, world: int
     ) -> tuple[Pass, Pass]:
         measured = self._measured(end, sequences, tp, cp)

@@ -54,7 +54,7 @@ _RANKS = "shoal.claims.experiments.galvatron_ranks"
 _LENGTH, _BATCH = 128, 16
 _REAL = ("rank_correlation", "mean_error", "chosen_over_best", "replanned_speedup")
 _CUT = 8
-_LAYOUTS = 5
+_LAYOUTS = 4
 
 
 @part

@@ -327,4 +327,4 @@ def _shrinking(seconds: object) -> float:
             shapes.append(shape)
             longer.append(shape.model_copy(update={"K": 2 * shape.K}))
     told = [np.asarray(seconds(list(which))) for which in (shapes, longer)]  # type: ignore[operator]
-    return float(np.sum(told[1] < 0.9 * told[0]))
+    return float(np.sum(told[1] < (0.9 - 1e-9) * told[0]))

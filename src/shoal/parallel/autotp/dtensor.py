@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from shoal.core.errors import PlanError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from shoal.plan.autotp.plan import TensorPlan
@@ -32,7 +34,7 @@ def torch_styles(plan: TensorPlan) -> dict[str, ParallelStyle]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    made = {
+    made: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": lambda: ColwiseParallel(),
         "rowwise": lambda: RowwiseParallel(),
         "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),

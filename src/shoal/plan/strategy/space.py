@@ -23,12 +23,17 @@ __all__ = [
     "most_ranks",
     "needs_whole_matrices",
     "sharding_choices",
+    "splits",
 ]
 
 # In the order in which one would rather have them.
 SHARDS = ("replicated", "zero1", "zero2", "zero3")
 # Of these two, the matrices stay whole on every rank.
 WHOLE_SHARDS = frozenset({"replicated", "zero1"})
+# Sequences of so many tokens and more are worth being shared by ranks.
+_LONG = 8192
+# Chunks of a rank in an interleaved pipeline: more have more messages and smaller products.
+_CHUNKS = (2, 4)
 
 
 def divisors(number: int) -> list[int]:
@@ -47,7 +52,7 @@ def most_ranks(machine: Machine) -> int:
 def legal_parallel(
     job: TrainJob, shape: ModelShape, machine: Machine, world: int
 ) -> Iterator[Parallel]:
-    """Every split of ``world`` ranks that the shape, the batch and the machine allow.
+    """Every split of ``world`` ranks into dp x tp x pp that shape, batch and machine allow.
 
     Tensor parallelism stays inside a node: its all-reduces wait for nothing else.
     """
@@ -61,6 +66,37 @@ def legal_parallel(
             dp = world // tp // pp
             if pp <= shape.num_layers and job.global_batch % dp == 0:
                 yield Parallel(dp=dp, tp=tp, pp=pp)
+
+
+def splits(job: TrainJob, shape: ModelShape, machine: Machine, world: int) -> Iterator[Parallel]:
+    """Those of :func:`legal_parallel`, with shared sequences, and under every schedule."""
+    for cp in (1, *_context_degrees(job, world)):
+        for plain in legal_parallel(job, shape, machine, world // cp):
+            yield from _ways(plain.model_copy(update={"cp": cp}), job, shape)
+
+
+def _context_degrees(job: TrainJob, ranks: int) -> list[int]:
+    """Ranks that may share a long sequence; zigzag cuts it into twice as many pieces."""
+    if job.seq_len < _LONG:
+        return []
+    return [cp for cp in divisors(ranks) if cp > 1 and job.seq_len % (2 * cp) == 0 and cp <= 16]
+
+
+def _ways(plain: Parallel, job: TrainJob, shape: ModelShape) -> Iterator[Parallel]:
+    """The split, with and without the residual stream shared, under the schedules that go."""
+    ways = [plain]
+    if plain.tp > 1 and job.seq_len % (plain.tp * plain.cp) == 0:
+        ways.append(plain.model_copy(update={"sp": True}))
+    for way in ways:
+        yield way
+        if plain.pp == 1:
+            continue
+        for chunks in _CHUNKS:
+            if shape.num_layers % (plain.pp * chunks) == 0:
+                update = {"vpp": chunks, "schedule": Choice(name="interleaved")}
+                yield way.model_copy(update=update)
+        if plain.cp == 1:
+            yield way.model_copy(update={"schedule": Choice(name="zb_h1")})
 
 
 def needs_whole_matrices(job: TrainJob) -> bool:
@@ -107,23 +143,23 @@ def candidates(
     _possible(job, shape)
     if "parallel" in job.model_fields_set:
         _stated(job, shape, machine)
-        splits = [job.parallel]
+        every = [job.parallel]
     else:
-        splits = [
-            split
-            for world in worlds(job, machine)
-            for split in legal_parallel(job, shape, machine, world)
+        every = [
+            split for world in worlds(job, machine) for split in splits(job, shape, machine, world)
         ]
     fixed = job.model_fields_set
     precisions = (job.precision,) if "precision" in fixed else _precisions(machine)
     recomputes = (job.recompute,) if "recompute" in fixed else ("none", "full")
-    for parallel in splits:
+    for parallel in every:
         share = job.global_batch // parallel.dp
         if job.microbatch is not None and share % job.microbatch:
             continue
         sizes = divisors(share) if job.microbatch is None else [job.microbatch]
         for shard in sharding_choices(job, parallel):
             for size in sizes:
+                if not _goes(parallel, shard.name, share // size):
+                    continue
                 for recompute in recomputes:
                     for precision in precisions:
                         yield job.model_copy(
@@ -135,6 +171,14 @@ def candidates(
                                 "precision": precision,
                             }
                         )
+
+
+def _goes(parallel: Parallel, shard: str, passes: int) -> bool:
+    """The schedule takes this many micro-batches, and goes with this sharding."""
+    name = parallel.schedule.name
+    if name == "interleaved":
+        return passes % parallel.pp == 0
+    return name != "zb_h1" or shard in WHOLE_SHARDS
 
 
 def _precisions(machine: Machine) -> tuple[Literal["bf16", "fp32"], ...]:
