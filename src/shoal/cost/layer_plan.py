@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
+from shoal.cost.layer_fit import LayerProfile
 from shoal.cost.layerwise import Layer, LayerCost, LayerPricer, Strategy, layers_of
 from shoal.cost.pipeline import MachineLinks, simulate
 from shoal.cost.training import ALLOCATOR_SLACK, RUNTIME_BYTES, Pricer, microbatch_of
@@ -288,6 +289,32 @@ def _cut(layers: int, sizes: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(end - own, end) for own, end in zip(sizes, ends, strict=True))
 
 
+def _terms(
+    stages: Sequence[StageCost], plan: LayerPlan, job: TrainJob, pricer: LayerPricer
+) -> dict[str, float]:
+    """Seconds of a step by cause, those of the slowest stage's rank; they add up to the step."""
+    step = simulated_s(stages, plan, job, pricer.machine, pricer.shape.hidden)
+    m = plan.microbatches
+    slowest = max(stages, key=lambda stage: m * stage.micro_s + stage.once_s)
+    passes = [p for cost in slowest.layers for p in (cost.forward, cost.backward)]
+    terms = {
+        "matmul": m * sum(p.matmul for p in passes),
+        "attention": m * sum(p.attention for p in passes),
+        "memory": m * sum(p.memory for p in passes),
+        "overhead": m * sum(cost.overhead_s for cost in slowest.layers),
+        "optimizer": sum(cost.update_s for cost in slowest.layers),
+        "collective": m * (sum(cost.wire_s for cost in slowest.layers) + slowest.change_s)
+        + sum(cost.extra_s for cost in slowest.layers),
+    }
+    if plan.pp > 1:
+        terms["collective"] += m * 2 * slowest.boundary_s
+    used = sum(terms.values())
+    terms["bubble"] = max(0.0, step - used)
+    if used > step:  # sends that the simulator hides behind other micro-batches
+        terms["collective"] -= used - step
+    return terms
+
+
 def estimate_layers(
     work: Work,
     machine: Machine,
@@ -310,28 +337,22 @@ def estimate_layers(
     base = Pricer(machine).estimate(Work.model_construct(shape=shape, job=plain))
     plan = plan_of(job, shape)
     pricer = pricer or LayerPricer(job, machine, shape)
-    stages = stage_costs(pricer, layers or layers_of(shape), plan)
-    others = pricer.profile.step_s + base.terms_s["data"]
-    step = simulated_s(stages, plan, job, machine, shape.hidden) + others
-    m = plan.microbatches
-    slowest = max(stages, key=lambda stage: m * stage.micro_s + stage.once_s)
-    passes = [p for cost in slowest.layers for p in (cost.forward, cost.backward)]
-    terms = {
-        "matmul": m * sum(p.matmul for p in passes),
-        "attention": m * sum(p.attention for p in passes),
-        "memory": m * sum(p.memory for p in passes),
-        "overhead": m * sum(cost.overhead_s for cost in slowest.layers) + pricer.profile.step_s,
-        "optimizer": sum(cost.update_s for cost in slowest.layers),
-        "collective": m * (sum(cost.wire_s for cost in slowest.layers) + slowest.change_s)
-        + sum(cost.extra_s for cost in slowest.layers),
-        "data": base.terms_s["data"],
-    }
-    if plan.pp > 1:
-        terms["collective"] += m * 2 * slowest.boundary_s
-    used = sum(terms.values())
-    terms["bubble"] = max(0.0, step - used)
-    if used > step:  # sends that the simulator hides behind other micro-batches
-        terms["collective"] -= used - step
+    layers = layers or layers_of(shape)
+    stages = stage_costs(pricer, layers, plan)
+    terms = _terms(stages, plan, job, pricer)
+    if pricer.profile == LayerProfile():
+        # Nothing of the layers was measured: the job costs what it would if all were alike, its
+        # parts included, and what these layers take more or less.
+        alike = plan_of(plain, shape)
+        same = _terms(stage_costs(pricer, layers, alike), alike, plain, pricer)
+        terms = {
+            cause: max(0.0, base.terms_s[cause] + terms[cause] - same[cause]) for cause in same
+        }
+        terms["data"] = base.terms_s["data"]
+    else:
+        terms["data"] = base.terms_s["data"]
+        terms["overhead"] += pricer.profile.step_s
+    step = sum(terms.values())
     fullest = max(stages, key=lambda stage: stage.total_bytes(machine.device.kind))
     memory = fullest.memory_bytes
     memory["runtime"] = fullest.total_bytes(machine.device.kind) - sum(memory.values())

@@ -116,6 +116,12 @@ class Galvatron:
             profile: what was measured of the layers.
             layers: of the model, where they differ in what a shape cannot say.
         """
+        beyond = _beyond(job)
+        if beyond:
+            plans = Search(keep=self.keep).plan(job, machine)
+            note = f"all layers run alike: {beyond} is not planned layer by layer"
+            changed = {"planner": "galvatron"}
+            return [p.model_copy(update={**changed, "notes": (note, *p.notes)}) for p in plans]
         shape = resolve(job.model)
         layers = layers or layers_of(shape)
         options, failed = self.search(job, machine, shape, layers, profile=profile)
@@ -256,13 +262,6 @@ class Galvatron:
         shards: tuple[str, ...] = _WHOLE if needs_whole_matrices(job) else _SHARDS
         if "shard" in job.model_fields_set:
             shards = (job.shard.name,)
-            require(
-                job.shard.name in _SHARDS,
-                "shard",
-                job.shard.name,
-                expected=f"one of {', '.join(_SHARDS)} with this planner",
-                error=PlanError,
-            )
         elif dp * cp == 1:
             shards = ("replicated",)
         again: tuple[bool, ...] = (False, True)
@@ -465,6 +464,16 @@ class Galvatron:
         found = Search(keep=self.keep).plan(job, machine)
         changed = {"planner": "galvatron", "fits": False}
         return [plan.model_copy(update={**changed, "notes": (note, *plan.notes)}) for plan in found]
+
+
+def _beyond(job: TrainJob) -> str:
+    """What the job states that layers cannot have each for itself; empty if nothing."""
+    split = job.parallel
+    if split.schedule.name not in ("1f1b", "gpipe") or split.vpp > 1:
+        return f"the schedule {split.schedule.name}"
+    if split.vocab_split == "pp":
+        return "a vocabulary shared by the stages"
+    return "" if job.shard.name in _SHARDS else f"the sharding {job.shard.name}"
 
 
 def _slower(option: Option, best: Option) -> str:
