@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.core.parts import table
+from shoal.cost.gpu.device import CALIBRATED
 from shoal.ir import Device, Link, Machine, MemoryTier, ModelShape, TrainJob, Work
 
 SHAPE = ModelShape(
@@ -78,7 +79,7 @@ def test_seconds_are_what_blocks_do_not_hide() -> None:
     cpu = part.estimate(_work("zigzag"), _machine("cpu", latency_s=0))
     assert cpu.step_s.value == pytest.approx(cpu.wire_bytes["loopback"] / 1e9)
     slow = part.estimate(_work("zigzag"), _machine("gpu", bandwidth=1e6, latency_s=0))
-    sent = slow.wire_bytes["device"] / 1e6
+    sent = slow.wire_bytes["device"] / (CALIBRATED.wire * 1e6)
     assert 0.5 * sent < slow.step_s.value < sent
     fast = part.estimate(_work("zigzag"), _machine("gpu", bandwidth=1e12, latency_s=1e-9))
     assert fast.step_s.value == pytest.approx(6 * 1e-9)
