@@ -26,6 +26,7 @@ WRITES = {
     "parallel/processes.py",  # where a crash leaves a rank's stacks
     "parallel/heartbeat.py",  # a mapped page of a few numbers
     "train/supervise.py",  # what a rank prints
+    "train/watch/recorder.py",  # a mapped page of records
     "train/worker.py",  # where a crash leaves its stacks
 }
 

@@ -48,6 +48,8 @@ def test_commands_parse(line: str) -> None:
         words = words[1:]
     while hasattr(command, "commands"):
         assert words, f"{line}: a verb is missing"
+        if " ".join(words[:2]) in command.commands:  # such as `train diagnose`
+            words = [" ".join(words[:2]), *words[2:]]
         assert words[0] in command.commands, f"{line}: no command {words[0]}"
         command, words = command.commands[words[0]], words[1:]
     # Parses and converts the arguments; nothing is run.

@@ -124,7 +124,7 @@ class _Never:
 
     def wait(self) -> None:
         peer = (self._comm.rank + 1) % self._comm.world
-        self._comm.receive(torch.empty(1), peer, tag="nothing").wait()
+        self._comm.receive(torch.empty(1), peer, tag="exchange").wait()
 
 
 class _Faulty:

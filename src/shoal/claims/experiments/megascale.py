@@ -31,6 +31,7 @@ from pydantic import JsonValue
 from shoal.claims.experiments.c4 import longest_waiter
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import ShoalError, require
+from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
 from shoal.core.parts import part
 from shoal.cost.overlap_ladder import ladder
@@ -296,7 +297,7 @@ class MegaScaleClaim:
         if not corpus.exists():
             corpus.mkdir(parents=True)
             for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]:
-                (corpus / path.name).write_bytes(path.read_bytes()[:40_000])
+                write_atomic(corpus / path.name, path.read_bytes()[:40_000])
         job = TrainJob.model_validate(
             {
                 "name": "megascale",
