@@ -12,7 +12,7 @@ from shoal.app.show import Format
 
 if TYPE_CHECKING:
     from shoal.cost.imports.measure import Measured
-    from shoal.ir import Plan, Report, ServePlan, ServeReport
+    from shoal.ir import Report, ServeReport
 
 __all__ = ["score"]
 
@@ -71,8 +71,9 @@ def _import(path: Path, format_: str, plan: Path | None, output: Format) -> None
     from shoal.app.show import as_json
     from shoal.cost.imports.measure import measure, read, report
     from shoal.cost.score import Score
+    from shoal.plan.saved import read_plan
 
-    planned = None if plan is None else _plan(plan)
+    planned = None if plan is None else read_plan(plan)
     measured = measure(read(path, format_), planned)
     scored = None
     if planned is not None:
@@ -90,18 +91,6 @@ def _import(path: Path, format_: str, plan: Path | None, output: Format) -> None
         )
     else:
         _print(measured, scored)
-
-
-def _plan(path: Path) -> Plan | ServePlan:
-    from shoal.core.errors import ConfigError
-    from shoal.core.files import read_yaml
-    from shoal.ir import Plan, ServePlan
-
-    raw = read_yaml(path)
-    job = raw.get("job") if isinstance(raw, dict) else None
-    if not isinstance(job, dict) or "machine" not in raw:
-        raise ConfigError(f"{path}: not a plan; give the file that shoal plan saved")
-    return ServePlan.load(path) if job.get("job") == "serve" else Plan.load(path)
 
 
 def _print(measured: Measured, scored: Report | ServeReport | None) -> None:

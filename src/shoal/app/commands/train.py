@@ -31,6 +31,8 @@ EXAMPLES = """
 
     shoal train job.yaml --robust --spares 1      # find faults, exclude, go on
 
+    shoal train job.yaml --ranks 8 --robust --hang-s 60 --locator c4d
+
     shoal train diagnose runs/run                 # who was slow, who hung
 
     shoal train job.yaml --launch slurm           # write what starts it on a cluster
@@ -62,7 +64,9 @@ def train(
     minutes: Annotated[
         float | None, typer.Option(help="Length by the plan's own estimate.")
     ] = None,
-    machine: Annotated[str, typer.Option(help="What to plan for.")] = "local",
+    machine: Annotated[
+        str, typer.Option(help="What to plan for; with --plan, what it must be made for.")
+    ] = "local",
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="path=value, over everything else.")
     ] = None,
@@ -117,7 +121,7 @@ def train(
     }
     changed = config is not None or bool(set_) or any(v is not None for v in flags.values())
     if plan is not None:
-        chosen = Plan.load(plan)
+        chosen = _saved(plan, None if launch or dry_run else machine)
     elif old is not None and old.exists() and not changed:
         chosen = Plan.load(old)
     else:
@@ -243,6 +247,38 @@ def _resolve(
     job = found.value
     if job.steps is None and job.tokens is None and job.minutes is None:
         found = found.replace({"minutes": 3.0}, "default: three minutes")
+    return found
+
+
+def _saved(path: Path, machine: str | None) -> Plan:
+    """A plan from a file, if it is for its model and, unless None, for this machine.
+
+    Raises:
+        ShoalError: it is not, or cannot run.
+    """
+    from shoal.core.errors import ConfigError, PlanError
+    from shoal.ir import ServePlan
+    from shoal.machine.described import load
+    from shoal.machine.probing import saved_path
+    from shoal.parallel.legal import check_split
+    from shoal.plan.saved import check_machine, check_model, read_plan
+
+    found = read_plan(path)
+    if isinstance(found, ServePlan):
+        raise ConfigError(
+            f"{path}: a plan of serving; start it with shoal serve, or give one of shoal plan train"
+        )
+    check_model(found, str(path))
+    try:
+        check_split(found.job, found.shape)
+    except PlanError as cause:
+        raise PlanError(f"{path}: {cause}; correct the file, or plan again") from cause
+    # Under torchrun it runs where its launch files were sent to.
+    elsewhere = machine is None or "TORCHELASTIC_RUN_ID" in os.environ
+    if not elsewhere and (machine != "local" or saved_path().exists()):
+        check_machine(found, load(machine), str(path))
+    if not found.fits:
+        typer.echo(f"note: {path}: {found.why or 'it does not fit, says its planner'}", err=True)
     return found
 
 
