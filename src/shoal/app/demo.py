@@ -14,6 +14,8 @@ from typing import Any
 from shoal.core.errors import RankError
 from shoal.core.files import shoal_home
 from shoal.ir import Plan, Report, ServeJob, TrainJob
+from shoal.plan.strategy import PLANNERS
+from shoal.plan.table import spell
 from shoal.train.report import rows
 from shoal.train.run import Watch, execute, plan_job
 from shoal.train.sampling import continue_text
@@ -25,6 +27,8 @@ Bar = Callable[[float, float, str], None]
 
 # From here on a larger model makes better use of the time.
 _LONG_MINUTES = 10.0
+# Causes of a step's time, and plans beside the best, that are told.
+_CAUSES, _OTHERS = 4, 3
 
 
 def demo_job(minutes: float, ranks: int) -> TrainJob:
@@ -86,8 +90,10 @@ def run_demo(
         say(f"   matrix product {dtype}: {rate / 1e9:,.0f} GFLOP/s")
 
     say("2. What will it cost?  (shoal plan train)")
-    plan = plan_job(demo_job(minutes, ranks), machine)
-    _tell_plan(plan, say)
+    job = demo_job(minutes, ranks)
+    plan = plan_job(job, machine)
+    ranked: list[Plan] = PLANNERS.build("search").plan(job, machine)
+    _tell_plan(plan, ranked[: _OTHERS + 1], say)
 
     say("3. Train, and kill one rank on the way.  (shoal train)")
     report = _train(plan, run_dir, say, training, lose=ranks > 1)
@@ -173,17 +179,27 @@ def _gallery(out: Path, say: Callable[[str], None]) -> None:
             say(f"   {number:4} {status}")
 
 
-def _tell_plan(plan: Plan, say: Callable[[str], None]) -> None:
+def _tell_plan(plan: Plan, others: Sequence[Plan], say: Callable[[str], None]) -> None:
+    """The plan that wins, why, where its time goes, and what the next ones would take."""
     estimate = plan.estimate
     assert estimate is not None
     step = estimate.step_s.scaled(1e3)
+    say(f"   {spell(plan)}")
     say(
         f"   {plan.job.steps} steps of {step.value:.0f} ms ({step.low:.0f} to {step.high:.0f}), "
         f"{estimate.tokens_per_s:,.0f} tokens/s, "
         f"{estimate.memory_total / 2**20:,.0f} MiB a rank; bound by {estimate.bound}"
     )
+    largest = sorted(estimate.terms_s.items(), key=lambda item: -item[1])[:_CAUSES]
+    shares = [f"{cause} {s / estimate.step_s.value:.0%}" for cause, s in largest if s > 0]
+    say(f"   of a step: {', '.join(shares)}")
     if plan.why:
-        say(f"   {plan.why}")
+        say(f"   why it wins: {plan.why}")
+    for other in others:
+        if other.estimate is None or other.job == plan.job:
+            continue
+        ratio = other.estimate.step_s.value / estimate.step_s.value
+        say(f"   not {spell(other)}: a step takes {ratio:.2f} times as long")
 
 
 def _train(

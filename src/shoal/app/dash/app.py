@@ -22,6 +22,7 @@ from shoal.app.dash import views
 from shoal.app.dash.explore import explore
 from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, Access, Guard
 from shoal.app.dash.runs import FILES, Found, Runs, open_inside
+from shoal.app.dash.timeline import timeline
 from shoal.app.dash.upstream import Upstream
 from shoal.claims.catalogue import catalogue
 from shoal.claims.gallery.pages import render_index, render_row
@@ -144,6 +145,12 @@ def create_app(settings: Settings) -> FastAPI:
         answer = page("run_live.html", **views.run(runs, found))
         answer.headers["x-run-state"] = found.state
         return answer
+
+    @get("/runs/{identity}/timeline")
+    def run_timeline(identity: str, request: Request) -> HTMLResponse:
+        found = wanted(identity)
+        told = timeline(found, runs.events(found.entry), request.query_params)
+        return page("timeline.html", "/runs", **told)
 
     @get("/runs/{identity}/{name}")
     def file(identity: str, name: str) -> Response:

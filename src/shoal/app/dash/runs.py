@@ -13,6 +13,7 @@ import re
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +37,9 @@ START_S = 120.0
 # What an event file may have before only its end is read.
 MAX_EVENTS_BYTES = 64 * 2**20
 _TAIL_BYTES = 64 * 1024
+# Starts, faults and restarts that are kept of a run, and what tells of them.
+MAX_STORY = 2000
+_STORY = frozenset({"start", "step", "fault", "restart", "stop", "end"})
 
 # Files of a run that can be looked at, with the type they are served as.
 FILES = {
@@ -108,6 +112,8 @@ class Events:
         self.evaluations: list[dict[str, Any]] = []
         self.start: dict[str, Any] = {}
         self.starts = 0
+        # What says how the run went; of steps in a row the first and the newest.
+        self.story: deque[dict[str, Any]] = deque(maxlen=MAX_STORY)
         self.sample = ""
         self.unread = 0
         self.shortened = False
@@ -147,8 +153,17 @@ class Events:
                 self.starts += 1
             elif kind == "sample":
                 self.sample = str(event["text"])[:20_000]
+            if kind in _STORY:
+                self._tell(event)
         except (ValueError, TypeError, KeyError, RecursionError):
             self.unread += 1  # told on the page
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        story = self.story
+        newest = [event["kind"], *(one["kind"] for one in itertools.islice(reversed(story), 2))]
+        if newest == ["step"] * 3:
+            story.pop()
+        story.append(event)
 
     @property
     def last(self) -> dict[str, Any]:

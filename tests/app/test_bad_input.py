@@ -1,0 +1,196 @@
+"""Bad input of planning and scoring: one line that names the fix, and nothing half-written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from shoal.app.cli import app
+from shoal.core.errors import ShoalError
+from shoal.machine.described import load
+
+RUN = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    home = tmp_path / "home"
+    home.mkdir()
+    load("laptop").save(home / "machine.yaml")
+    monkeypatch.setenv("SHOAL_HOME", str(home))
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    yield
+
+
+def refused(*words: str, parts: tuple[str, ...]) -> None:
+    """One line with these parts, and no file more than before."""
+    before = sorted(Path().iterdir())
+    done = RUN.invoke(app, list(words))
+    assert isinstance(done.exception, ShoalError), (done.output, done.exception)
+    said = str(done.exception)
+    assert "\n" not in said
+    for part in parts:
+        assert part in said, said
+    assert sorted(Path().iterdir()) == before
+
+
+def describe(**changes: object) -> None:
+    """``m.yaml``, a machine of one GPU without price and power."""
+    device = {
+        "name": "A100",
+        "kind": "gpu",
+        "peak_flops": {"bf16": 3.12e14, "fp32": 1.95e13},
+        "matmul_flops": {"bf16": 2.4e14, "fp32": 1.7e13},
+        "memory": [
+            {
+                "name": "hbm",
+                "capacity_bytes": 80_000_000_000,
+                "read_bandwidth": 2e12,
+                "write_bandwidth": 2e12,
+            }
+        ],
+    }
+    found: dict[str, object] = {"name": "cluster", "device": device}
+    for path, value in changes.items():
+        *way, last = path.split("__")
+        at: dict[str, object] = found
+        for key in way:
+            at = at[key]  # type: ignore[assignment]
+        if value is None:
+            del at[last]
+        else:
+            at[last] = value
+    Path("m.yaml").write_text(yaml.safe_dump(found))
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"nodes": 0}, ("m.yaml", "nodes = 0", "greater than 0")),
+        ({"device__power_watts": float("inf")}, ("device.power_watts = inf", "finite")),
+        ({"device__matmul_flops": {"bf16": 9e14}}, ("above peak_flops.bf16", "correct one")),
+        ({"device__memory": None}, ("device.memory: missing", "give a value")),
+        ({"device__memory": [{"name": "hbm", "capacity_bytes": 80}]}, ("no model fits", "bytes")),
+        (
+            {"device__memory": [{"name": "hbm", "capacity_bytes": 8 * 10**10}]},
+            ("add it in byte/s",),
+        ),
+        ({"device__matmul_flops": {}, "device__peak_flops": {}}, ("add the rate in FLOP/s",)),
+        ({"devices_per_node": 4}, ("no link of scope device",)),
+        ({"devices_per_nod": 4}, ("devices_per_nod: no such key", "did you mean")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_impossible_or_missing_numbers_of_a_machine(
+    changes: dict[str, object], parts: tuple[str, ...]
+) -> None:
+    describe(**changes)
+    words = ("plan", "train", "shoal-4m", "--tokens", "2M", "-m", "m.yaml", "--out", "p.yaml")
+    refused(*words, parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("objective", "parts"),
+    [
+        ("cost", ("objective = cost", "no usd_per_device_hour", "describe a price")),
+        ("energy", ("objective = energy", "no device.power_watts", "describe a draw")),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--fit",)])
+def test_an_objective_without_its_numbers(
+    objective: str, parts: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    describe()
+    words = ("plan", "train", "shoal-4m", "-m", "m.yaml", "--tokens", "2M", "--out", "p.yaml")
+    refused(*words, "--objective", objective, *more, parts=parts)
+
+
+def test_a_model_that_fits_under_no_plan_says_by_how_much_and_what_would_help() -> None:
+    done = RUN.invoke(app, ["plan", "train", "Llama-3-70B", "-m", "RTX-4090", "--fit"])
+    assert done.exit_code == 1
+    assert "a rank needs" in done.output
+    assert "may fill" in done.output
+    assert "choose a smaller model" in done.output
+    done = RUN.invoke(app, ["plan", "train", "Qwen3-8B", "-m", "2xH100", "--fit"])
+    assert done.exit_code == 1
+    assert "this would: " in done.output
+
+
+@pytest.fixture
+def saved() -> dict[str, object]:
+    """A plan of this machine, as a dictionary."""
+    words = ["plan", "train", "shoal-4m", "--tokens", "2M", "--out", "plan.yaml"]
+    assert RUN.invoke(app, words).exit_code == 0
+    found: dict[str, object] = yaml.safe_load(Path("plan.yaml").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "parts"),
+    [
+        ("job.parallel.tp", 3, ("plan.yaml: parallel.tp = 3", "divisor")),
+        ("job.parallel.pp", 99, ("plan.yaml: parallel.pp = 99", "at most")),
+        ("job.parallel.vpp", 2, ("parallel.vpp = 2", "with schedule 1f1b")),
+        ("job.parallel.dp", 7, ("parallel.dp = 7", "make global_batch a multiple")),
+        ("job.parallel.dp", -1, ("job.parallel.dp = -1", "greater than 0")),
+        ("job.microbatch", 5, ("plan.yaml: microbatch = 5", "give a divisor")),
+        ("job.parallel.schedule", "1f2b", ("schedule = '1f2b'", "1f1b")),
+        ("job.parallel.dq", 2, ("job.parallel.dq: no such key", "did you mean 'dp'")),
+        ("job.model", "shoal-8m", ("another model", "(hash ", "hidden is", "plan again")),
+        ("shape.num_layers", 99, ("another model", "num_layers is 99", "plan again")),
+        ("machine.device.name", "Z80", ("another machine", "device.name is 'Z80'", "(hash ")),
+    ],
+)
+def test_a_plan_that_is_not_for_here(
+    saved: dict[str, object], path: str, value: object, parts: tuple[str, ...]
+) -> None:
+    *way, last = path.split(".")
+    at = saved
+    for key in way:
+        at = at[key]  # type: ignore[assignment]
+    at[last] = value
+    Path("plan.yaml").write_text(yaml.safe_dump(saved))
+    refused("train", "--plan", "plan.yaml", parts=parts)
+
+
+def test_a_plan_for_another_machine_can_be_launched_there() -> None:
+    words = ["plan", "train", "shoal-4m", "-m", "8xH100", "--tokens", "9M", "--out", "plan.yaml"]
+    assert RUN.invoke(app, words).exit_code == 0
+    refused("train", "--plan", "plan.yaml", parts=("8xH100", "device.kind", "--launch"))
+    done = RUN.invoke(app, ["train", "--plan", "plan.yaml", "--launch", "slurm"])
+    assert done.exit_code == 0, done.output
+
+
+def test_what_is_no_plan_is_not_run() -> None:
+    Path("plan.yaml").write_text("model: shoal-4m\n")
+    refused("train", "--plan", "plan.yaml", parts=("not a plan", "shoal plan train --out"))
+    RUN.invoke(app, ["plan", "serve", "shoal-4m", "--out", "serve.yaml", "--no-compare"])
+    refused("train", "--plan", "serve.yaml", parts=("a plan of serving", "shoal serve"))
+
+
+@pytest.mark.parametrize(
+    ("content", "format_", "parts"),
+    [
+        (b"", "auto", ("run.log: is empty", "give the log of a run")),
+        (b"\n\nhello\nworld\n", "auto", ("run.log, line 3: 'hello'", "--format")),
+        (bytes(range(256)) * 9, "auto", ("run.log, line 1: not text", "--format")),
+        (b"a,b\n1,2\n", "auto", ("run.log, line 1: 'a,b'", "torchtitan")),
+        (b"hello\n", "torchtitan", ("run.log, line 1", "no log of torchtitan")),
+        (b"\0\1\2" * 99, "tensorboard", ("run.log, record 1", "another file")),
+        (b"not json\n", "wandb", ("run.log, line 1: 'not json'", "not JSON")),
+        (b"hello\n", "nope", ("--format = 'nope'", "torchtitan")),
+    ],
+)
+def test_a_log_that_is_none_names_its_line(
+    content: bytes, format_: str, parts: tuple[str, ...]
+) -> None:
+    Path("run.log").write_bytes(content)
+    refused("score", "--import", "run.log", "--format", format_, parts=parts)
+    assert not (Path(os.environ["SHOAL_HOME"]) / "score.db").exists()
