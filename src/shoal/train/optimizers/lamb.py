@@ -28,8 +28,8 @@ __all__ = ["Lamb"]
 class Lamb:
     """For large batches; its steps are relative to the norm of each tensor.
 
-    A tensor's norms need all of it on one rank: choose ``shard: replicated``, or ``zero1``.
-    A tensor that tensor parallelism splits has a trust ratio for each of its parts.
+    A tensor's norms need all of it on one rank: choose ``shard: replicated``, or ``zero1``, and
+    leave ``tp`` at 1.
 
     Args:
         lr: peak learning rate, relative to the norm of each tensor.
