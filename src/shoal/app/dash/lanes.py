@@ -88,7 +88,8 @@ class Lanes:
         for at, text in self.steps:
             x = self._x(at)
             parts.append(f'<path class="tl-step" d="M{x:.1f} {top - 8}V{bottom}"/>')
-            if x >= free:
+            room = _WIDTH - 110 if self.last else _WIDTH
+            if x >= free and x + 7.5 * len(text) < room:
                 parts.append(f'<text class="tl-note" x="{x + 3:.1f}" y="16">{escape(text)}</text>')
                 free = x + 7.5 * len(text) + 10
         return parts
@@ -217,12 +218,16 @@ class Places:
             if place not in lanes:
                 continue
             y, one = lanes[place], x(at)
-            parts.append(f'<path class="tl-out" d="M{one:.1f} {y + 14}H{_WIDTH - _RIGHT}"/>')
-            near = one > _WIDTH - 320
+            text = f"✕ {why}: excluded"
+            size = 7.2 * len(text) + 12
+            near = one > _WIDTH - _RIGHT - size
+            anchor = "end" if near else "start"
+            # The dashes begin behind the words.
+            line = one if near else one + size
+            parts.append(f'<path class="tl-out" d="M{line:.1f} {y + 14}H{_WIDTH - _RIGHT}"/>')
             parts.append(
-                f'<text class="tl-fault" x="{one - 8 if near else one + 6:.1f}" y="{y + 18}"'
-                f"{' text-anchor=' + chr(34) + 'end' + chr(34) if near else ''}>"
-                f"✕ {escape(why)}: excluded</text>"
+                f'<text class="tl-fault" x="{one - 8 if near else one + 6:.1f}" y="{y + 18}" '
+                f'text-anchor="{anchor}">{escape(text)}</text>'
             )
         free = 0.0
         for at, text in self.marks[-_MARKS:]:
