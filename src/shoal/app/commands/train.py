@@ -274,9 +274,9 @@ def _saved(path: Path, machine: str | None) -> Plan:
     except PlanError as cause:
         raise PlanError(f"{path}: {cause}; correct the file, or plan again") from cause
     # Under torchrun it runs where its launch files were sent to.
-    elsewhere = machine is None or "TORCHELASTIC_RUN_ID" in os.environ
-    if not elsewhere and (machine != "local" or saved_path().exists()):
-        check_machine(found, load(machine), str(path))
+    here = None if "TORCHELASTIC_RUN_ID" in os.environ else machine
+    if here is not None and (here != "local" or saved_path().exists()):
+        check_machine(found, load(here), str(path))
     if not found.fits:
         typer.echo(f"note: {path}: {found.why or 'it does not fit, says its planner'}", err=True)
     return found
