@@ -34,7 +34,7 @@ from shoal.model.initialise import init_weights
 from shoal.model.transformer import Transformer
 from shoal.parallel.comm import TorchComm
 from shoal.train.allocator import keep_freed_memory
-from shoal.train.build import JobWeights
+from shoal.train.build import weights_of
 from shoal.train.loop import Trainer
 
 MODEL = "shoal-4m"
@@ -67,7 +67,7 @@ def model() -> Transformer:
 def shoal_steps() -> Callable[[int], list[float]]:
     """Our loop on one rank."""
     comm = TorchComm(Meter([]))
-    trainer = Trainer(job(), 10_000, JobWeights(job()), prepare("stdlib", vocab_size=4096), comm)
+    trainer = Trainer(job(), 10_000, weights_of(job()), prepare("stdlib", vocab_size=4096), comm)
     state = {"step": 0}
 
     def run(count: int) -> list[float]:

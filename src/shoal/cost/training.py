@@ -12,6 +12,7 @@ Korthikanti et al., 2022 (activations).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,17 @@ from shoal.cost.arithmetic import (
 )
 from shoal.cost.collectives import all_reduce_s
 from shoal.cost.ops import MOST_PLAIN_SCORES, Op, Style, ledger, stage_share
-from shoal.cost.rates import REPACKED, Curve, Kernels, Rates, data_link, tensor_link
+from shoal.cost.pipeline import simulate
+from shoal.cost.rates import (
+    REPACKED,
+    Curve,
+    Kernels,
+    Rates,
+    data_link,
+    ranks_per_host,
+    tensor_link,
+)
+from shoal.cost.rehearsed import Parts, Rehearsed, events
 from shoal.ir import Estimate, Interval, Machine, OpCosts, Schedule, TrainJob, Work
 
 __all__ = ["Pass", "Pricer", "estimate", "microbatch_of", "occupied", "op_pass", "steps_of"]
@@ -41,8 +52,15 @@ OVERLAP = 0.8
 # Half-width of the 90 % interval on GPUs: 90 % of the rows of a new publication are no further
 # off (shoal.cost.published.scoreboard).
 GPU_SPREAD = 0.28
+# What of a step is computing, and stretches where computing is slower.
+_COMPUTE = ("matmul", "attention", "memory", "overhead", "optimizer", "bubble")
+# Micro-batches of a pipeline that are simulated one by one.
+_SIMULATED = 32
 # What a rank's process holds before the model: framework, libraries, allocator.
 RUNTIME_BYTES = {"cpu": 0.35e9, "gpu": 1.5e9}
+# What a rank holds to talk to the others of its host: libraries and sockets, and for each of them
+# the memory that they share.
+PEERS_BYTES, PEER_BYTES = 0.025e9, 0.012e9
 # What the allocator keeps beyond the tensors (fragmentation, blocks waiting for reuse).
 ALLOCATOR_SLACK = 0.08
 
@@ -85,6 +103,10 @@ class Pass:
     def shared(self, ranks: int) -> Pass:
         """The same with its tokens shared by so many ranks; every rank makes every call."""
         return Pass(self.matmul / ranks, self.attention / ranks, self.memory / ranks, self.calls)
+
+    def times(self, factor: float) -> Pass:
+        """The same, so much longer, with as many calls."""
+        return Pass(self.matmul * factor, self.attention * factor, self.memory * factor, self.calls)
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(
@@ -271,8 +293,15 @@ class Pricer:
         tensor_s = _tensor_parallel(work, machine, microbatch, wire)
         pipe_s = self._pipeline(work, wire) / passes
         schedule = self._part("schedule", job.parallel.schedule)
-        idle = schedule.bubble(pp, passes, job.parallel.vpp) if pp > 1 else 0.0
-        bubble = idle * passes * (both.device + overhead + tensor_s + pipe_s)
+        if pp > 1 and rates.is_cpu:
+            whole, busy = self._staged(work, rates.crowding)
+            bubble = whole - busy
+            # The fullest stage's operators were counted; ranks of one host share the work.
+            evenly = (busy / passes - tensor_s) / (both.device + overhead)
+            both, overhead = both.times(evenly), evenly * overhead
+        else:
+            idle = schedule.bubble(pp, passes, job.parallel.vpp) if pp > 1 else 0.0
+            bubble = idle * passes * (both.device + overhead + tensor_s + pipe_s)
         context_s = self._context(work, wire)
 
         shard = self._part("shard", job.shard)
@@ -300,6 +329,8 @@ class Pricer:
             "bubble": bubble,
             "data": self._others(work),
         }
+        if rates.is_cpu:
+            self._as_rehearsed(work, rates, terms)
         step = sum(terms.values())
         tokens = float(job.global_batch * job.seq_len)
         interval = Interval.around(step, _spread(machine, terms, step))
@@ -316,6 +347,59 @@ class Pricer:
             usd=_price(machine, job.parallel.world, total),
             bound=_bound(terms),
         )
+
+    def _staged(self, work: Work, crowding: float) -> tuple[float, float]:
+        """(seconds of a step, mean seconds that a rank computes) of a pipeline on one host.
+
+        Where ranks share cores, one that waits leaves its core to another: the step takes as long
+        as the schedule would on cores of their own, or as all work on the cores that there are.
+        """
+        split = work.job.parallel
+        passes = max(1, work.job.global_batch // split.dp // microbatch_of(work.job))
+        # Of a long schedule the middle repeats.
+        few = min(passes, max(_SIMULATED, split.pp))
+        few -= few % split.pp if few > split.pp else 0
+        cost = self.passes(work)
+        part = self._part("schedule", split.schedule)
+
+        def told(count: int) -> tuple[float, float]:
+            timeline = simulate(part.build(split.pp, count, split.vpp), cost)
+            return timeline.makespan / crowding, sum(timeline.busy) / split.pp
+
+        whole, busy = told(few)
+        if few < passes:
+            before, less = told(few - split.pp)
+            whole += (passes - few) * (whole - before) / split.pp
+            busy += (passes - few) * (busy - less) / split.pp
+        return max(whole, busy), busy
+
+    def _as_rehearsed(self, work: Work, rates: Rates, terms: dict[str, float]) -> None:
+        """Change the seconds of a step on this host by what rehearsed steps really took."""
+        known = self._rehearsed
+        if known is None:
+            return
+        job = work.job
+        ranks = ranks_per_host(self.machine, job.parallel)
+        factor = known.factor(job.precision, ranks, rates.crowding)
+        for cause in _COMPUTE:
+            terms[cause] *= factor
+        # What meetings cost may be less than the links' formulas say.
+        met = known.meeting_s(events(job, work.shape), rates.crowding)
+        terms["collective"] = max(0.0, terms["collective"] + met)
+
+    @functools.cached_property
+    def _rehearsed(self) -> Rehearsed | None:
+        if all(m.probe != "steps" for m in self.machine.measurements):
+            return None
+        plain = Pricer(self.machine)
+        plain._rehearsed = None
+
+        def told(work: Work) -> Parts:
+            terms = plain.estimate(work).terms_s
+            compute = sum(terms[cause] for cause in _COMPUTE)
+            return Parts(compute, sum(terms.values()) - compute)
+
+        return Rehearsed(self.machine, told) or None
 
     def memory(self, work: Work) -> dict[str, float]:
         """Bytes of one rank, by cause; much faster than the whole estimate."""
@@ -565,6 +649,8 @@ def _memory(
         "logits": logits,
     }
     runtime = RUNTIME_BYTES[rates.machine.device.kind]
+    if rates.is_cpu and job.parallel.world > 1:
+        runtime += PEERS_BYTES + PEER_BYTES * ranks_per_host(rates.machine, job.parallel)
     return {**tensors, "runtime": runtime + ALLOCATOR_SLACK * sum(tensors.values())}
 
 

@@ -35,7 +35,7 @@ PROBES = PartTable(
         "matmul": "shoal.machine.probes.matmul:Matmul",
         "framework": "shoal.machine.probes.framework:Framework",
         "collective": "shoal.machine.probes.collective:Collective",
-        "crowd": "shoal.machine.probes.crowd:Crowd",
+        "steps": "shoal.machine.probes.steps:Steps",
         "gpu": "shoal.machine.probes.gpu:Gpu",
         "loopback": "shoal.machine.probes.loopback:Loopback",
         "system": "shoal.machine.probes.system:System",

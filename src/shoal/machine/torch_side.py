@@ -160,8 +160,8 @@ def _all_reduce(**options: Any) -> Any:
     return importlib.import_module("shoal.parallel.measure").all_reduce(**options)
 
 
-def _crowd(**options: Any) -> Any:
-    return importlib.import_module("shoal.parallel.measure").crowd(**options)
+def _rehearse(**options: Any) -> Any:
+    return importlib.import_module("shoal.train.rehearse").rehearse(**options)
 
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -172,6 +172,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "copy": copy,
     "overhead": overhead,
     "all_reduce": _all_reduce,
-    "crowd": _crowd,
+    "rehearse": _rehearse,
     "gpu_facts": gpu_facts,
 }

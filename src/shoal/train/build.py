@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
-__all__ = ["JobWeights", "is_directory"]
+__all__ = ["FreshWeights", "StoredWeights", "is_directory", "weights_of"]
 
 
 def is_directory(model: str) -> bool:
@@ -25,8 +25,75 @@ def is_directory(model: str) -> bool:
     return path.is_dir() and any(path.glob("*.safetensors"))
 
 
-class JobWeights:
-    """What a job's model starts from: a directory, or fresh weights of the job's seed; fp32.
+class FreshWeights:
+    """Fresh fp32 weights of a seed.
+
+    Args:
+        config: of the model.
+        seed: of the weights.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self.config = config
+        self._seed = seed
+
+    def model(self) -> Transformer:
+        """The whole model, ready to train."""
+        from shoal.model.initialise import init_weights
+        from shoal.model.transformer import Transformer
+
+        model = Transformer(self.config)
+        init_weights(model, self._seed)
+        return model.train()
+
+    @functools.cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        from shoal.model.initialise import empty
+
+        return {name: p.shape for name, p in empty(self.config).named_parameters()}
+
+    def whole(self, name: str) -> Tensor:
+        """One whole parameter; of a rank that keeps a part, the rest is freed again."""
+        from shoal.model.initialise import initial
+
+        return initial(self.config, name, self._seed).view(self._shapes[name])
+
+
+class StoredWeights:
+    """The fp32 weights of a Hugging Face directory.
+
+    Args:
+        directory: where they lie.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        from shoal.model import huggingface
+
+        self._directory = directory
+        self.config: ModelConfig = huggingface.read_config(directory)
+
+    def model(self) -> Transformer:
+        """The whole model, ready to train."""
+        import torch
+
+        from shoal.model import huggingface
+
+        return huggingface.read(self._directory, dtype=torch.float32).train()
+
+    @functools.cached_property
+    def _read(self) -> dict[str, Tensor]:
+        return dict(self.model().named_parameters())
+
+    def whole(self, name: str) -> Tensor:
+        """One whole parameter."""
+        return self._read[name].detach()
+
+
+def weights_of(job: TrainJob) -> FreshWeights | StoredWeights:
+    """What a job's model starts from: a directory, or fresh weights of the job's seed.
 
     Args:
         job: names the model.
@@ -34,46 +101,8 @@ class JobWeights:
     Raises:
         ModelError: the directory cannot be read or the name is unknown.
     """
+    from shoal.model.config import ModelConfig
 
-    def __init__(self, job: TrainJob) -> None:
-        from shoal.model import huggingface
-        from shoal.model.config import ModelConfig
-
-        self._job = job
-        self._stored = is_directory(job.model)
-        self.config: ModelConfig = (
-            huggingface.read_config(Path(job.model))
-            if self._stored
-            else ModelConfig.from_shape(resolve(job.model))
-        )
-
-    def model(self) -> Transformer:
-        """The whole model, ready to train."""
-        import torch
-
-        from shoal.model import huggingface
-        from shoal.model.initialise import init_weights
-        from shoal.model.transformer import Transformer
-
-        if self._stored:
-            model = huggingface.read(Path(self._job.model), dtype=torch.float32)
-        else:
-            model = Transformer(self.config)
-            init_weights(model, self._job.seed)
-        return model.train()
-
-    @functools.cached_property
-    def _read(self) -> dict[str, Tensor]:
-        return dict(self.model().named_parameters())
-
-    def whole(self, name: str) -> Tensor:
-        """One whole parameter; of a rank that keeps a part, the rest is freed again."""
-        from shoal.model.initialise import empty, initial
-
-        if self._stored:
-            return self._read[name].detach()
-        if self._shapes is None:
-            self._shapes = {n: p.shape for n, p in empty(self.config).named_parameters()}
-        return initial(self.config, name, self._job.seed).view(self._shapes[name])
-
-    _shapes: dict[str, torch.Size] | None = None
+    if is_directory(job.model):
+        return StoredWeights(Path(job.model))
+    return FreshWeights(ModelConfig.from_shape(resolve(job.model)), job.seed)

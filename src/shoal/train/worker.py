@@ -104,7 +104,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     from shoal.parallel.comm import TorchComm
     from shoal.plan.length import num_steps
     from shoal.train.allocator import keep_freed_memory
-    from shoal.train.build import JobWeights
+    from shoal.train.build import weights_of
     from shoal.train.loop import Trainer
     from shoal.train.mfu import peak_flops
 
@@ -141,7 +141,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
                 _self_check(directory, comm)
             if job.watch.record:
                 comm = _watched(comm, directory, job)
-            weights = JobWeights(job)
+            weights = weights_of(job)
             place = Path(json.loads(directory.tokens.read_text())["path"])
             tokens = open_tokens(place, weights.config.vocab_size)
             if weights.config.eos_token_id is None:
