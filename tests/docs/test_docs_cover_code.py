@@ -71,7 +71,7 @@ def test_every_key_of_a_job_is_documented(job: type[Any], title: str) -> None:
     def keys(cls: Any, prefix: str = "") -> Iterator[str]:
         for name, info in cls.model_fields.items():
             inner = info.annotation
-            if isinstance(inner, type) and inner.__module__ == "shoal.ir.job":
+            if isinstance(inner, type) and inner.__module__.startswith("shoal.ir."):
                 yield from keys(inner, f"{prefix}{name}.")
             else:
                 yield f"{prefix}{name}"

@@ -72,6 +72,18 @@ def test_benchmarks_become_a_table(tmp_path: Path) -> None:
     assert "interleaved" in (root / "docs" / "results.md").read_text()
 
 
+def test_predictions_become_a_table(tmp_path: Path) -> None:
+    step = {"value": 0.2, "low": 0.15, "high": 0.25}
+    both = {"job": "4m", "plan": "dp2", "step_s": step, "memory_bytes": 100.0}
+    measured = {"step_s": 0.22, "memory_bytes": 90.0}
+    rows = [{**both, "measured": measured}, {**both, "plan": "tp2"}]
+    (tmp_path / "predictions.json").write_text(json.dumps({"machine": {}, "rows": rows}))
+    text = "\n".join(script("results").predictions(tmp_path))
+    assert "| 4m | dp2 | 200 ms (150 to 250) | 220 ms | +10 % | -10 % |" in text
+    assert "tp2" not in text
+    assert script("results").records(tmp_path) == []
+
+
 def test_without_results_the_block_says_so(tmp_path: Path) -> None:
     root = _place(tmp_path)
     assert script("results").main([], root) == 0
