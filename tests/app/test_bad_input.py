@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,11 +124,18 @@ def test_a_model_that_fits_under_no_plan_says_by_how_much_and_what_would_help() 
     assert "this would: " in done.output
 
 
+@functools.cache
+def planned() -> str:
+    """The text of a plan of this machine; every test here has the same."""
+    words = ["plan", "train", "shoal-4m", "--tokens", "2M", "--out", "plan.yaml"]
+    assert RUN.invoke(app, words).exit_code == 0
+    return Path("plan.yaml").read_text()
+
+
 @pytest.fixture
 def saved() -> dict[str, object]:
     """A plan of this machine, as a dictionary."""
-    words = ["plan", "train", "shoal-4m", "--tokens", "2M", "--out", "plan.yaml"]
-    assert RUN.invoke(app, words).exit_code == 0
+    Path("plan.yaml").write_text(planned())
     found: dict[str, object] = yaml.safe_load(Path("plan.yaml").read_text())
     return found
 

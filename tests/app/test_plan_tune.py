@@ -65,6 +65,7 @@ def test_gemm_of_a_described_machine() -> None:
     assert "nobody swept it" in done.output
 
 
+@pytest.mark.slow
 def test_gemm_sweep_then_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     missing = shoal("gemm", 64, 64, 64)

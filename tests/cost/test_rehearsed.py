@@ -118,6 +118,7 @@ def test_without_the_first_rehearsal_nothing_is_changed() -> None:
     assert estimate(other(), machine) == estimate(other(), BARE)
 
 
+@pytest.mark.slow
 def test_ranks_rehearse(tmp_path: object) -> None:
     probe = PROBES.build({"name": "steps", "names": ["one", "tp2"], "repeats": 1})
     with Context(home=tmp_path) as context:  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ def on_process(comm: Any) -> float:
     return float((found - whole).abs().max() / whole.abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_torch_runs_the_plan() -> None:
     pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ from shoal.plan.strategy.objective import UNITS, worth
 
 def job(objective: str) -> TrainJob:
     return TrainJob.model_validate(
-        {"model": "Qwen3-0.6B", "seq_len": 1024, "global_batch": 64, "objective": objective}
+        {"model": "Qwen3-0.6B", "seq_len": 1024, "global_batch": 16, "objective": objective}
     )
 
 

@@ -7,7 +7,7 @@ from shoal.machine.described import load
 from shoal.plan.strategy import PLANNERS
 from shoal.plan.whatif import what_if
 
-JOB = TrainJob.model_validate({"model": "Qwen3-0.6B", "seq_len": 1024, "global_batch": 64})
+JOB = TrainJob.model_validate({"model": "Qwen3-0.6B", "seq_len": 1024, "global_batch": 16})
 
 
 def test_answers_are_plans_for_the_changed_machine() -> None:
@@ -45,7 +45,7 @@ def test_a_laptop_is_not_asked_about_nodes() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    job = TrainJob.model_validate({"model": "Llama-3-8B", "seq_len": 2048, "global_batch": 64})
+    job = TrainJob.model_validate({"model": "Llama-3-8B", "seq_len": 2048, "global_batch": 16})
     best = PLANNERS.build("search").plan(job, load("2xH100"))[0]
     answers = {answer.question: answer for answer in what_if(job, best)}
     assert answers["half the devices"].step is None

@@ -99,6 +99,7 @@ def test_is_the_same_on_any_ranks(split: dict[str, int]) -> None:
     torch.testing.assert_close(predictions, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_is_the_same_on_four_processes() -> None:
     """Both degrees at once; groups trace at different times, which threads could not."""

@@ -48,6 +48,7 @@ def send(rank: int, number: int) -> Callable[[Any], None]:
     return lambda supervisor: os.kill(supervisor.processes[rank].pid, number)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_a_killed_rank_is_replaced_and_nothing_else_changes(
     make_plan: Make, tmp_path: Path
