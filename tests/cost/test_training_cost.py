@@ -160,6 +160,24 @@ def test_tensor_parallel_ranks_exchange_activations():
     assert cost.wire_bytes["device"] == pytest.approx((4 * layers + 2) * 2 * size * 3 / 4, rel=0.01)
 
 
+def test_tiles_hide_sums_behind_products_but_not_the_last_one():
+    asked = {"model": "Llama-3-8B", "seq_len": 4096, "microbatch": 1}
+    plain, tiled = (
+        estimate(work(**asked, parallel={"tp": 8, "overlap": how}), gpus()).terms_s
+        for how in ("none", "tile")
+    )
+    least = plain["collective"] / 32
+    assert least * 0.99 < tiled["collective"] < plain["collective"]
+    assert plain["collective"] - tiled["collective"] <= plain["matmul"]
+    assert tiled["matmul"] == plain["matmul"]
+    # Ranks that sum through the memory of their host compute the sums themselves.
+    here = [
+        estimate(work(parallel={"tp": 2, "overlap": how}), cpu()).terms_s["collective"]
+        for how in ("none", "tile")
+    ]
+    assert here[0] == here[1]
+
+
 def test_length_energy_and_price():
     cost = estimate(work("Llama-3-8B", tokens=10**9, parallel={"dp": 8}, shard="zero3"), gpus())
     assert steps_of(TrainJob(tokens=4097)) == 2

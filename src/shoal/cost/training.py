@@ -40,6 +40,7 @@ from shoal.cost.rates import (
 )
 from shoal.cost.rehearsed import Parts, Rehearsed, events
 from shoal.ir import Estimate, Interval, Machine, OpCosts, Schedule, TrainJob, Work
+from shoal.ir.job import TILES
 
 __all__ = ["Pass", "Pricer", "estimate", "microbatch_of", "occupied", "op_pass", "steps_of"]
 
@@ -291,6 +292,7 @@ class Pricer:
 
         wire: dict[str, float] = {}
         tensor_s = _tensor_parallel(work, machine, microbatch, wire)
+        tensor_s = _not_hidden(job, machine, tensor_s, both.matmul)
         pipe_s = self._pipeline(work, wire) / passes
         schedule = self._part("schedule", job.parallel.schedule)
         if pp > 1 and rates.is_cpu:
@@ -587,6 +589,20 @@ def _tensor_parallel(
         sent = number * 2 * size * (tp - 1) / tp * passes
         wire[link.scope] = wire.get(link.scope, 0.0) + sent
     return number * all_reduce_s(size, tp, link)
+
+
+def _not_hidden(job: TrainJob, machine: Machine, tensor_s: float, products_s: float) -> float:
+    """Seconds of a micro-batch's all-reduces that do not travel behind tiles of the products.
+
+    The first tile is computed before anything can be sent, and the last one is sent when nothing
+    is left to compute. Ranks of one host that sum through its memory hide nothing: summing is
+    computing.
+    """
+    link = tensor_link(machine, job.parallel)
+    if job.parallel.overlap != "tile" or link is None or link.scope == "loopback":
+        return tensor_s
+    tiles = TILES * job.parallel.tp
+    return max(tensor_s / tiles, tensor_s - products_s * (1 - 1 / tiles))
 
 
 def _data_parallel(work: Work, machine: Machine, shard: object, wire: dict[str, float]) -> float:

@@ -24,6 +24,7 @@ from shoal.ir.layout import Layout
 from shoal.ir.watch import WatchPolicy
 
 __all__ = [
+    "TILES",
     "CheckpointPolicy",
     "Evaluation",
     "LayerGroup",
@@ -32,6 +33,10 @@ __all__ = [
     "ServeJob",
     "TrainJob",
 ]
+
+
+TILES = 4
+"""Row tiles of one rank's share of the tokens; N ranks cut a product in N times as many."""
 
 
 class Parallel(Value):

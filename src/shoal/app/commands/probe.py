@@ -46,7 +46,7 @@ def probe(
 
     **Examples**
 
-        shoal probe                                # about 25 seconds
+        shoal probe                                # about a minute
 
         shoal probe --full --picture roofline.svg
 

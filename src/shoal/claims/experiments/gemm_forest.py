@@ -59,7 +59,7 @@ class GemmForest:
 
     budget_s: float = 150.0
     trees: int = 100
-    pairs: int = 7
+    pairs: int = 25
 
     rows: ClassVar[tuple[int, ...]] = (41,)
     metrics: ClassVar[tuple[Metric, ...]] = (

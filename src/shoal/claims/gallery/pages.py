@@ -57,6 +57,7 @@ def site() -> Site:
         Link("Falls short", "status-falls-short.html"),
         Link("Noisy", "status-noisy.html"),
         Link("Planned", "status-planned.html"),
+        Link("Published runs", "scoreboard.html"),
     )
     return Site(PACKAGE, assets="assets/", nav=nav)
 

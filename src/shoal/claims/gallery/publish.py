@@ -11,6 +11,7 @@ from pathlib import Path
 from shoal.claims.gallery.pages import GROUPS, Places, facets, render_index, render_row
 from shoal.claims.gallery.pages import site as gallery_site
 from shoal.claims.gallery.papers import Paper, index_rows
+from shoal.claims.gallery.scoreboard import SCOREBOARD, render_scoreboard
 from shoal.core.errors import ConfigError, require
 from shoal.core.files import write_dir_atomic
 
@@ -96,6 +97,7 @@ def _files(papers: list[Paper], places: Places, results: Path) -> Iterator[tuple
             yield places.of_group(kind, value), page.encode()
     for paper in papers:
         yield places.of_paper(paper), render_row(paper).encode()
+    yield SCOREBOARD, render_scoreboard(gallery_site()).encode()
     claims = {paper.row.claim: paper for paper in papers if paper.linked}
     for claim, paper in sorted(claims.items(), key=str):
         yield places.of_results(paper), (results / f"{claim}.json").read_bytes()

@@ -185,8 +185,8 @@ def _family(device: str) -> str:
     return next((name for pattern, name in _FAMILIES if re.search(pattern, device)), "AMD, TPU")
 
 
-def scatter(board: Board) -> str:
-    """Predicted over reported of every row, by device, as SVG."""
+def scatter(board: Board) -> Chart:
+    """Predicted over reported of every row, by device."""
     series = []
     for family in (*(name for _, name in _FAMILIES), "AMD, TPU"):
         own = [row for row in board.rows if _family(row.device) == family]
@@ -212,4 +212,4 @@ def scatter(board: Board) -> str:
         log_y=True,
         width=860,
         height=480,
-    ).render()
+    )

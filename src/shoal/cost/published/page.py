@@ -198,7 +198,7 @@ def write(page: Path, pictures: Path, table: Path, *boards: Board) -> None:
     place = pictures.relative_to(page.parent)
     for board in boards:
         name = f"published-{board.kind}.svg"
-        write_atomic(pictures / name, scatter(board).encode())
+        write_atomic(pictures / name, scatter(board).render().encode())
     picture = f"{place.as_posix()}/published-{{kind}}.svg"
     write_atomic(page, markdown(*boards, picture=picture).encode())
     write_json(table, results(*boards))

@@ -4,7 +4,6 @@
 ``parallel: {tp: 2, overlap: tile}``.
 """
 
-__all__ = ["TILES"]
+from shoal.ir.job import TILES
 
-TILES = 4
-"""Row tiles of one rank's share of the tokens; N ranks cut a product in N times as many."""
+__all__ = ["TILES"]
