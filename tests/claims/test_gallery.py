@@ -22,6 +22,8 @@ from shoal.claims.gallery.pictures import Glance, samples_chart
 from shoal.claims.protocols import Metric, MetricVerdict, Paired
 from shoal.claims.record import Record, inspect, read, sealed, verdict_of, write
 from shoal.core.errors import ConfigError, StoreError
+from shoal.cost.published.scoreboard import score_training
+from shoal.cost.published.serving_scoreboard import score_serving
 
 RESULTS = Path("results")
 VOID = {"meta", "link", "br", "input", "hr", "img"}
@@ -389,6 +391,21 @@ def test_there_is_a_page_for_every_paper_and_group(pages: dict[str, Page]) -> No
         assert paper.row.title in page.words
         assert paper.row.says.replace(" %", "\N{NO-BREAK SPACE}%").split()[0] in page.words
         assert str(paper.row.year) in page.words
+
+
+def test_published_runs_stand_beside_what_was_predicted(pages: dict[str, Page]) -> None:
+    page = pages["scoreboard.html"]
+    for board in (score_training(), score_serving()):
+        assert f"{100 * board.median_error():.1f} %" in page.words.replace(
+            "\N{NO-BREAK SPACE}", " "
+        )
+        rows = [row.id for row in board.rows]
+        assert [row_id for row_id in rows if row_id not in page.words] == []
+        assert all(name in page.words for name in board.skipped)
+        worst = max(board.rows, key=lambda row: abs(row.error))
+        assert worst.reason
+        assert worst.reason in page.words
+    assert "scoreboard.html" in {a.get("href") for a in pages["index.html"].all("a")}
 
 
 def test_the_index_lists_everything_it_promises(pages: dict[str, Page]) -> None:
