@@ -146,7 +146,7 @@ class Replanner:
         self.layers = layers_of(shape)
         self.mean_s: float | None = None
         self.pace = [1.0] * comm.world
-        """By rank, how much longer it computes than was predicted."""
+        """By rank, how much longer it computes than the fastest, beside what was predicted."""
         self.links: tuple[LinkFit, ...] = ()
         self.wins = 0
         self._seen = 0
@@ -244,7 +244,9 @@ class Replanner:
     def _price(self) -> None:
         """Price every plan with what is known now."""
         expected = self.busy_s()
-        self.pace = [max(1e-3, b / e) for b, e in zip(self._busy, expected, strict=True)]
+        ratios = [max(1e-3, b / e) for b, e in zip(self._busy, expected, strict=True)]
+        # Communication behind the passes slows those of all ranks: a link, not a slow rank.
+        self.pace = [ratio / min(ratios) for ratio in ratios]
         now = self.predicted_s()
         best, least = self._current, now
         for known in self._others:
@@ -269,7 +271,7 @@ class Replanner:
         rate = min((fit.bandwidth for fit in self.links), default=0.0)
         reason = (
             f"a step takes {1e3 * (self.mean_s or 0.0):.0f} ms; links give {rate / 1e6:.1f} MB/s "
-            f"and the slowest rank computes {max(self.pace):.2f} times as long as predicted"
+            f"and the slowest rank computes {max(self.pace):.2f} times as long as the fastest"
         )
         return Change(job, gain, reason)
 
