@@ -36,7 +36,8 @@ _WARMUP = 2
 # The links are measured again when the mean step has moved by this share.
 _DRIFT = 0.1
 _BETWEEN = 5  # steps at least between two measurements
-_SIZES = (4096, 131072)
+# Bytes of the messages; the larger one is more than switches and shapers let pass at once.
+_SIZES = (4096, 2**20)
 _REPEATS = 2
 _TAG = "probe"
 

@@ -77,7 +77,7 @@ class GalvatronClaim:
     rounds: int = 2
     turns: int = 4
     before: int = 12
-    after: int = 60
+    after: int = 120
     patience: int = 20
 
     rows: ClassVar[tuple[int, ...]] = (103,)
