@@ -139,6 +139,7 @@ def main() -> None:
             meter, rendezvous=f"file://{out}/meet", timeout_s=60.0, beats=out
         )
         assert comm.shared is not None
+        comm.barrier()  # the first rank takes the name away when all have opened it
         mapped = [
             row
             for row in Path("/proc/self/maps").read_text().splitlines()

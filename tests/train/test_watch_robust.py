@@ -98,7 +98,9 @@ def test_a_stopped_rank_misses_its_beats_and_the_run_shrinks(
 @pytest.mark.multi
 def test_without_a_spare_it_stops_with_its_state_saved(make_plan: Make, tmp_path: Path) -> None:
     plan = make_plan(parallel={"dp": 2}, **RUN)
-    with pytest.raises(RankError, match=r"no spare is left for place 1.*step 4 is saved") as caught:
+    # Which step is the last saved depends on when the signal arrives.
+    lost = r"no spare is left for place 1.*the state of step (4|8) is saved"
+    with pytest.raises(RankError, match=lost) as caught:
         execute_robust(
             plan,
             tmp_path / "run",
