@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from shoal.ir import Plan, ServePlan
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shoal.ir import Plan, ServePlan
 
 __all__ = ["write_emitted"]
 
