@@ -34,6 +34,7 @@ __all__ = [
     "ConfigError",
     "CorruptError",
     "DataError",
+    "KernelError",
     "MachineError",
     "MissingExtraError",
     "ModelError",
@@ -92,6 +93,10 @@ class NoisyMachineError(MachineError):
 
 class PlanError(ShoalError):
     """No legal plan exists, or this plan cannot run here."""
+
+
+class KernelError(ShoalError):
+    """A kernel or a number format that cannot do what is asked."""
 
 
 class RankError(ShoalError):

@@ -1,0 +1,154 @@
+"""What all kernels have in common: what they need of a machine, and what they cost there.
+
+A kernel's time is the larger of two, and a little for the call itself: the bytes it moves
+over the bandwidth it reaches, and its operations over the rate it reaches. What it reaches
+is measured on the probed machine (probe ``kernels``), at several numbers of rows; where it
+was not, a share of the machine's own bandwidth and rate that the kernel states is taken.
+
+Source: Williams et al., Roofline: An Insightful Visual Performance Model, 2009.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, ClassVar
+
+from shoal.core.errors import KernelError
+from shoal.core.native import compiler, cpu_flags
+from shoal.ir import Estimate, Interval, Machine
+from shoal.kernel.protocols import Call, Ready
+
+__all__ = ["BaseKernel", "roof_s"]
+
+# Of an estimate whose kernel was measured here, and of one that was not.
+_MEASURED, _STATED = 0.15, 0.6
+# FLOP/s of one core where a machine does not say: any CPU of today does more.
+_SOME_RATE = 1e10
+_SOME_BANDWIDTH = 1e10
+
+
+class BaseKernel:
+    """Base of the parts of kind ``kernel``.
+
+    Attributes:
+        op: what it computes.
+        backend: how.
+        invariant: rows do not depend on each other's presence, bit for bit.
+        devices: where it runs.
+        dtypes: short names of the types it takes.
+        needs: flags of the CPU without which it must not be run.
+        compiled: it needs a C++ compiler.
+        rate: key of ``Device.peak_flops`` that bounds it.
+        memory_share: of the read bandwidth that it reaches, if nobody measured.
+        compute_share: of that rate that it reaches, if nobody measured.
+        call_s: of one call.
+    """
+
+    op: ClassVar[str]
+    backend: ClassVar[str]
+    invariant: ClassVar[bool] = False
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
+    needs: ClassVar[frozenset[str]] = frozenset()
+    compiled: ClassVar[bool] = False
+    rate: ClassVar[str | None] = None
+    memory_share: ClassVar[float] = 0.5
+    compute_share: ClassVar[float] = 0.3
+    call_s: ClassVar[float] = 5e-6
+
+    def refuses(self, call: Any) -> str | None:
+        """Why it cannot compute that here, or None if it can."""
+        if call.device not in self.devices:
+            return f"runs on {' and '.join(self.devices)} only"
+        dtype = getattr(call, "dtype", None)
+        if dtype is not None and dtype not in self.dtypes:
+            return f"takes {', '.join(self.dtypes)}"
+        missing = sorted(self.needs - cpu_flags()) if call.device == "cpu" else []
+        if missing:
+            return f"needs a CPU with {', '.join(missing)}"
+        if self.compiled and compiler() is None:
+            return "needs a C++ compiler (apt install g++)"
+        return self._refuses(call)
+
+    def estimate(self, call: Any, machine: Machine) -> Estimate:
+        """Time of one call whose operands lie in main memory."""
+        seconds = _measured_s(f"{self.op}.{self.backend}", call, machine)
+        spread = _MEASURED
+        if seconds is None:
+            spread = _STATED
+            memory, compute = _roofs(call, machine, self.rate or getattr(call, "dtype", "fp32"))
+            seconds = max(memory / self.memory_share, compute / self.compute_share)
+        seconds += self.call_s
+        return Estimate(
+            step_s=Interval.around(seconds, spread),
+            terms_s={"memory": seconds},
+            flops=call.flops,
+            bound="memory" if call.flops < 16 * call.moved_bytes else "compute",
+        )
+
+    def prepare(self, call: Any, *constants: Any) -> Ready:
+        """The kernel for calls like this one.
+
+        Raises:
+            KernelError: it refuses the call, or a constant is not what the call says.
+        """
+        reason = self.refuses(call)
+        if reason is not None:
+            raise KernelError(
+                f"kernel.{self.op}: {self.backend} cannot compute {call}: it {reason}; "
+                "choose another backend"
+            )
+        return self._prepare(call, *constants)
+
+    def _refuses(self, call: Any) -> str | None:
+        return None
+
+    def _prepare(self, call: Any, *constants: Any) -> Ready:
+        raise TypeError(f"{type(self).__name__} cannot run")
+
+
+def roof_s(call: Call, machine: Machine, rate: str | None = None) -> float:
+    """Seconds below which no kernel can compute the call on this machine."""
+    return max(_roofs(call, machine, rate or getattr(call, "dtype", "fp32")))
+
+
+def _roofs(call: Call, machine: Machine, rate: str) -> tuple[float, float]:
+    device = machine.device
+    bandwidth = device.main_memory.read_bandwidth or _SOME_BANDWIDTH
+    flops = device.peak_flops.get(rate) or device.matmul_flops.get(rate)
+    if flops is None:
+        flops = device.peak_flops.get("fp32") or device.matmul_flops.get("fp32") or _SOME_RATE
+    return call.moved_bytes / bandwidth, call.flops / flops
+
+
+def _measured_s(name: str, call: Any, machine: Machine) -> float | None:
+    """Seconds by what the probe measured of this kernel at fewer and at more rows."""
+    points = _points(machine, name)
+    if not points:
+        return None
+    rows = max(1.0, float(getattr(call, "m", getattr(call, "batch", 1))))
+    sizes = [math.log(at) for at, _ in points]
+    rates = [math.log(rate) for _, rate in points]
+    place = math.log(rows)
+    if place >= sizes[-1]:
+        # Beyond the last: as many operations a second as there.
+        return call.moved_bytes / math.exp(rates[-1]) * max(1.0, rows / points[-1][0])
+    index = max(1, next(i for i, size in enumerate(sizes) if size >= place))
+    share = (place - sizes[index - 1]) / (sizes[index] - sizes[index - 1]) if len(sizes) > 1 else 0
+    rate = rates[index - 1] + max(0.0, share) * (rates[index] - rates[index - 1])
+    return float(call.moved_bytes / math.exp(rate))
+
+
+@functools.lru_cache(maxsize=256)
+def _points_of(measurements: tuple[Any, ...], name: str) -> tuple[tuple[float, float], ...]:
+    found = {
+        m.at: m.median
+        for m in measurements
+        if m.probe == "kernels" and m.quantity == name and m.at is not None
+    }
+    return tuple(sorted(found.items()))
+
+
+def _points(machine: Machine, name: str) -> tuple[tuple[float, float], ...]:
+    return _points_of(machine.measurements, name)

@@ -1,0 +1,188 @@
+"""What is asked of an operator: shapes and types, no tensors.
+
+One class an operator. M rows (tokens), N outputs, K inputs; B requests, S tokens that
+each sees, H query heads, G key/value heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+__all__ = ["BYTES", "Linear", "LinearLowbit", "MatmulPlanes", "PagedAttention", "Pointwise"]
+
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+
+BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``y[M, N] = x[M, K] @ weight[N, K].T (+ bias[N])``.
+
+    Constants: weight, and bias or None. M may differ between calls.
+    """
+
+    op: ClassVar[str] = "linear"
+    m: int
+    n: int
+    k: int
+    dtype: Dtype = "bf16"
+    device: Device = "cpu"
+
+    @property
+    def flops(self) -> float:
+        """A multiply-add counts two."""
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def moved_bytes(self) -> float:
+        """Weights, input and output, once."""
+        return BYTES[self.dtype] * float(self.n * self.k + self.m * (self.n + self.k))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLowbit:
+    """The same with weights of few bits.
+
+    Constants: a :class:`~shoal.kernel.protocols.Packed`, and bias or None. M may differ.
+
+    Args:
+        m: rows.
+        n: outputs.
+        k: inputs.
+        format: text of the weight format.
+        bits: bits of a weight, scales included.
+        dtype: of x and y.
+        device: where.
+    """
+
+    op: ClassVar[str] = "linear_lowbit"
+    m: int
+    n: int
+    k: int
+    format: str
+    bits: float
+    dtype: Dtype = "bf16"
+    device: Device = "cpu"
+
+    @property
+    def flops(self) -> float:
+        """A multiply-add counts two."""
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def moved_bytes(self) -> float:
+        """Weights, input and output, once."""
+        return self.n * self.k * self.bits / 8 + BYTES[self.dtype] * float(
+            self.m * (self.n + self.k)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulPlanes:
+    """``y[M, N] = sum_k x[M, k] w[N, k]`` of bipolar integers, exact.
+
+    Constants: the packed planes of w. M may differ between calls.
+
+    Args:
+        m: rows of x.
+        n: rows of w.
+        k: their length.
+        w: planes (bits) of w, 1 to 8.
+        a: planes of x, 1 to 8.
+        device: where.
+    """
+
+    op: ClassVar[str] = "matmul_planes"
+    m: int
+    n: int
+    k: int
+    w: int
+    a: int
+    device: Device = "cpu"
+
+    @property
+    def flops(self) -> float:
+        """Multiply-adds of integers, each counting two."""
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def moved_bytes(self) -> float:
+        """Planes in, 32-bit results out."""
+        return (self.n * self.w + self.m * self.a) * self.k / 8 + 4.0 * self.m * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """One query token of each of B requests, over the blocks that its request holds.
+
+    ``ready(q[B, H, d], keys, values, blocks[B, W], lengths[B]) -> [B, H, d]``; keys and values
+    as the cache keeps them. B and S may differ between calls.
+
+    Args:
+        batch: requests.
+        context: tokens each sees, on average.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: of a head.
+        block_size: tokens of a block.
+        dtype: of q, and of the cache where ``format`` is plain.
+        format: name of the cache format.
+        device: where.
+    """
+
+    op: ClassVar[str] = "paged_attention"
+    batch: int
+    context: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    dtype: Dtype = "bf16"
+    format: str = "plain"
+    device: Device = "cpu"
+
+    @property
+    def flops(self) -> float:
+        """Scores and weighted sums."""
+        return 4.0 * self.batch * self.context * self.heads * self.head_dim
+
+    @property
+    def moved_bytes(self) -> float:
+        """Keys and values, queries and results, once."""
+        cache = 2.0 * self.batch * self.context * self.kv_heads * self.head_dim
+        return BYTES[self.dtype] * (cache + 2.0 * self.batch * self.heads * self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """Row by row: ``rms_norm``, ``rope``, ``swiglu`` and ``sample``; limited by memory.
+
+    Args:
+        kind: which of them.
+        m: rows.
+        n: numbers of a row that are read.
+        out: numbers of a row that are written.
+        dtype: of both.
+        device: where.
+    """
+
+    op: ClassVar[str] = "pointwise"
+    kind: Literal["rms_norm", "rope", "swiglu", "sample"]
+    m: int
+    n: int
+    out: int
+    dtype: Dtype = "bf16"
+    device: Device = "cpu"
+
+    @property
+    def flops(self) -> float:
+        """About ten for each number read."""
+        return 10.0 * self.m * self.n
+
+    @property
+    def moved_bytes(self) -> float:
+        """In and out."""
+        return BYTES[self.dtype] * float(self.m * (self.n + self.out))

@@ -1,0 +1,108 @@
+"""Which kernel computes a call: the one that would be fastest on this machine.
+
+``dispatch(call)`` asks every kernel of the operator whether it can, and takes the one whose
+estimate on the probed machine is lowest. A config says otherwise with one key::
+
+    kernel: {linear: torch, paged_attention: reference}
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.core.errors import KernelError, MachineError, nearest
+from shoal.core.parts import table
+from shoal.ir import Machine
+from shoal.kernel.protocols import Call, Kernel
+
+__all__ = ["candidates", "dispatch", "here", "kernels_of", "operators"]
+
+
+def operators() -> tuple[str, ...]:
+    """Names of all operators."""
+    return tuple(dict.fromkeys(name.partition(".")[0] for name in table("kernel")))
+
+
+@functools.cache
+def kernels_of(op: str) -> Mapping[str, Kernel]:
+    """Backend -> kernel of an operator, in the order of the table.
+
+    Raises:
+        KernelError: there is no such operator.
+    """
+    parts = table("kernel")
+    found = {
+        name.partition(".")[2]: parts.build(name) for name in parts if name.partition(".")[0] == op
+    }
+    if not found:
+        hint = nearest(op, operators())
+        raise KernelError(
+            f"kernel.{op}: no such operator; there are {', '.join(operators())}"
+            + (f"; {hint}" if hint else "")
+        )
+    return found
+
+
+@functools.cache
+def here() -> Machine:
+    """The machine of this process: as it was probed, or as far as it can be told without."""
+    from shoal.machine import described
+
+    try:
+        return described.load("local")
+    except MachineError:
+        return described.load("cpu")
+
+
+def candidates(call: Call, machine: Machine | None = None) -> list[tuple[str, float]]:
+    """Backends that can compute the call, fastest first, with their estimated seconds."""
+    target = machine or here()
+    able = [
+        (backend, kernel.estimate(call, target).step_s.value)
+        for backend, kernel in kernels_of(call.op).items()
+        if kernel.refuses(call) is None
+    ]
+    return sorted(able, key=lambda pair: pair[1])
+
+
+def dispatch(
+    call: Call, *, wanted: str | None = None, machine: Machine | None = None, exact: bool = False
+) -> Kernel:
+    """The kernel for a call.
+
+    Args:
+        call: what is asked.
+        wanted: the backend that must be taken; the fastest, if not given.
+        machine: where; the machine of this process, if not given.
+        exact: only kernels whose rows do not depend on what else is computed.
+
+    Raises:
+        KernelError: the wanted backend does not exist or refuses, or nothing can.
+    """
+    return _dispatch(call, wanted, machine, exact)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dispatch(call: Any, wanted: str | None, machine: Machine | None, exact: bool) -> Kernel:
+    kernels = kernels_of(call.op)
+    if wanted is not None:
+        if wanted not in kernels:
+            hint = nearest(wanted, kernels)
+            raise KernelError(
+                f"kernel.{call.op} = {wanted!r}: expected one of {', '.join(kernels)}"
+                + (f"; {hint}" if hint else "")
+            )
+        reason = kernels[wanted].refuses(call)
+        if reason is None and exact and not kernels[wanted].invariant:
+            reason = "gives a row other bits when other rows stand beside it, and exact is asked"
+        if reason is not None:
+            able = ", ".join(backend for backend, _ in candidates(call, machine)) or "none"
+            raise KernelError(f"kernel.{call.op} = {wanted!r}: it {reason}; these can: {able}")
+        return kernels[wanted]
+    for backend, _ in candidates(call, machine):
+        if kernels[backend].invariant or not exact:
+            return kernels[backend]
+    reasons = "; ".join(f"{name} {kernel.refuses(call)}" for name, kernel in kernels.items())
+    raise KernelError(f"kernel.{call.op}: nothing can compute {call}: {reasons}")

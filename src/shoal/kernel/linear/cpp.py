@@ -1,0 +1,56 @@
+"""The product of a few rows with a matrix, at the speed at which memory gives the matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.kernel.base import BaseKernel
+from shoal.kernel.calls import Linear
+from shoal.kernel.protocols import Ready
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Cpp"]
+
+
+@part
+class Cpp(BaseKernel):
+    """AVX-512 dot products of whole rows, four outputs and up to six rows at a time.
+
+    Sums are taken in one order, whatever the number of rows: a row has the same bits in any
+    company.
+    """
+
+    op: ClassVar[str] = "linear"
+    backend: ClassVar[str] = "cpp"
+    invariant: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"avx512f", "avx512bw", "avx512_bf16"})
+    compiled: ClassVar[bool] = True
+    memory_share: ClassVar[float] = 0.85
+    compute_share: ClassVar[float] = 0.2
+
+    def _prepare(self, call: Linear, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
+        import torch
+
+        from shoal.kernel.native import function
+        from shoal.kernel.tensors import constant
+
+        n, k = call.n, call.k
+        dtype = torch.bfloat16 if call.dtype == "bf16" else torch.float32
+        weight = constant("weight", weight_NK, (n, k), dtype)
+        bias = None if bias_N is None else constant("bias", bias_N.float(), (n,), torch.float32)
+        run = function("linear", f"linear_{call.dtype}", "pppplll")
+        at, bias_at = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+
+        def product(x: Tensor) -> Tensor:
+            rows = x.numel() // k
+            x = x.contiguous()
+            out = x.new_empty(*x.shape[:-1], n)
+            run(x.data_ptr(), at, bias_at, out.data_ptr(), rows, n, k)
+            return out
+
+        # The memory that the addresses are of lives as long as the function.
+        product.constants = (weight, bias)  # type: ignore[attr-defined]
+        return product

@@ -1,0 +1,33 @@
+"""PyTorch's own product: the peer, and the best there is for many rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.kernel.base import BaseKernel
+from shoal.kernel.calls import Linear
+from shoal.kernel.protocols import Ready
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Library"]
+
+
+@part
+class Library(BaseKernel):
+    """``torch.nn.functional.linear``, oneDNN or MKL on a CPU, cuBLAS on a GPU."""
+
+    op: ClassVar[str] = "linear"
+    backend: ClassVar[str] = "torch"
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
+    memory_share: ClassVar[float] = 0.5
+    compute_share: ClassVar[float] = 0.5
+
+    def _prepare(self, call: Linear, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
+        import torch.nn.functional as F
+
+        return functools.partial(F.linear, weight=weight_NK, bias=bias_N)

@@ -1,0 +1,39 @@
+"""The meaning of ``linear``: every output is a sum, taken in fp32 or wider."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.kernel.base import BaseKernel
+from shoal.kernel.calls import Linear
+from shoal.kernel.protocols import Ready
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Reference"]
+
+
+@part
+class Reference(BaseKernel):
+    """Plain torch in fp32 (fp64 for fp64), rounded once at the end; slow on purpose."""
+
+    op: ClassVar[str] = "linear"
+    backend: ClassVar[str] = "reference"
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
+    memory_share: ClassVar[float] = 0.1
+    compute_share: ClassVar[float] = 0.05
+
+    def _prepare(self, call: Linear, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
+        import torch
+
+        wide = torch.promote_types(weight_NK.dtype, torch.float32)
+        weight, bias = weight_NK.to(wide), None if bias_N is None else bias_N.to(wide)
+
+        def run(x_MK: Tensor) -> Tensor:
+            out = x_MK.to(wide) @ weight.T
+            return (out if bias is None else out + bias).to(x_MK.dtype)
+
+        return run

@@ -1,0 +1,73 @@
+"""The C++ sources of the kernels, built when one is first needed.
+
+Threads are those of PyTorch: both use the OpenMP runtime that PyTorch has loaded, and so one
+pool, whose size ``torch.set_num_threads`` sets. Import torch before a library is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.core.native import build
+
+__all__ = ["FLAGS", "function", "library"]
+
+FLAGS = ("-fopenmp", "-ffp-contract=fast")
+
+_INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.h)"$', re.MULTILINE)
+
+
+def _text(name: str) -> str:
+    """A source with the headers of this directory put in their places, each once."""
+    seen: set[str] = set()
+
+    def read(file: str) -> str:
+        if file in seen:
+            return ""
+        seen.add(file)
+        text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+        return _INCLUDE.sub(lambda found: read(found[1]), text)
+
+    return read(f"{name}.cpp")
+
+
+@functools.cache
+def library(name: str) -> ctypes.CDLL:
+    """The built library of ``name``.cpp of this directory.
+
+    Raises:
+        BuildError: there is no compiler, or it refuses the source.
+    """
+    import torch  # noqa: F401 - brings the OpenMP runtime that the library shares
+
+    return build(_text(name), name=f"kernel-{name}", flags=FLAGS)
+
+
+_TYPES = {
+    "p": ctypes.c_void_p,
+    "l": ctypes.c_int64,
+    "i": ctypes.c_int,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+}
+
+
+def function(name: str, symbol: str, arguments: str, result: str = "") -> Callable[..., Any]:
+    """A function of a library, its types declared.
+
+    Args:
+        name: of the library.
+        symbol: of the function.
+        arguments: a letter each: p pointer, l int64, i int, f float, d double.
+        result: the same, or empty.
+    """
+    found = getattr(library(name), symbol)
+    found.argtypes = [_TYPES[letter] for letter in arguments]
+    found.restype = _TYPES[result] if result else None
+    declared: Callable[..., Any] = found
+    return declared

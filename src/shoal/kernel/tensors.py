@@ -1,0 +1,42 @@
+"""Checks of the tensors that go to a kernel, and of what an address may be taken of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import KernelError, require
+
+__all__ = ["constant", "finite"]
+
+
+def constant(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A constant of a kernel as it wants it: this shape and type, contiguous.
+
+    Raises:
+        KernelError: it has another shape or type.
+    """
+    require(
+        tuple(tensor.shape) == shape and tensor.dtype == dtype,
+        f"kernel {name}",
+        f"{tensor.dtype} {list(tensor.shape)}",
+        expected=f"{dtype} {list(shape)}",
+        error=KernelError,
+    )
+    return tensor.detach().contiguous()
+
+
+def finite(name: str, tensor: Tensor) -> Tensor:
+    """The tensor, if all of it is finite.
+
+    Raises:
+        KernelError: a number is NaN or infinite; names the first.
+    """
+    bad = ~torch.isfinite(tensor)
+    if bool(bad.any()):
+        place = tuple(int(index) for index in bad.nonzero()[0])
+        raise KernelError(
+            f"{name}{list(place)} = {tensor[place].item()}: expected finite numbers; "
+            f"{int(bad.sum())} of {tensor.numel()} are not"
+        )
+    return tensor
