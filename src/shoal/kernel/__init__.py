@@ -15,12 +15,19 @@ KERNELS = PartTable(
         "linear.reference": "shoal.kernel.linear.reference:Reference",
         "linear.torch": "shoal.kernel.linear.library:Library",
         "linear.cpp": "shoal.kernel.linear.cpp:Cpp",
+        "linear_lowbit.reference": "shoal.kernel.lowbit.reference:Reference",
     },
 )
 
 WEIGHT_FORMATS = PartTable(
     "weight_format",
-    {},
+    {
+        "int": "shoal.kernel.formats.integer:Int",
+        "uint": "shoal.kernel.formats.affine:Uint",
+        "float": "shoal.kernel.formats.floating:Float",
+        "bipolar": "shoal.kernel.formats.bipolar:Bipolar",
+        "bfp": "shoal.kernel.formats.bfp:Bfp",
+    },
 )
 
 KV_FORMATS = PartTable(

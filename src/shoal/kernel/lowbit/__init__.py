@@ -1,0 +1,1 @@
+"""``linear_lowbit``: products with weights that are stored in few bits."""

@@ -1,0 +1,55 @@
+"""The meaning of ``linear_lowbit``: the weights that the codes mean, then a product in fp32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import KernelError
+from shoal.core.parts import part
+from shoal.kernel.base import BaseKernel
+from shoal.kernel.calls import LinearLowbit
+from shoal.kernel.formats import weight_format
+from shoal.kernel.protocols import Packed, Ready
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Reference"]
+
+
+@part
+class Reference(BaseKernel):
+    """Weights made fp32 once, product in fp32 (fp64 for fp64), rounded at the end; any format."""
+
+    op: ClassVar[str] = "linear_lowbit"
+    backend: ClassVar[str] = "reference"
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
+    # It reads weights of 32 bits, of which the call counts few.
+    memory_share: ClassVar[float] = 0.06
+    compute_share: ClassVar[float] = 0.05
+
+    def _refuses(self, call: LinearLowbit) -> str | None:
+        try:
+            weight_format(call.format).group_of(call.k)
+        except KernelError as cause:
+            return f"cannot read them: {cause}"
+        return None
+
+    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+        import torch
+
+        if weight.format != call.format or weight.shape != (call.n, call.k):
+            raise KernelError(
+                f"kernel.linear_lowbit: given {weight.format} {list(weight.shape)}: expected "
+                f"{call.format} {[call.n, call.k]}"
+            )
+        wide = torch.float64 if call.dtype == "fp64" else torch.float32
+        matrix = weight_format(weight.format).dequantize(weight).to(wide)
+        bias = None if bias_N is None else bias_N.detach().to(wide)
+
+        def run(x_MK: Tensor) -> Tensor:
+            out = x_MK.to(wide) @ matrix.T
+            return (out if bias is None else out + bias).to(x_MK.dtype)
+
+        return run
