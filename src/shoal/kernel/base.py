@@ -37,6 +37,7 @@ class BaseKernel:
         invariant: rows do not depend on each other's presence, bit for bit.
         devices: where it runs.
         dtypes: short names of the types it takes.
+        activations: kinds of rounding of its input that it knows, such as bipolar.
         needs: flags of the CPU without which it must not be run.
         compiled: it needs a C++ compiler.
         rate: key of ``Device.peak_flops`` that bounds it.
@@ -50,6 +51,7 @@ class BaseKernel:
     invariant: ClassVar[bool] = False
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
+    activations: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()
     compiled: ClassVar[bool] = False
     rate: ClassVar[str | None] = None
@@ -64,6 +66,9 @@ class BaseKernel:
         dtype = getattr(call, "dtype", None)
         if dtype is not None and dtype not in self.dtypes:
             return f"takes {', '.join(self.dtypes)}"
+        rounded = getattr(call, "activations", "")
+        if rounded and rounded.rstrip("0123456789") not in self.activations:
+            return f"does not round its input to {rounded}"
         missing = sorted(self.needs - cpu_flags()) if call.device == "cpu" else []
         if missing:
             return f"needs a CPU with {', '.join(missing)}"

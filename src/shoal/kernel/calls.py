@@ -56,6 +56,8 @@ class LinearLowbit:
         bits: bits of a weight, scales included.
         dtype: of x and y.
         device: where.
+        activations: what each row of x is rounded to before the product, such as
+            ``bipolar8``; empty for nothing.
     """
 
     op: ClassVar[str] = "linear_lowbit"
@@ -66,6 +68,7 @@ class LinearLowbit:
     bits: float
     dtype: Dtype = "bf16"
     device: Device = "cpu"
+    activations: str = ""
 
     @property
     def flops(self) -> float:
