@@ -1,0 +1,362 @@
+"""[130] BipolarInt: do products of few bits pay on this machine?
+
+Source: Ma et al., Efficient Arbitrary Precision Acceleration for Large Language Models on GPU
+Tensor Cores, 2024.
+
+Whole layers of 4096 x 4096, bf16 in and bf16 out, activations rounded on the way, against
+PyTorch's bf16 product and against int8 on ``vpdpbusd``; weights go round buffers that together
+exceed the last cache. Recovery inside the kernel against the form that writes every product of
+two planes. A mini-model with weights of 3 and activations of 8 bits after a minute of finetuning,
+scored by the kernel itself. The quick run counts: wrong integers over all widths, and memory. The
+A/A run puts bf16 products, written planes and rounding without finetuning in their places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.measure import interleave
+from shoal.core.native import compiler
+from shoal.core.parts import part
+from shoal.kernel.calls import MatmulPlanes
+from shoal.kernel.dispatch import here, kernels_of
+from shoal.kernel.planes.engines import ENGINES, chosen
+
+if TYPE_CHECKING:
+    from shoal.ir import Machine
+
+__all__ = ["BipolarIntClaim"]
+
+_BF16, _SPILLED = "torch bf16", "planes written"
+# Odd lengths around a word, and one longer than a tile.
+_LENGTHS = (1, 63, 65, 100, 200)
+_MODEL, _FORMAT, _ACTIVATIONS = "shoal-4m-h128", "bipolar3-g128", "bipolar8"
+_GPU = ("gpu_w2a2_over_bf16", "gpu_w1a2_over_int8")
+
+
+def _timed(name: str, threshold: float, **fields: Any) -> Metric:
+    return Metric.model_validate(
+        {
+            "name": name,
+            "unit": "x",
+            "statistic": "speedup",
+            "comparison": ">=",
+            "threshold": threshold,
+            "baseline": _BF16,
+            "evidence": "same_regime",
+            "timing": True,
+            **fields,
+        }
+    )
+
+
+@part
+class BipolarIntClaim:
+    """Layers of few bits against bf16 and int8, and a model that is finetuned to them.
+
+    Args:
+        size: outputs and inputs of the layers.
+        tokens: rows of the large product.
+        pairs: rounds of timings.
+        buffers: weights that take turns; 20 of 4096 x 4096 in bf16 are 640 MB.
+        finetune_s: seconds of finetuning.
+    """
+
+    size: int = 4096
+    tokens: int = 256
+    pairs: int = 25
+    buffers: int = 20
+    finetune_s: float = 60.0
+
+    rows: ClassVar[tuple[int, ...]] = (130,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="wrong_products",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.0,
+            baseline="bf16 products of the same integers",
+            evidence="same_regime",
+            paper="exact for every width",
+        ),
+        Metric(
+            name="extra_memory",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=1.0,
+            baseline=_SPILLED,
+            evidence="same_regime",
+            paper="no product of planes is written",
+        ),
+        _timed("w1a1_over_bf16", 5.0, paper="up to 2.4x CUTLASS"),
+        _timed("w1a1_over_vnni", 3.0, baseline="int8 on vpdpbusd", peer="oneDNN int8 on VNNI"),
+        _timed("w2a2_over_bf16", 1.6, paper="up to 2.4x CUTLASS"),
+        _timed("w2a8_one_row", 4.0, paper="6.7x inference of a model"),
+        _timed("recovery_gain", 1.5, baseline=_SPILLED),
+        Metric(
+            name="finetuned_loss",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=1.05,
+            baseline="rounded without finetuning",
+            evidence="same_regime",
+            quick=False,
+        ),
+        _timed(_GPU[0], 1.0, paper="up to 2.4x CUTLASS"),
+        _timed(_GPU[1], 1.0, baseline="torch int8", paper="up to 2.4x CUTLASS"),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        where = "claim.bipolar_int"
+        for name, value in (("size", self.size), ("tokens", self.tokens)):
+            require(value >= 64, f"{where}.{name}", value, expected="at least 64")
+        require(self.pairs >= 3, f"{where}.pairs", self.pairs, expected="at least 3")
+        require(self.buffers >= 1, f"{where}.buffers", self.buffers, expected="at least 1")
+        require(self.finetune_s > 0, f"{where}.finetune_s", self.finetune_s, expected="above 0")
+
+    def refuses(self, context: Context) -> str | None:
+        """Without an engine there is nothing to compare."""
+        if compiler() is None:
+            return "no C++ compiler; install g++"
+        if all(engine.refuses() for engine in ENGINES.values()):
+            return "this CPU has neither VNNI nor vpopcntdq"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Count; the full run also times, for a minute, and finetunes, for another."""
+        machine = context.machine or here()
+        context.progress("all widths", 0.0)
+        metrics = {
+            "wrong_products": Paired(method=_wrong(context.seed, as_baseline)),
+            "extra_memory": Paired(method=_memory(machine, as_baseline)),
+        }
+        if quick:
+            return Samples(metrics=metrics)
+        found = self._timed(context, machine, metrics, as_baseline)
+        context.progress("finetuning", 0.6)
+        losses = self._finetuned(context, as_baseline)
+        metrics["finetuned_loss"] = Paired(method=(losses["method"],), baseline=(losses["fp32"],))
+        found["details"] |= {"losses": losses}
+        return Samples(metrics=metrics, **found)
+
+    def _timed(
+        self, context: Context, machine: Machine, metrics: dict[str, Paired], as_baseline: bool
+    ) -> dict[str, Any]:
+        import torch
+        import torch.nn.functional as F
+
+        from shoal.claims.experiments.bipolar_int_layers import fused, packed, spilled
+        from shoal.claims.experiments.bipolar_int_peer import Peer
+        from shoal.kernel.planes.bench import held, layer, table, turning
+
+        n = k = self.size
+        skipped: dict[str, str] = {}
+        codes = [_codes(n, k, context.seed + i) for i in range(self.buffers)]
+        dense = [(torch.rand(n, k) - 0.5).to(torch.bfloat16) for _ in range(self.buffers)]
+        x = torch.randn(self.tokens, k, dtype=torch.bfloat16)
+        one = x[:1].contiguous()
+
+        def bf16(rows: torch.Tensor, times: int) -> Callable[[], None]:
+            return turning([lambda w=w: F.linear(rows, w) for w in dense], times)  # type: ignore[misc]
+
+        def bits(
+            rows: torch.Tensor, w: int, a: int, times: int, engine: str | None = None
+        ) -> Callable[[], None]:
+            best = ENGINES[engine] if engine else chosen(len(rows), n, k, w, a, k, machine)
+            assert best is not None
+            layers = [
+                layer(best, held(c & (2**w - 1), w, a, tiles=best.tiles)) for c in codes
+            ]
+            return turning([lambda run=run: run(rows) for run in layers], times)  # type: ignore[misc]
+
+        times = 2
+        methods: dict[str, Callable[[], object]] = {_BF16: bf16(x, times)}
+        if as_baseline:
+            methods |= {"w1a1": bf16(x, times), "w2a2": bf16(x, times)}
+        else:
+            methods |= {"w1a1": bits(x, 1, 1, times), "w2a2": bits(x, 2, 2, times)}
+        vnni = ENGINES["vnni"].refuses()
+        if vnni is None:
+            methods["vnni"] = bits(x, 7, 8, times, "vnni")
+        context.progress("the large product", 0.1)
+        peers: dict[str, Paired] = {}
+        with Peer(self.tokens, n, k, self.buffers // 2, torch.get_num_threads()) as peer:
+            answer = peer()
+            if vnni is None and answer == "done":
+                methods["peer"] = lambda: peer(times)
+            seconds = interleave(methods, self.pairs, seed=context.seed).seconds
+        for name in ("w1a1", "w2a2"):
+            metrics[f"{name}_over_bf16"] = Paired(method=seconds[name], baseline=seconds[_BF16])
+        if "peer" in seconds:
+            w1a1 = seconds["vnni" if as_baseline else "w1a1"]
+            metrics["w1a1_over_vnni"] = Paired(method=w1a1, baseline=seconds["vnni"])
+            peers["w1a1_over_vnni"] = Paired(
+                method=tuple(1 / s for s in seconds["vnni"]),
+                baseline=tuple(1 / s for s in seconds["peer"]),
+            )
+        else:
+            skipped["w1a1_over_vnni"] = vnni or f"oneDNN has no int8 product here: {answer}"
+        large = {name: statistics.median(taken) / times for name, taken in seconds.items()}
+
+        context.progress("one row", 0.3)
+        times = 10
+        row = {_BF16: bf16(one, times)}
+        row["w2a8"] = bf16(one, times) if as_baseline else bits(one, 2, 8, times)
+        seconds = interleave(row, self.pairs, seed=context.seed).seconds
+        metrics["w2a8_one_row"] = Paired(method=seconds["w2a8"], baseline=seconds[_BF16])
+        small = {name: statistics.median(taken) / times for name, taken in seconds.items()}
+
+        context.progress("recovery", 0.4)
+        planes_x = packed(self.tokens, k, 2, context.seed)
+        planes_w = [packed(n, k, 2, context.seed + i) for i in range(4)]
+        written = [spilled(p, self.tokens, k, 2, machine) for p in planes_w]
+        inside = written if as_baseline else [
+            fused(p, self.tokens, k, 2, machine) for p in planes_w
+        ]
+        seconds = interleave(
+            {
+                "fused": turning([lambda run=run: run(planes_x) for run in inside], 2),  # type: ignore[misc]
+                _SPILLED: turning([lambda run=run: run(planes_x) for run in written], 2),  # type: ignore[misc]
+            },
+            self.pairs,
+            seed=context.seed,
+        ).seconds
+        metrics["recovery_gain"] = Paired(method=seconds["fused"], baseline=seconds[_SPILLED])
+        recovery = {name: statistics.median(taken) / 2 for name, taken in seconds.items()}
+
+        details: dict[str, JsonValue] = {
+            "large_s": dict(large),
+            "one_row_s": dict(small),
+            "recovery_s": dict(recovery),
+        }
+        if not as_baseline:
+            context.progress("all widths and engines", 0.5)
+            found = table(
+                machine, size=self.size, rows=(1, 16, self.tokens), buffers=self.buffers, pairs=7
+            )
+            details["table"] = [dataclasses.asdict(line) for line in found]
+        for name, reason in self._gpu(metrics, as_baseline).items():
+            skipped[name] = reason
+        roofs = {
+            "w1a1_over_bf16": large[_BF16] / _roof_s(machine, self.tokens, n, k, 1, 1),
+            "w2a2_over_bf16": large[_BF16] / _roof_s(machine, self.tokens, n, k, 2, 2),
+            "w2a8_one_row": small[_BF16] / _roof_s(machine, 1, n, k, 2, 8),
+        }
+        if "vnni" in large:
+            roofs["w1a1_over_vnni"] = large["vnni"] / _roof_s(machine, self.tokens, n, k, 1, 1)
+        return {
+            "skipped": skipped,
+            "peers": peers if "w1a1_over_vnni" in metrics else {},
+            "details": details,
+            "bounds": {name: bound for name, bound in roofs.items() if name in metrics},
+            "profile": ", ".join(
+                f"{name} {1e3 * s:.2f} ms" for name, s in (*large.items(), *small.items())
+            ),
+        }
+
+    def _gpu(self, metrics: dict[str, Paired], as_baseline: bool) -> dict[str, str]:
+        """Triton's product against torch's; metric -> why it is skipped."""
+        import torch
+
+        call = MatmulPlanes(m=self.tokens, n=self.size, k=self.size, w=2, a=2, device="cuda")
+        if not torch.cuda.is_available():
+            return dict.fromkeys(_GPU, "no GPU")
+        reason = kernels_of(call.op)["triton"].refuses(call)
+        if reason is not None:
+            return dict.fromkeys(_GPU, f"triton {reason}")
+        from shoal.claims.experiments.bipolar_int_gpu import timed
+
+        found = timed(self.tokens, self.size, self.pairs, as_baseline)
+        metrics |= dict(zip(_GPU, found, strict=True))
+        return {}
+
+    def _finetuned(self, context: Context, as_baseline: bool) -> dict[str, float]:
+        """Held-out losses of the model: as it was, and with few bits, by the kernel."""
+        from shoal.claims.experiments.bipolar_int_model import Scored
+
+        scored: Scored = context.remember(
+            "model", lambda: Scored(context.model or _MODEL, context.data, context.progress)
+        )
+        method = scored.few_bits(
+            _FORMAT,
+            _ACTIVATIONS,
+            seconds=None if as_baseline else self.finetune_s,
+            seed=context.seed,
+            progress=context.progress,
+        )
+        return {"fp32": scored.loss, "method": method}
+
+
+def _codes(n: int, k: int, seed: int) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (n, k), dtype=torch.uint8, generator=generator)
+
+
+def _roof_s(machine: Machine, m: int, n: int, k: int, w: int, a: int) -> float:
+    """Seconds that no kernel can do without: weights from memory, products at the peak."""
+    units = {u.quantity: u.median for u in machine.measurements if u.probe == "units"}
+    peak = max(
+        units.get("popcount", 0.0) / (w * a) * 2, units.get("dot_int8", 0.0),
+        units.get("tile_int8", 0.0), 256.0,
+    )  # fmt: skip
+    cores = machine.device.num_cores or 1
+    rate = peak * units.get("clock", 4e9) * cores
+    bandwidth = machine.device.main_memory.read_bandwidth or 1e11
+    return max(2.0 * m * n * k / rate, n * k * w / 8 / bandwidth)
+
+
+def _wrong(seed: int, as_baseline: bool) -> tuple[float, ...]:
+    """Wrong integers for each pair of widths, over all kernels that can."""
+    import torch
+
+    from shoal.claims.experiments.bipolar_int_layers import odd
+    from shoal.kernel.planes.layout import pack
+
+    wrong = []
+    for w in range(1, 9):
+        for a in range(1, 9):
+            k = _LENGTHS[(8 * w + a) % len(_LENGTHS)]
+            x, weight = odd(20, k, a, seed), odd(40, k, w, seed + 1)
+            exact = x @ weight.T
+            call = MatmulPlanes(m=20, n=40, k=k, w=w, a=a)
+            if as_baseline:
+                found = [(x.to(torch.bfloat16) @ weight.to(torch.bfloat16).T).long()]
+            else:
+                found = [
+                    kernel.prepare(call, pack(weight, w))(pack(x, a)).long()
+                    for kernel in kernels_of(call.op).values()
+                    if kernel.refuses(call) is None and kernel.backend != "triton"
+                ]
+            wrong.append(float(sum(int((out != exact).sum()) for out in found)))
+    return tuple(wrong)
+
+
+def _memory(machine: Machine, as_baseline: bool) -> tuple[float, ...]:
+    """Bytes beyond operands and result, times w a, over those of the form that writes planes."""
+    from shoal.claims.experiments.bipolar_int_layers import Allocated, fused, packed, spilled
+
+    found = []
+    for m, w, a in ((256, 1, 1), (256, 2, 2), (256, 3, 8), (1, 2, 8)):
+        n = k = 1024
+        planes_w, planes_x = packed(n, k, w, 0), packed(m, k, a, 1)
+        extra = []
+        for make in (spilled if as_baseline else fused, spilled):
+            run: Any = make(planes_w, m, k, a, machine)
+            with Allocated() as counted:
+                out = run(planes_x)
+            extra.append(counted.nbytes - out.nbytes + run.scratch)
+        found.append(w * a * extra[0] / extra[1])
+    return tuple(found)
