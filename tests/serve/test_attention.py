@@ -42,7 +42,7 @@ def test_ragged_step(block_size, heads):
     shapes = [(700, 1), (399, 1), (30, 1), (29, 1), (0, 1), (0, 9), (33, 7), (5, 40)]
     cache = PagedCache(config, 1400 // block_size + 12, block_size)
     # Whatever a block held before must not be seen.
-    cache.store.normal_(0, 1e3)
+    cache.stores[0].normal_(0, 1e3)
     free = list(range(cache.num_blocks))
     source.shuffle(free)
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ CONFIG = ModelConfig(
 def test_what_is_written_is_gathered(dtype, block_size):
     cache = PagedCache(CONFIG, 12, block_size, dtype=dtype)
     assert cache.nbytes == 12 * block_size * token_bytes(CONFIG, dtype)
-    assert not cache.store.any()
+    assert not cache.stores[0].any()
     blocks = torch.tensor([7, 2, 11])
     count = 3 * block_size
     slots = (blocks[:, None] * block_size + torch.arange(block_size)).reshape(-1)
@@ -32,8 +32,8 @@ def test_what_is_written_is_gathered(dtype, block_size):
     both, _ = cache.gather(1, torch.tensor([[2, 7], [11, 7]]))
     assert torch.equal(both[1, :block_size], k[2 * block_size :])
     assert torch.equal(both[0, block_size:], k[:block_size])
-    assert not cache.store[0].any()
-    assert int(cache.store[1].any(-1).any(-1).sum()) == 2 * count  # nothing else was touched
+    assert not cache.stores[0][0].any()
+    assert int(cache.stores[0][1].any(-1).any(-1).sum()) == 2 * count  # nothing else was touched
 
 
 def test_room_is_needed():

@@ -44,7 +44,7 @@ class Ticks:
 def test_every_shape_is_timed_and_the_cache_stays_as_it_is(random_model, engine_for):
     engine = engine_for(random_model("mixtral"), kv_tokens=1024, max_position=256)
     cache = engine.runner.cache
-    cache.store.fill_(3.0)
+    cache.stores[0].fill_(3.0)
     limits = Limits(max_running=4, max_step_tokens=48, max_position=256)
     shapes = spread(limits, 1024)
     seen = []
@@ -54,7 +54,7 @@ def test_every_shape_is_timed_and_the_cache_stays_as_it_is(random_model, engine_
     assert [sample.chunks for sample in samples] == shapes
     assert {sample.seconds for sample in samples} == {0.5}
     assert [done for done, _, _ in seen] == [1, 2, 3]
-    assert bool((cache.store == 3.0).all())
+    assert bool((cache.stores[0] == 3.0).all())
     cost = fit(samples)
     assert cost.seconds(shapes[0]) == pytest.approx(0.5, rel=0.01)
 

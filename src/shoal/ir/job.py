@@ -340,6 +340,11 @@ class ServeJob(Value):
         kv: who holds which block of the cache.
         kv_tokens: tokens that the cache holds; None takes what the memory allows, up to
             ``max_running`` requests of full length.
+        kv_format: how the cache keeps keys and values.
+        weights: format of the matrices of linear layers, such as int4-g128; plain leaves them in
+            the precision of the job. A directory that is quantized has its own.
+        kernel: operator -> backend that must compute it; dispatch takes the fastest for others.
+        exact: the numbers of a request have the same bits whatever other requests run beside it.
         max_running: most requests in one step.
         max_step_tokens: most tokens in one step; long prompts are cut to fit.
         max_position: most tokens of one request, prompt and output; None for the model's.
@@ -356,6 +361,10 @@ class ServeJob(Value):
     scheduler: Annotated[Choice, Kind("scheduler")] = Choice(name="fcfs")
     kv: Annotated[Choice, Kind("kv")] = Choice(name="paged")
     kv_tokens: PositiveInt | None = None
+    kv_format: Annotated[Choice, Kind("kv_format")] = Choice(name="plain")
+    weights: str = "plain"
+    kernel: dict[str, str] = {}
+    exact: bool = False
     max_running: PositiveInt = 64
     max_step_tokens: PositiveInt = 512
     max_position: PositiveInt | None = None

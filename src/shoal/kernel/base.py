@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from shoal.core.errors import KernelError
 from shoal.core.native import compiler, cpu_flags
 from shoal.ir import Estimate, Interval, Machine
+from shoal.ir.machine import Measurement
 from shoal.kernel.protocols import Call, Ready
 
 __all__ = ["BaseKernel", "roof_s"]
@@ -129,7 +130,7 @@ def _roofs(call: Call, machine: Machine, rate: str) -> tuple[float, float]:
 
 def _measured_s(name: str, call: Any, machine: Machine) -> float | None:
     """Seconds by what the probe measured of this kernel at fewer and at more rows."""
-    points = _points(machine, name)
+    points = _points(machine.measurements, name, getattr(call, "dtype", ""))
     if not points:
         return None
     rows = max(1.0, float(getattr(call, "m", getattr(call, "batch", 1))))
@@ -146,14 +147,13 @@ def _measured_s(name: str, call: Any, machine: Machine) -> float | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _points_of(measurements: tuple[Any, ...], name: str) -> tuple[tuple[float, float], ...]:
+def _points(
+    measurements: tuple[Measurement, ...], name: str, dtype: str
+) -> tuple[tuple[float, float], ...]:
+    """(rows, B/s) of a kernel, by rising rows."""
     found = {
         m.at: m.median
         for m in measurements
-        if m.probe == "kernels" and m.quantity == name and m.at is not None
+        if m.probe == "kernels" and m.quantity == name and m.note == dtype and m.at is not None
     }
     return tuple(sorted(found.items()))
-
-
-def _points(machine: Machine, name: str) -> tuple[tuple[float, float], ...]:
-    return _points_of(machine.measurements, name)

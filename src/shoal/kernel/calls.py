@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-__all__ = ["BYTES", "Linear", "LinearLowbit", "MatmulPlanes", "PagedAttention", "Pointwise"]
+__all__ = ["BYTES", "Device", "Dtype", "Linear", "LinearLowbit", "MatmulPlanes", "PagedAttention", "Pointwise"]
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -119,10 +119,13 @@ class MatmulPlanes:
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """One query token of each of B requests, over the blocks that its request holds.
+    """Query tokens of B requests, over the blocks that each request holds.
 
-    ``ready(q[B, H, d], keys, values, blocks[B, W], lengths[B]) -> [B, H, d]``; keys and values
-    as the cache keeps them. B and S may differ between calls.
+    ``ready(q[B, H, d], keys, values, blocks[B, W], lengths[B]) -> [B, H, d]``: one token of each
+    request, which sees so many tokens of it. ``ready(q[N, H, d], keys, values, blocks[B, W],
+    lengths[N], requests[N])``: any tokens, each of the request with that row of blocks. Keys and
+    values [slots, K, d] as the cache keeps them: a tensor, or the tensors of its format. B, N and
+    S may differ between calls.
 
     Args:
         batch: requests.
@@ -132,7 +135,7 @@ class PagedAttention:
         head_dim: of a head.
         block_size: tokens of a block.
         dtype: of q, and of the cache where ``format`` is plain.
-        format: name of the cache format.
+        format: text of the cache format, such as plain or bfp12-b32.
         device: where.
     """
 
@@ -155,16 +158,19 @@ class PagedAttention:
     @property
     def moved_bytes(self) -> float:
         """Keys and values, queries and results, once."""
-        cache = 2.0 * self.batch * self.context * self.kv_heads * self.head_dim
-        return BYTES[self.dtype] * (cache + 2.0 * self.batch * self.heads * self.head_dim)
+        from shoal.kernel.kv import kv_format
+
+        stored = kv_format(self.format).token_bytes(self.head_dim, dtype_bytes=BYTES[self.dtype])
+        cache = 2.0 * self.batch * self.context * self.kv_heads * stored
+        return cache + BYTES[self.dtype] * 2.0 * self.batch * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """Row by row: ``rms_norm``, ``rope``, ``swiglu`` and ``sample``; limited by memory.
+    """Row by row, limited by memory: ``rms_norm``, ``rope``, ``swiglu`` and ``sample``.
 
     Args:
-        kind: which of them.
+        op: which of them.
         m: rows.
         n: numbers of a row that are read.
         out: numbers of a row that are written.
@@ -172,8 +178,7 @@ class Pointwise:
         device: where.
     """
 
-    op: ClassVar[str] = "pointwise"
-    kind: Literal["rms_norm", "rope", "swiglu", "sample"]
+    op: Literal["rms_norm", "rope", "swiglu", "sample"]
     m: int
     n: int
     out: int

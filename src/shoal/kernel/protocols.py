@@ -24,13 +24,12 @@ Ready = Callable[..., Any]
 
 
 class Call(Protocol):
-    """One call of an operator. Frozen and hashable: dispatch remembers what it chose.
+    """One call of an operator. Frozen and hashable: dispatch remembers what it chose."""
 
-    Attributes:
-        op: name of the operator.
-    """
-
-    op: ClassVar[str]
+    @property
+    def op(self) -> str:
+        """The operator."""
+        ...
 
     @property
     def device(self) -> str:
@@ -148,6 +147,14 @@ class KVFormat(Protocol):
 
     def token_bytes(self, head_dim: int, *, dtype_bytes: int) -> float:
         """Bytes of the key or the value of one token and one head."""
+        ...
+
+    def refuses(self, head_dim: int) -> str | None:
+        """Why heads of this size cannot be stored, or None if they can."""
+        ...
+
+    def layout(self, head_dim: int, dtype: str) -> tuple[tuple[int, str], ...]:
+        """Numbers a token and head, and their type, of every stored tensor."""
         ...
 
     def encode(self, x_NKd: Tensor) -> tuple[Tensor, ...]:

@@ -6,8 +6,33 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import KernelError, require
+from shoal.kernel.calls import Dtype
 
-__all__ = ["constant", "finite"]
+__all__ = ["constant", "dtype_of", "finite", "name_of"]
+
+_DTYPES: dict[Dtype, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def dtype_of(name: Dtype) -> torch.dtype:
+    """The type of torch by its short name."""
+    return _DTYPES[name]
+
+
+def name_of(dtype: torch.dtype) -> Dtype:
+    """The short name of a type of torch.
+
+    Raises:
+        KernelError: no kernel computes in it.
+    """
+    for name, known in _DTYPES.items():
+        if known == dtype:
+            return name
+    raise KernelError(f"dtype {dtype}: expected one of {', '.join(map(str, _DTYPES.values()))}")
 
 
 def constant(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -36,6 +36,7 @@ PROBES = PartTable(
         "framework": "shoal.machine.probes.framework:Framework",
         "collective": "shoal.machine.probes.collective:Collective",
         "steps": "shoal.machine.probes.steps:Steps",
+        "kernels": "shoal.machine.probes.kernels:Kernels",
         "gpu": "shoal.machine.probes.gpu:Gpu",
         "loopback": "shoal.machine.probes.loopback:Loopback",
         "system": "shoal.machine.probes.system:System",

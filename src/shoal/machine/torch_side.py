@@ -164,6 +164,11 @@ def _rehearse(**options: Any) -> Any:
     return importlib.import_module("shoal.train.rehearse").rehearse(**options)
 
 
+def _kernels(**options: Any) -> Any:
+    # Kernels lie far above this floor: they are named, not imported.
+    return importlib.import_module("shoal.kernel.rehearse").rehearse(**options)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "hello": hello,
     "matmul": matmul,
@@ -173,5 +178,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "overhead": overhead,
     "all_reduce": _all_reduce,
     "rehearse": _rehearse,
+    "kernels": _kernels,
     "gpu_facts": gpu_facts,
 }

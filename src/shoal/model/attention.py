@@ -8,17 +8,19 @@ Source: Ainslie et al., GQA, 2023.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
 from shoal.model.norm import RMSNorm
 from shoal.model.rope import rotate, rotate_split
 
-__all__ = ["Attention", "KVCache", "Mixer", "attend", "document_mask"]
+__all__ = ["Attention", "KVCache", "Mixer", "Turn", "attend", "document_mask"]
 
 # Scores of one sequence that the backward pass may hold at a time; beyond, the tiled
 # kernel is used both ways.
@@ -73,6 +75,10 @@ class Mixer(Protocol):
     def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
         """Store the new keys and values of N tokens; what their queries see [N, H, d]."""
         ...
+
+
+Turn = Callable[["Attention", Tensor], tuple[Tensor, Tensor, Tensor]]
+"""From projected tokens [N, (H + 2K) d] to q [N, H, d], k and v [N, K, d], turned."""
 
 
 def document_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
@@ -214,6 +220,7 @@ class Attention(nn.Module):
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.kernel: Ready | None = None  # of inference: see shoal.model.accelerate
 
     def forward(
         self,
@@ -238,10 +245,10 @@ class Attention(nn.Module):
         mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
         return mixed
 
-    def flat(self, x_ND: Tensor, cos: Tensor, sin: Tensor, mixer: Mixer) -> Tensor:
+    def flat(self, x_ND: Tensor, turn: Turn, mixer: Mixer) -> Tensor:
         """Tokens of any sequences side by side; ``mixer`` knows what each of them sees."""
-        q, k, v = self._project(x_ND.unsqueeze(0), cos, sin)
-        mixed: Tensor = self.o_proj(mixer(self.layer, q[0], k[0], v[0]).reshape(len(x_ND), -1))
+        q, k, v = turn(self, self.qkv_proj(x_ND))
+        mixed: Tensor = self.o_proj(mixer(self.layer, q, k, v).reshape(len(x_ND), -1))
         return mixed
 
     def _project(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

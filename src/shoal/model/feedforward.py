@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
 
 __all__ = ["Experts", "SwiGLU", "gate"]
@@ -30,10 +31,11 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden, 2 * config.ffn_hidden, bias=config.ffn_bias)
         self.down_proj = nn.Linear(config.ffn_hidden, config.hidden, bias=config.ffn_bias)
+        self.kernel: Ready | None = None  # of inference: see shoal.model.accelerate
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Each token by itself."""
-        out: Tensor = self.down_proj(gate(self.gate_up_proj(x_BTD)))
+        out: Tensor = self.down_proj((self.kernel or gate)(self.gate_up_proj(x_BTD)))
         return out
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.kernel.protocols import Ready
+
 __all__ = ["RMSNorm", "rms_norm"]
 
 
@@ -79,7 +81,20 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
+        self.kernel: Ready | None = None  # of inference: see shoal.model.accelerate
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
+        if self.kernel is not None:
+            fast: Tensor = self.kernel(x)
+            return fast
         return rms_norm(x, self.weight, self.eps)
+
+    def after(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``x + branch`` and that normalised; x may change."""
+        if branch is None:
+            return x, self(x)
+        if self.kernel is not None:
+            return x, self.kernel(x, branch)
+        x = x + branch
+        return x, self(x)

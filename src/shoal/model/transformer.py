@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError, require
-from shoal.model.attention import Attention, KVCache, Mixer, document_mask
+from shoal.kernel.protocols import Ready
+from shoal.model.attention import Attention, KVCache, Mixer, Turn, document_mask
 from shoal.model.config import ModelConfig
 from shoal.model.dropout import ATTENTION, FEED_FORWARD, Drop, StepDropout
 from shoal.model.feedforward import Experts, SwiGLU
@@ -66,14 +67,16 @@ class Block(nn.Module):
         """Add the output of a branch to the stream, some of it dropped if asked."""
         return x + branch if drop is None else drop.add(x, branch, self.layer, site)
 
-    def flat(self, x_ND: Tensor, cos: Tensor, sin: Tensor, mixer: Mixer) -> Tensor:
-        """The same for tokens of any sequences side by side."""
-        normed = self.attention_norm(x_ND)
-        x_ND = x_ND + self.attention.flat(normed, cos, sin, mixer)
-        if not self.parallel:
-            normed = self.mlp_norm(x_ND)
-        out: Tensor = x_ND + self.mlp(normed)
-        return out
+    def flat(
+        self, x_ND: Tensor, branch_ND: Tensor | None, turn: Turn, mixer: Mixer
+    ) -> tuple[Tensor, Tensor]:
+        """The same for tokens of any sequences side by side; what is left to add comes last."""
+        x_ND, normed = self.attention_norm.after(x_ND, branch_ND)
+        mixed = self.attention.flat(normed, turn, mixer)
+        if self.parallel:
+            return x_ND, mixed + self.mlp(normed)
+        x_ND, normed = self.mlp_norm.after(x_ND, mixed)
+        return x_ND, self.mlp(normed)
 
 
 class Transformer(nn.Module):
@@ -92,6 +95,7 @@ class Transformer(nn.Module):
         self.output = (
             None if config.tied else nn.Linear(config.hidden, config.vocab_size, bias=False)
         )
+        self.head: Ready | None = None  # of inference: see shoal.model.accelerate
 
     @property
     def output_weight(self) -> Tensor:
@@ -99,7 +103,7 @@ class Transformer(nn.Module):
         return self.embed.weight if self.output is None else self.output.weight
 
     @functools.cached_property
-    def _unstretched(self) -> tuple[Tensor, float]:
+    def unstretched(self) -> tuple[Tensor, float]:
         # A tensor made in inference mode could never again take part in training.
         with torch.inference_mode(False):
             return frequencies(self.config, 1)
@@ -182,12 +186,33 @@ class Transformer(nn.Module):
         Returns:
             [R, D], in the dtype of the weights.
         """
-        x_ND = self.embed(tokens_N)
-        cos, sin = tables_at(position_N.float(), *self._unstretched, x_ND.dtype)
+        x_ND, branch_ND = self.embed(tokens_N), None
+        turn = self.turn(position_N, x_ND.dtype)
         for block in self.blocks:
-            x_ND = block.flat(x_ND, cos, sin, mixer)  # type: ignore[operator]
-        normed: Tensor = self.norm(x_ND if rows_R is None else x_ND[rows_R])
+            x_ND, branch_ND = block.flat(x_ND, branch_ND, turn, mixer)  # type: ignore[operator]
+        if rows_R is not None:
+            x_ND, branch_ND = x_ND[rows_R], None if branch_ND is None else branch_ND[rows_R]
+        _, normed = self.norm.after(x_ND, branch_ND)
         return normed
+
+    def turn(self, position_N: Tensor, dtype: torch.dtype) -> Turn:
+        """How the tokens at these places are rotated, in every layer."""
+        if self.blocks[0].attention.kernel is not None:  # type: ignore[union-attr]
+            return lambda attention, qkv: attention.kernel(qkv, position_N)  # type: ignore[misc]
+        cos, sin = tables_at(position_N.float(), *self.unstretched, dtype)
+
+        def turned(attention: Attention, qkv_NR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = attention.rotated(qkv_NR.unsqueeze(0), cos, sin)
+            return q[0], k[0], v[0]
+
+        return turned
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Scores of all tokens [R, V] from final hidden states."""
+        if self.head is not None:
+            fast: Tensor = self.head(hidden_RD)
+            return fast
+        return F.linear(hidden_RD, self.output_weight)
 
     def forward(
         self,

@@ -1,8 +1,10 @@
-"""Attention over the paged cache, in plain torch: the reference for every faster kernel.
+"""Attention over the paged cache, by the kernel that dispatch takes, or by copies of pages.
 
 The tokens of a step lie side by side, those of requests that compute a single token
-first. These are taken together: their blocks are copied side by side, short contexts are
-padded, and one kernel does them all. Longer chunks are taken one by one.
+first. A kernel of ``paged_attention`` reads their pages where they lie. Without one, their
+blocks are copied side by side, short contexts are padded, and one call does them all. Longer
+chunks are taken one by one, but where the same bits are wanted in any company: then every
+token is a query of the paged kernel.
 
 Shapes: N tokens of the step, B requests of a group, W blocks of the longest of them,
 S = W * block_size, H query heads, K key/value heads, G = H / K, d head_dim.
@@ -21,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.kernel.protocols import Ready
 from shoal.model.attention import attend
 from shoal.serve.cache import PagedCache
 
@@ -76,6 +79,16 @@ class _Prompt:
     mask: Tensor | None  # [length, stop]
 
 
+@dataclass(frozen=True, slots=True)
+class _Paged:
+    """Queries that a kernel answers from the pages: rows ``0 .. last``."""
+
+    last: int
+    blocks: Tensor  # [B, W]
+    lengths: Tensor  # [last], the tokens that each sees
+    requests: Tensor | None  # [last], the row of ``blocks`` of each; None where they are one each
+
+
 class PagedAttention:
     """A :class:`~shoal.model.attention.Mixer` for the tokens of one step.
 
@@ -85,6 +98,8 @@ class PagedAttention:
             first, by falling number of tokens they see.
         slots_N: where the new tokens go.
         dtype: of the queries.
+        kernel: of ``paged_attention``; pages are copied without one.
+        exact: the kernel answers every query, those of long chunks too.
     """
 
     def __init__(
@@ -93,20 +108,55 @@ class PagedAttention:
         contexts: Sequence[Context],
         slots_N: Tensor,
         dtype: torch.dtype,
+        kernel: Ready | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
-        self._cache, self._slots_N = cache, slots_N
+        self._cache, self._slots_N, self._kernel = cache, slots_N, kernel
         single = 0
         while single < len(contexts) and contexts[single].length == 1:
             single += 1
+        self._groups: list[_Group] = []
+        self._prompts: list[_Prompt] = []
+        self._paged: _Paged | None = None
+        if kernel is not None:
+            self._paged = self._pages(contexts if exact else contexts[:single])
+            if exact:
+                return
+            self._add_prompts(contexts, single, dtype)
+            return
         self._groups = [
             self._group(first, contexts[first:last], dtype)
             for first, last in _groups([context.stop for context in contexts[:single]])
         ]
-        self._prompts: list[_Prompt] = []
+        self._add_prompts(contexts, single, dtype)
+
+    def _add_prompts(self, contexts: Sequence[Context], single: int, dtype: torch.dtype) -> None:
         row = single
         for context in contexts[single:]:
             self._prompts.append(self._prompt(row, context, dtype))
             row += context.length
+
+    def _pages(self, contexts: Sequence[Context]) -> _Paged | None:
+        if not contexts:
+            return None
+        size = self._cache.block_size
+        filled = [context.num_blocks(size) for context in contexts]
+        blocks_BW = np.zeros((len(contexts), max(filled)), dtype=np.int32)
+        for row, (context, width) in enumerate(zip(contexts, filled, strict=True)):
+            blocks_BW[row, :width] = context.blocks[:width]
+        rows = sum(context.length for context in contexts)
+        if rows == len(contexts):
+            lengths = np.array([context.stop for context in contexts], dtype=np.int64)
+            return _Paged(rows, self._tensor(blocks_BW), self._tensor(lengths), None)
+        lengths = np.concatenate(
+            [np.arange(context.start + 1, context.stop + 1) for context in contexts]
+        )
+        counts = [context.length for context in contexts]
+        requests = np.repeat(np.arange(len(contexts)), counts)
+        return _Paged(
+            rows, self._tensor(blocks_BW), self._tensor(lengths), self._tensor(requests)
+        )
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._cache.device)
@@ -144,6 +194,15 @@ class PagedAttention:
         """Store the new keys and values; what the queries see [N, H, d]."""
         self._cache.write(layer, self._slots_N, k_NKd, v_NKd)
         parts = [self._decode(layer, q_NHd, group) for group in self._groups]
+        if self._paged is not None:
+            assert self._kernel is not None
+            paged = self._paged
+            queries = q_NHd if paged.last == len(q_NHd) else q_NHd[: paged.last]
+            parts.append(
+                self._kernel(
+                    queries, *self._cache.sides(layer), paged.blocks, paged.lengths, paged.requests
+                )
+            )
         for prompt in self._prompts:
             rows = slice(prompt.first, prompt.last)
             if prompt.blocks is None:

@@ -10,9 +10,17 @@ from shoal.core.errors import ServeError, require
 from shoal.core.measure import num_cores
 from shoal.core.parts import table
 from shoal.ir import KVManager, KVPart, Limits, SchedulerPart, ServeJob
+from shoal.kernel.calls import Linear, PagedAttention
+from shoal.kernel.dispatch import dispatch
+from shoal.kernel.kv.bfp import Bfp
+from shoal.kernel.protocols import Ready
+from shoal.kernel.tensors import name_of
 from shoal.machine.host import memory_available
 from shoal.model import huggingface
+from shoal.model.accelerate import accelerate
 from shoal.model.config import ModelConfig
+from shoal.model.ksort import ksort
+from shoal.model.quantize.layers import pack
 from shoal.model.transformer import Transformer
 from shoal.serve.cache import PagedCache, token_bytes
 from shoal.serve.engine import Engine
@@ -59,9 +67,40 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
         error=ServeError,
     )
     model = model.requires_grad_(False).eval()
-    if dtype == torch.float32 and model.embed.weight.device.type == "cpu":
+    form = table("kv_format").build(job.kv_format, where="kv_format")
+    if isinstance(form, Bfp) and form.ksort != "none":
+        model = ksort(model, by=form.by, mode=form.ksort)
+    if job.weights != "plain":
+        model = pack(model, job.weights)
+    few_rows = dispatch(Linear(1, 64, 64, name_of(dtype), model.embed.weight.device.type))
+    if dtype == torch.float32 and few_rows.backend == "torch" and not model.embed.weight.is_cuda:
         _store_by_columns(model)
-    return model
+    return accelerate(
+        model, job.kernel, positions=positions(job, model.config), exact=job.exact
+    )
+
+
+def attention_kernel(job: ServeJob, model: Transformer, cache: PagedCache) -> Ready | None:
+    """The kernel of ``paged_attention`` for the requests of a job; None if pages are copied.
+
+    Raises:
+        KernelError: the job wants one that does not exist, or that cannot read this cache.
+    """
+    config = model.config
+    call = PagedAttention(
+        batch=job.max_running,
+        context=(job.max_position or config.max_position) // 2,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=cache.block_size,
+        dtype=name_of(cache.dtype),
+        format=str(cache.form),
+        device="cuda" if cache.device.type == "cuda" else "cpu",
+    )
+    kernel = dispatch(call, wanted=job.kernel.get("paged_attention"), exact=job.exact)
+    # Copying pages is what `torch` means, and the engine does it for all requests of a step.
+    return None if kernel.backend == "torch" else kernel.prepare(call)
 
 
 def _store_by_columns(model: Transformer) -> None:
@@ -106,7 +145,8 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
         ServeError: the memory does not hold the cache.
     """
     longest = positions(job, config)
-    size = token_bytes(config, dtype)
+    form = table("kv_format").build(job.kv_format, where="kv_format")
+    size = token_bytes(config, dtype, form)
     room = memory_available()
     if job.kv_tokens is None:
         tokens = min(job.max_running * longest, int(room * _CACHE_SHARE) // size)
@@ -153,9 +193,15 @@ def engine_of(job: ServeJob, model: Transformer) -> tuple[Engine, Limits, LocalR
         max_position=job.max_position,
     )
     cache = PagedCache(
-        config, kv.num_blocks, kv.block_size, dtype=weight.dtype, device=weight.device
+        config,
+        kv.num_blocks,
+        kv.block_size,
+        dtype=weight.dtype,
+        device=weight.device,
+        form=table("kv_format").build(job.kv_format, where="kv_format"),
     )
-    runner = LocalRunner(model, cache)
+    kernel = attention_kernel(job, model, cache)
+    runner = LocalRunner(model, cache, attention=kernel, exact=job.exact)
     scheduler = scheduler_part.build(kv, limits)
     engine = Engine(scheduler, runner, kv=kv, vocab_size=config.vocab_size)
     return engine, limits, runner

@@ -9,19 +9,34 @@ PagedAttention, 2023.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.core.errors import ServeError, require
+from shoal.kernel.kv.plain import Plain
+from shoal.kernel.protocols import KVFormat
+from shoal.kernel.tensors import name_of
 from shoal.model.config import ModelConfig
 
 __all__ = ["PagedCache", "token_bytes"]
 
+_TYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
 
-def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+
+def token_bytes(config: ModelConfig, dtype: torch.dtype, form: KVFormat | None = None) -> int:
     """Bytes that one token takes in the cache, over all layers."""
-    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    one = (form or Plain()).token_bytes(config.head_dim, dtype_bytes=dtype.itemsize)
+    return math.ceil(config.num_layers * 2 * config.num_kv_heads * one)
 
 
 class PagedCache:
@@ -33,9 +48,11 @@ class PagedCache:
         block_size: tokens of one block.
         dtype: of the keys and values, as the model computes them.
         device: where they live.
+        form: how they are kept; as they are, if not given.
 
     Raises:
         ServeError: there is no memory for it.
+        KernelError: the format cannot hold heads of this size.
     """
 
     def __init__(
@@ -46,6 +63,7 @@ class PagedCache:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        form: KVFormat | None = None,
     ) -> None:
         require(
             num_blocks > 0 and block_size > 0,
@@ -57,35 +75,53 @@ class PagedCache:
         )
         self.num_blocks, self.block_size = num_blocks, block_size
         self.dtype, self.device = dtype, torch.device(device)
-        size = (
-            config.num_layers,
-            2,
-            num_blocks * block_size,
-            config.num_kv_heads,
-            config.head_dim,
-        )
-        self.store = _zeros(size, dtype, self.device)
+        self.form: KVFormat = form or Plain()
+        slots, heads = num_blocks * block_size, config.num_kv_heads
+        # One tensor [L, 2, S, K, numbers] for each that the format stores of a token.
+        self.stores = [
+            _zeros((config.num_layers, 2, slots, heads, numbers), _TYPES[kind], self.device)
+            for numbers, kind in self.form.layout(config.head_dim, name_of(dtype))
+        ]
+        self._sides = [
+            tuple(tuple(store[layer, side] for store in self.stores) for side in (0, 1))
+            for layer in range(config.num_layers)
+        ]
         # The same memory by blocks, one row each: whole blocks are copied fastest.
-        width = block_size * config.num_kv_heads * config.head_dim
-        self._blocks = self.store.view(config.num_layers, 2, num_blocks, width)
+        self._blocks = [
+            store.view(config.num_layers, 2, num_blocks, -1) for store in self.stores
+        ]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all keys and values."""
-        return self.store.numel() * self.store.element_size()
+        return sum(store.numel() * store.element_size() for store in self.stores)
+
+    def sides(self, layer: int) -> tuple[tuple[Tensor, ...], ...]:
+        """Keys and values of all slots of a layer, each the tensors [S, K, ...] of the format."""
+        return self._sides[layer]
 
     def write(self, layer: int, slots_N: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> None:
         """Store new tokens of one layer."""
-        keys, values = self.store[layer]
-        keys.index_copy_(0, slots_N, k_NKd)
-        values.index_copy_(0, slots_N, v_NKd)
+        for side, new in zip(self._sides[layer], (k_NKd, v_NKd), strict=True):
+            for store, coded in zip(side, self.form.encode(new), strict=True):
+                store.index_copy_(0, slots_N, coded)
 
     def gather(self, layer: int, blocks_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens in these blocks, each [B, W * block_size, K, d]."""
         batch, width = blocks_BW.shape
-        found = self._blocks[layer].index_select(1, blocks_BW.reshape(-1))
-        keys, values = found.view(2, batch, width * self.block_size, *self.store.shape[3:])
-        return keys, values
+        places = blocks_BW.reshape(-1)
+        found = [
+            blocks[layer].index_select(1, places).view(2, batch, -1, *store.shape[3:])
+            for blocks, store in zip(self._blocks, self.stores, strict=True)
+        ]
+        if isinstance(self.form, Plain):
+            return found[0][0], found[0][1]
+        keys, values = (
+            self.form.decode(*(tensor[side].flatten(0, 1) for tensor in found)).to(self.dtype)
+            for side in (0, 1)
+        )
+        shape = (batch, width * self.block_size, *keys.shape[1:])
+        return keys.view(shape), values.view(shape)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

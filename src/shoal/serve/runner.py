@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import Chunk, Step, StepResult, TokenInfo
+from shoal.kernel.protocols import Ready
 from shoal.model.transformer import Transformer
 from shoal.serve.attention import Context, PagedAttention
 from shoal.serve.cache import PagedCache
@@ -30,6 +30,8 @@ class LocalRunner:
     Args:
         model: computes in the dtype of its weights, where they are.
         cache: of the same dtype and device.
+        attention: kernel of ``paged_attention`` for this cache; pages are copied without one.
+        exact: what a request gets does not depend on what else a step computes, bit for bit.
         clock: s, for the duration of a step.
 
     Raises:
@@ -41,6 +43,8 @@ class LocalRunner:
         model: Transformer,
         cache: PagedCache,
         *,
+        attention: Ready | None = None,
+        exact: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         weight = model.embed.weight
@@ -52,6 +56,7 @@ class LocalRunner:
             error=ServeError,
         )
         self.model, self.cache = model, cache
+        self._attention, self._exact = attention, exact
         self._clock = clock
 
     def execute(self, step: Step) -> StepResult:
@@ -96,7 +101,9 @@ class LocalRunner:
         model, device = self.model, self.cache.device
         fed = torch.from_numpy(np.array((token, position, slot), dtype=np.int64)).to(device)
         weight = model.output_weight
-        mixer = PagedAttention(self.cache, contexts, fed[2], weight.dtype)
+        mixer = PagedAttention(
+            self.cache, contexts, fed[2], weight.dtype, self._attention, exact=self._exact
+        )
         wanted = [place for place, chunk in enumerate(chunks) if chunk.yields]
         rows = [last[place] for place in wanted]
         everything = rows == list(range(len(token)))
@@ -105,7 +112,7 @@ class LocalRunner:
         if not wanted:
             return {}, {}
         requests = [chunks[place].request for place in wanted]
-        chosen, infos = choose(F.linear(hidden_RD, weight), requests)
+        chosen, infos = choose(model.logits(hidden_RD), requests)
         return {request.id: (new,) for request, new in zip(requests, chosen, strict=True)}, infos
 
     def _check(self, chunk: Chunk) -> None:

@@ -35,11 +35,10 @@ class Cpp(BaseKernel):
         import torch
 
         from shoal.kernel.native import function
-        from shoal.kernel.tensors import constant
+        from shoal.kernel.tensors import constant, dtype_of
 
         n, k = call.n, call.k
-        dtype = torch.bfloat16 if call.dtype == "bf16" else torch.float32
-        weight = constant("weight", weight_NK, (n, k), dtype)
+        weight = constant("weight", weight_NK, (n, k), dtype_of(call.dtype))
         bias = None if bias_N is None else constant("bias", bias_N.float(), (n,), torch.float32)
         run = function("linear", f"linear_{call.dtype}", "pppplll")
         at, bias_at = weight.data_ptr(), 0 if bias is None else bias.data_ptr()

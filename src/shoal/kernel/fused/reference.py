@@ -1,0 +1,155 @@
+"""The meaning of the fused operators, in plain torch, in fp32 or wider inside.
+
+Shapes: M rows, N numbers of a row, F ffn_hidden, V vocabulary, H query heads, K key/value
+heads, d head_dim, C = d / 2 pairs, P positions.
+
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; Su et al., RoFormer,
+2021; Shazeer, GLU Variants Improve Transformer, 2020; Holtzman et al., The Curious Case of
+Neural Text Degeneration, 2020 (top-p).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.kernel.base import BaseKernel
+from shoal.kernel.calls import Pointwise
+from shoal.kernel.protocols import Ready
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RmsNorm", "Rope", "Sample", "Swiglu"]
+
+
+class _Reference(BaseKernel):
+    backend: ClassVar[str] = "reference"
+    invariant: ClassVar[bool] = True
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
+    memory_share: ClassVar[float] = 0.1
+    compute_share: ClassVar[float] = 0.05
+    call_s: ClassVar[float] = 5e-5
+
+
+@part
+class RmsNorm(_Reference):
+    """``y = x / sqrt(mean(x^2) + eps) * weight`` after ``x += delta``.
+
+    Constants: weight [N], eps. ``ready(x[M, N], delta[M, N] or None) -> y[M, N]``; x changes
+    where delta is given.
+    """
+
+    op: ClassVar[str] = "rms_norm"
+
+    def _prepare(self, call: Pointwise, weight_N: Tensor, eps: float) -> Ready:
+        import torch
+
+        def run(x_MN: Tensor, delta_MN: Tensor | None = None) -> Tensor:
+            if delta_MN is not None:
+                x_MN += delta_MN
+            wide = x_MN.to(torch.promote_types(x_MN.dtype, torch.float32))
+            scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+            return (wide * scale * weight_N).to(x_MN.dtype)
+
+        return run
+
+
+@part
+class Rope(_Reference):
+    """Rotated queries and keys, normalised before where the model says so.
+
+    Constants: cos and sin [P, C] in fp32, weights of the norms of queries and keys [d] or
+    None, H, K, eps. ``ready(qkv[M, (H + 2K) d], position[M]) -> q[M, H, d], k, v[M, K, d]``;
+    qkv changes, and may be what they are views of.
+    """
+
+    op: ClassVar[str] = "rope"
+
+    def _prepare(
+        self,
+        call: Pointwise,
+        cos_PC: Tensor,
+        sin_PC: Tensor,
+        q_norm_d: Tensor | None,
+        k_norm_d: Tensor | None,
+        heads: int,
+        kv_heads: int,
+        eps: float,
+    ) -> Ready:
+        import torch
+
+        dim = 2 * cos_PC.shape[1]
+
+        def turned(
+            x_MNd: Tensor, norm_d: Tensor | None, cos_M1C: Tensor, sin_M1C: Tensor
+        ) -> Tensor:
+            wide = x_MNd.to(cos_M1C.dtype)
+            if norm_d is not None:
+                wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm_d
+            first, second = wide.chunk(2, -1)
+            pairs = [first * cos_M1C - second * sin_M1C, second * cos_M1C + first * sin_M1C]
+            return torch.cat(pairs, -1).to(x_MNd.dtype)
+
+        def run(qkv_MR: Tensor, position_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            rows = qkv_MR.view(-1, heads + 2 * kv_heads, dim)
+            q, k, v = torch.split(rows, [heads, kv_heads, kv_heads], 1)
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            cos_M1C, sin_M1C = (x[position_M].unsqueeze(1).to(wide) for x in (cos_PC, sin_PC))
+            return turned(q, q_norm_d, cos_M1C, sin_M1C), turned(k, k_norm_d, cos_M1C, sin_M1C), v
+
+        return run
+
+
+@part
+class Swiglu(_Reference):
+    """``silu(x[:, :F]) * x[:, F:]``. No constants. ``ready(x[M, 2F]) -> y[M, F]``."""
+
+    op: ClassVar[str] = "swiglu"
+
+    def _prepare(self, call: Pointwise) -> Ready:
+        import torch
+        import torch.nn.functional as F
+
+        def run(x: Tensor) -> Tensor:
+            gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
+            return (F.silu(gate) * up).to(x.dtype)
+
+        return run
+
+
+@part
+class Sample(_Reference):
+    """The next token of every row by temperature, top-k and top-p, in double precision.
+
+    No constants. ``ready(logits[M, V], temperature[M], top_k[M], top_p[M], uniform[M]) ->
+    tokens[M]``; the settings in fp64, top_k in int64 with 0 for all.
+    """
+
+    op: ClassVar[str] = "sample"
+
+    def _prepare(self, call: Pointwise) -> Ready:
+        import torch
+
+        def one(logits_V: Tensor, hot: float, top_k: int, top_p: float, uniform: float) -> int:
+            if hot == 0:
+                return int(logits_V.argmax())
+            scores, order = (logits_V.double() / hot).sort(descending=True, stable=True)
+            p = torch.softmax(scores[: top_k or None], -1)
+            if top_p < 1:
+                p = p[: int((p.cumsum(-1) - p < top_p).sum())]
+            sums = p.cumsum(-1)
+            place = int(torch.searchsorted(sums, uniform * sums[-1], right=True))
+            return int(order[min(place, len(p) - 1)])
+
+        def run(
+            logits_MV: Tensor, hot_M: Tensor, top_k_M: Tensor, top_p_M: Tensor, uniform_M: Tensor
+        ) -> Tensor:
+            settings = zip(
+                hot_M.tolist(), top_k_M.tolist(), top_p_M.tolist(), uniform_M.tolist(), strict=True
+            )
+            tokens = [one(row, *each) for row, each in zip(logits_MV, settings, strict=True)]
+            return torch.tensor(tokens, dtype=torch.int64, device=logits_MV.device)
+
+        return run

@@ -1,0 +1,58 @@
+"""How fast the kernels are here, as the probe of this machine has them run: nothing is kept."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+__all__ = ["ROWS", "rehearse"]
+
+ROWS = (1, 4, 16, 64)
+"""Rows at which kernels of products are timed; between them their rates are interpolated."""
+
+# Weights that are gone through in turn, so that none is found in a cache.
+_ROTATED_BYTES = 512 * 2**20
+_N = _K = 4096
+
+
+def rehearse(repeats: int, rotated_bytes: int = _ROTATED_BYTES) -> list[dict[str, Any]]:
+    """Bytes a second that each kernel of ``linear`` moves, at several numbers of rows.
+
+    Args:
+        repeats: passes over all weights.
+        rotated_bytes: of weights.
+
+    Returns:
+        ``{"name": OP.BACKEND, "at": rows, "rates": [B/s ...]}``; what this machine cannot run
+        is left out.
+    """
+    import torch
+
+    from shoal.kernel.calls import Linear
+    from shoal.kernel.dispatch import kernels_of
+    from shoal.kernel.tensors import dtype_of
+
+    found: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for dtype in ("bf16", "fp32"):
+            size = _N * _K * (2 if dtype == "bf16" else 4)
+            copies = max(2, rotated_bytes // size)
+            weights = [torch.randn(_N, _K).to(dtype_of(dtype)) for _ in range(copies)]
+            for backend, kernel in kernels_of("linear").items():
+                call = Linear(1, _N, _K, dtype)  # type: ignore[arg-type]
+                if backend == "reference" or kernel.refuses(call):
+                    continue
+                ready = [kernel.prepare(call, weight) for weight in weights]
+                for rows in ROWS:
+                    x = torch.randn(rows, _K).to(dtype_of(dtype))
+                    moved = Linear(rows, _N, _K, dtype).moved_bytes  # type: ignore[arg-type]
+                    ready[0](x)
+                    rates = []
+                    for _ in range(repeats):
+                        begin = time.perf_counter()
+                        for run in ready:
+                            run(x)
+                        rates.append(moved * copies / (time.perf_counter() - begin))
+                    found.append({"name": f"linear.{backend}", "dtype": dtype, "at": rows, "rates": rates})
+            del weights, ready
+    return found

@@ -1,0 +1,107 @@
+"""A model whose operators are those kernels that are fastest here; for inference alone.
+
+Nothing of the model's meaning changes and no weight is rounded: its linear layers, norms,
+rotations, activations and its head are computed by what dispatch takes for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from shoal.core.errors import KernelError
+from shoal.kernel.calls import Pointwise
+from shoal.kernel.dispatch import dispatch, operators
+from shoal.kernel.protocols import Ready
+from shoal.kernel.tensors import name_of
+from shoal.model.attention import Attention
+from shoal.model.feedforward import SwiGLU
+from shoal.model.linear import DispatchedLinear
+from shoal.model.lowbit import LowBitLinear
+from shoal.model.norm import RMSNorm
+from shoal.model.rope import tables_at
+from shoal.model.transformer import Transformer
+
+__all__ = ["accelerate"]
+
+
+def accelerate(
+    model: Transformer,
+    wanted: Mapping[str, str] | None = None,
+    *,
+    positions: int | None = None,
+    exact: bool = False,
+) -> Transformer:
+    """Let dispatch compute the operators of ``model``, in place.
+
+    Args:
+        model: without gradients.
+        wanted: operator -> backend that must be taken for it.
+        positions: most tokens of a sequence; the model's own, if not given.
+        exact: a token's numbers have the same bits whatever else is computed beside it.
+
+    Raises:
+        KernelError: an operator or backend does not exist, or refuses this model.
+    """
+    wanted = dict(wanted or {})
+    for op in wanted:
+        if op not in operators():
+            raise KernelError(f"kernel.{op}: no such operator; there are {', '.join(operators())}")
+    pieces = _Pieces(model, wanted, positions or model.config.max_position, exact)
+    for module in list(model.modules()):
+        if isinstance(module, RMSNorm):
+            module.kernel = pieces.norm(module)
+        elif isinstance(module, SwiGLU):
+            module.kernel = pieces.swiglu(module)
+        elif isinstance(module, Attention):
+            module.kernel = pieces.rope(module)
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, pieces.linear(child.weight, child.bias))
+            elif isinstance(child, LowBitLinear):
+                child.use(wanted=wanted.get("linear_lowbit"), exact=exact)
+    model.head = pieces.linear(model.output_weight, None)
+    return model
+
+
+class _Pieces:
+    """The kernels of one model; what layers share is prepared once."""
+
+    def __init__(
+        self, model: Transformer, wanted: Mapping[str, str], positions: int, exact: bool
+    ) -> None:
+        weight = model.embed.weight
+        self._config, self._wanted, self._exact = model.config, wanted, exact
+        self._dtype, self._device = name_of(weight.dtype), "cuda" if weight.is_cuda else "cpu"
+        with torch.inference_mode(False):
+            place_P = torch.arange(positions, dtype=torch.float32, device=weight.device)
+            cos, sin = tables_at(place_P, *model.unstretched, torch.float32)
+            self._tables = cos[:, 0].contiguous(), sin[:, 0].contiguous()
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> DispatchedLinear:
+        return DispatchedLinear(
+            weight, bias, wanted=self._wanted.get("linear"), exact=self._exact
+        )
+
+    def norm(self, module: RMSNorm) -> Ready:
+        width = len(module.weight)
+        return self._ready("rms_norm", width, width, module.weight, module.eps)
+
+    def swiglu(self, module: SwiGLU) -> Ready:
+        width = module.gate_up_proj.out_features
+        return self._ready("swiglu", width, width // 2)
+
+    def rope(self, module: Attention) -> Ready:
+        every = (module.num_heads + 2 * module.num_kv_heads) * module.head_dim
+        norms = [None if norm is None else norm.weight for norm in (module.q_norm, module.k_norm)]
+        return self._ready(
+            "rope", every, every, *self._tables, *norms,
+            module.num_heads, module.num_kv_heads, self._config.rms_norm_eps,
+        )  # fmt: skip
+
+    def _ready(self, op: str, n: int, out: int, *constants: object) -> Ready:
+        call = Pointwise(op, 1, n, out, self._dtype, self._device)  # type: ignore[arg-type]
+        kernel = dispatch(call, wanted=self._wanted.get(op), exact=self._exact)
+        return kernel.prepare(call, *constants)

@@ -1,0 +1,92 @@
+"""The kernel that is taken is the one with the lowest estimate, or the one that is wanted."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.core.errors import KernelError
+from shoal.ir import Device, Machine, MemoryTier
+from shoal.ir.machine import Measurement
+from shoal.kernel.base import roof_s
+from shoal.kernel.calls import Linear, Pointwise
+from shoal.kernel.dispatch import candidates, dispatch, kernels_of, operators
+
+
+def machine(*rates: tuple[str, float, float]) -> Machine:
+    return Machine(
+        name="test",
+        device=Device(
+            name="cpu",
+            kind="cpu",
+            num_cores=2,
+            peak_flops={"fp32": 1e11, "bf16": 4e11},
+            memory=(MemoryTier(name="dram", capacity_bytes=2**33, read_bandwidth=2e10),),
+        ),
+        measurements=tuple(
+            Measurement(
+                probe="kernels", quantity=name, unit="B/s", median=rate, low=rate, high=rate,
+                repeats=3, at=rows, note="bf16",
+            )
+            for name, rows, rate in rates
+        ),
+    )  # fmt: skip
+
+
+def test_every_operator_has_a_reference_that_refuses_nothing_here():
+    assert {"linear", "rms_norm", "rope", "swiglu", "sample"} <= set(operators())
+    for op in operators():
+        assert "reference" in kernels_of(op), op
+        assert len(kernels_of(op)) > 1, op
+
+
+def test_what_was_measured_decides():
+    call = Linear(1, 4096, 4096, "bf16")
+    slow_cpp = machine(("linear.cpp", 1, 1e9), ("linear.torch", 1, 9e9))
+    fast_cpp = machine(("linear.cpp", 1, 9e9), ("linear.torch", 1, 1e9))
+    assert dispatch(call, machine=slow_cpp).backend == "torch"
+    if kernels_of("linear")["cpp"].refuses(call) is None:
+        assert dispatch(call, machine=fast_cpp).backend == "cpp"
+    ((backend, seconds), *_) = candidates(call, slow_cpp)
+    assert backend == "torch"
+    assert seconds == pytest.approx(call.moved_bytes / 9e9, rel=0.01)
+
+
+def test_rates_are_interpolated_between_rows():
+    torch_kernel = kernels_of("linear")["torch"]
+    known = machine(("linear.torch", 1, 1e10), ("linear.torch", 16, 1e9))
+    rates = [
+        (call := Linear(m, 512, 512, "bf16")).moved_bytes
+        / (torch_kernel.estimate(call, known).step_s.value - torch_kernel.call_s)
+        for m in (1, 4, 16, 64)
+    ]
+    assert rates[0] == pytest.approx(1e10)
+    assert rates[1] == pytest.approx(10**9.5, rel=1e-6)
+    assert rates[2] == pytest.approx(1e9)
+    # Beyond the last point the operations a second stay the same.
+    assert rates[3] < rates[2] / 2
+
+
+def test_no_estimate_is_below_the_roofline_without_measurements():
+    plain = machine()
+    for call in (Linear(1, 512, 512, "bf16"), Pointwise("swiglu", 4, 64, 32, "bf16")):
+        for kernel in kernels_of(call.op).values():
+            assert kernel.estimate(call, plain).step_s.value >= roof_s(call, plain)
+
+
+def test_exact_takes_only_what_does_not_depend_on_company():
+    call = Linear(512, 4096, 4096, "fp32")
+    if kernels_of("linear")["cpp"].refuses(call) is None:
+        assert dispatch(call, machine=machine(), exact=True).invariant
+    with pytest.raises(KernelError, match="torch.*exact is asked"):
+        dispatch(call, wanted="torch", exact=True)
+
+
+def test_what_is_wanted_must_exist_and_be_able():
+    call = Linear(1, 8, 8, "bf16")
+    assert dispatch(call, wanted="reference").backend == "reference"
+    with pytest.raises(KernelError, match="expected one of .*did you mean 'torch'"):
+        dispatch(call, wanted="troch")
+    with pytest.raises(KernelError, match=r"cpp.*takes fp32, bf16; these can: .*torch"):
+        dispatch(Linear(1, 8, 8, "fp64"), wanted="cpp")
+    with pytest.raises(KernelError, match="no such operator; there are linear"):
+        kernels_of("lienar")

@@ -1,0 +1,81 @@
+"""Products of a few rows with a matrix: equal to the reference, and the same in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from kernel_cases import DTYPES, TOLERANCE, close, made, rows, sizes, ways
+
+from shoal.core.errors import KernelError
+from shoal.kernel.calls import Linear
+from shoal.kernel.dispatch import kernels_of
+
+KERNELS = kernels_of("linear")
+
+
+def usable(backend: str) -> None:
+    reason = KERNELS[backend].refuses(Linear(1, 8, 8, "bf16"))
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@settings(max_examples=25, deadline=None)
+@given(m=rows, n=sizes, k=sizes, way=ways)
+def test_equals_the_reference(backend, dtype, m, n, k, way):
+    usable(backend)
+    call = Linear(m, n, k, dtype)
+    weight, bias = made((n, k), DTYPES[dtype], way, 1), made((n,), DTYPES[dtype], "plain", 2)
+    x = made((m, k), DTYPES[dtype], way, 3)
+    for add in (None, bias):
+        wanted = KERNELS["reference"].prepare(call, weight, add)(x)
+        close(KERNELS[backend].prepare(call, weight, add)(x), wanted, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(dtype):
+    usable("cpp")
+    n, k = 77, 515
+    run = KERNELS["cpp"].prepare(Linear(1, n, k, dtype), made((n, k), DTYPES[dtype]))
+    x = made((23, k), DTYPES[dtype], seed=5)
+    whole = run(x)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for first, last in ((0, 1), (3, 10), (0, 6), (17, 23)):
+                assert torch.equal(run(x[first:last]), whole[first:last])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_leading_dimensions_are_kept():
+    usable("cpp")
+    run = KERNELS["cpp"].prepare(Linear(1, 5, 8, "fp32"), made((5, 8), torch.float32))
+    assert run(torch.ones(2, 3, 8)).shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize("backend", ["cpp"])
+def test_constants_that_are_not_what_the_call_says(backend):
+    usable(backend)
+    call = Linear(1, 5, 8, "fp32")
+    with pytest.raises(KernelError, match=r"weight.*\[5, 7\].*expected torch.float32 \[5, 8\]"):
+        KERNELS[backend].prepare(call, torch.ones(5, 7))
+    with pytest.raises(KernelError, match=r"weight.*bfloat16.*expected torch.float32"):
+        KERNELS[backend].prepare(call, torch.ones(5, 8, dtype=torch.bfloat16))
+
+
+def test_what_cannot_run_says_why(monkeypatch):
+    from shoal.kernel import base
+
+    call = Linear(1, 5, 8, "bf16")
+    assert "takes fp32, bf16" in str(KERNELS["cpp"].refuses(Linear(1, 5, 8, "fp64")))
+    assert "runs on cpu only" in str(KERNELS["cpp"].refuses(Linear(1, 5, 8, "bf16", "cuda")))
+    monkeypatch.setattr(base, "cpu_flags", lambda: frozenset({"avx2"}))
+    with pytest.raises(KernelError, match="avx512f.*choose another"):
+        KERNELS["cpp"].prepare(call, torch.ones(5, 8, dtype=torch.bfloat16))
+    monkeypatch.undo()
+    monkeypatch.setattr(base, "compiler", lambda: None)
+    assert "needs a C++ compiler" in str(KERNELS["cpp"].refuses(call))
