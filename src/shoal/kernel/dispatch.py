@@ -53,7 +53,7 @@ def here() -> Machine:
     try:
         return described.load("local")
     except MachineError:
-        return described.load("cpu")
+        return described.load("laptop")
 
 
 def candidates(call: Call, machine: Machine | None = None) -> list[tuple[str, float]]:
