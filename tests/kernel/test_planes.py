@@ -166,7 +166,14 @@ def test_engines_cross_over_by_the_units_of_the_machine() -> None:
     assert few is None or few.name == "gemv" or few.tiles
 
 
-FORMATS = ("bipolar2-g64", "bipolar3-channel", "bipolar8-g128", "int4-g64", "uint3-g16", "int8-channel")
+FORMATS = (
+    "bipolar2-g64",
+    "bipolar3-channel",
+    "bipolar8-g128",
+    "int4-g64",
+    "uint3-g16",
+    "int8-channel",
+)
 
 
 def layer(text: str, n: int, k: int, seed: int = 0) -> Any:
@@ -179,7 +186,9 @@ def layer(text: str, n: int, k: int, seed: int = 0) -> Any:
 def test_linear_equals_its_reference(text: str, dtype: str) -> None:
     kernel = kernels_of("linear_lowbit")["bipolar"]
     for (m, n, k), a in zip(((1, 40, 128), (5, 33, 256), (33, 17, 128)), (8, 1, 4), strict=True):
-        call = LinearLowbit(m, n, k, text, weight_format(text).bits, dtype, activations=f"bipolar{a}")  # type: ignore[arg-type]
+        call = LinearLowbit(
+            m, n, k, text, weight_format(text).bits, dtype, activations=f"bipolar{a}"
+        )  # type: ignore[arg-type]
         if kernel.refuses(call):
             pytest.skip(str(kernel.refuses(call)))
         packed = layer(text, n, k)

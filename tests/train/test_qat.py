@@ -16,7 +16,8 @@ from shoal.train import zoo
 from shoal.train.qat import finetune, matrices, rounding
 
 CONFIG = ModelConfig(
-    hidden=32, num_layers=1, num_heads=2, num_kv_heads=2, ffn_hidden=64, vocab_size=50,
+    hidden=32, num_layers=1, num_heads=2, num_kv_heads=2,
+    head_dim=16, ffn_hidden=64, vocab_size=50,
     max_position=64,
 )  # fmt: skip
 
@@ -64,7 +65,14 @@ def test_finetuned_codes_are_those_it_was_trained_with(model: Transformer) -> No
 
     before = loss()
     codes = finetune(
-        model, "bipolar3-g32", "bipolar8", Text(), steps=30, seq_len=32, batch=2, lr=3e-3  # type: ignore[arg-type]
+        model,
+        "bipolar3-g32",
+        "bipolar8",
+        Text(),
+        steps=30,
+        seq_len=32,
+        batch=2,
+        lr=3e-3,  # type: ignore[arg-type]
     )
     assert set(codes) == {f"{name}.weight" for name in matrices(model)}
     with torch.no_grad():
@@ -75,7 +83,10 @@ def test_finetuned_codes_are_those_it_was_trained_with(model: Transformer) -> No
 
 
 def test_bad_input_is_named(model: Transformer) -> None:
-    with pytest.raises(KernelError, match="bipolar1 to bipolar8"), rounding(model, "int4-g32", "int8"):
+    with (
+        pytest.raises(KernelError, match="bipolar1 to bipolar8"),
+        rounding(model, "int4-g32", "int8"),
+    ):
         pass
     with pytest.raises(KernelError, match="multiple of 128"), rounding(model, "int4-g128"):
         pass

@@ -40,12 +40,11 @@ _WARMUP = 0.05
 
 def matrices(model: Transformer) -> dict[str, nn.Linear]:
     """The matrices of the blocks by name; embedding and output stay as they are."""
-    found = {
+    return {
         f"blocks.{name}": module
         for name, module in model.blocks.named_modules()
         if isinstance(module, nn.Linear)
     }
-    return found
 
 
 class _Rounded:
@@ -65,7 +64,7 @@ class _Rounded:
         """[N, G, g]."""
         weight = self.linear.weight.detach()
         group = self.fmt.group_of(weight.shape[1])
-        return self.fmt.encode(weight.unflatten(1, (-1, group)), self._columns)
+        return self.fmt.encode(weight.view(len(weight), -1, group), self._columns)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.linear.weight
@@ -94,12 +93,14 @@ def _nearest(x: Tensor, bits: int) -> Tensor:
 
 
 @contextmanager
-def rounding(model: Transformer, format: str, activations: str = "") -> Iterator[dict[str, _Rounded]]:
+def rounding(
+    model: Transformer, weights: str, activations: str = ""
+) -> Iterator[dict[str, _Rounded]]:
     """While open, the matrices of the blocks compute as if rounded.
 
     Args:
         model: a model.
-        format: text of the weight format.
+        weights: text of the weight format.
         activations: ``bipolar1`` to ``bipolar8``; empty for inputs as they are.
 
     Raises:
@@ -107,11 +108,11 @@ def rounding(model: Transformer, format: str, activations: str = "") -> Iterator
     """
     bits = bits_of(activations) if activations else 0
     found = {
-        name: _Rounded(linear, weight_format(format), bits)
+        name: _Rounded(linear, weight_format(weights), bits)
         for name, linear in matrices(model).items()
     }
     for name, one in found.items():
-        model.get_submodule(name).forward = one.forward  # type: ignore[assignment]
+        model.get_submodule(name).forward = one.forward
     try:
         yield found
     finally:
@@ -121,7 +122,7 @@ def rounding(model: Transformer, format: str, activations: str = "") -> Iterator
 
 def finetune(
     model: Transformer,
-    format: str,
+    weights: str,
     activations: str,
     tokens: TokenSplit,
     *,
@@ -139,7 +140,7 @@ def finetune(
 
     Args:
         model: in fp32.
-        format: text of the weight format.
+        weights: text of the weight format.
         activations: as of :func:`rounding`.
         tokens: what is trained on.
         seconds: how long.
@@ -166,7 +167,7 @@ def finetune(
     rows = max(1, len(tokens) // seq_len)
     begin, step = time.monotonic(), 0
     model.train()
-    with rounding(model, format, activations) as rounded:
+    with rounding(model, weights, activations) as rounded:
         while True:
             done = (time.monotonic() - begin) / seconds if steps is None else step / steps
             if done >= 1:
@@ -188,6 +189,6 @@ def finetune(
                 for one in rounded.values():
                     one.refresh()
             step += 1
-            progress(f"finetuning, loss {float(loss):.3f}", done)
+            progress(f"finetuning, loss {float(loss.detach()):.3f}", done)
         model.eval()
         return {f"{name}.weight": one.packed() for name, one in rounded.items()}

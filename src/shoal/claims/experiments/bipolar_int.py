@@ -175,9 +175,7 @@ class BipolarIntClaim:
         ) -> Callable[[], None]:
             best = ENGINES[engine] if engine else chosen(len(rows), n, k, w, a, k, machine)
             assert best is not None
-            layers = [
-                layer(best, held(c & (2**w - 1), w, a, tiles=best.tiles)) for c in codes
-            ]
+            layers = [layer(best, held(c & (2**w - 1), w, a, tiles=best.tiles)) for c in codes]
             return turning([lambda run=run: run(rows) for run in layers], times)  # type: ignore[misc]
 
         times = 2
@@ -221,9 +219,9 @@ class BipolarIntClaim:
         planes_x = packed(self.tokens, k, 2, context.seed)
         planes_w = [packed(n, k, 2, context.seed + i) for i in range(4)]
         written = [spilled(p, self.tokens, k, 2, machine) for p in planes_w]
-        inside = written if as_baseline else [
-            fused(p, self.tokens, k, 2, machine) for p in planes_w
-        ]
+        inside = (
+            written if as_baseline else [fused(p, self.tokens, k, 2, machine) for p in planes_w]
+        )
         seconds = interleave(
             {
                 "fused": turning([lambda run=run: run(planes_x) for run in inside], 2),  # type: ignore[misc]

@@ -26,10 +26,12 @@ __all__ = ["Allocated", "fused", "odd", "packed", "spilled"]
 def odd(rows: int, k: int, bits: int, seed: int) -> Tensor:
     """Bipolar integers, int64 [rows, k]."""
     codes = torch.randint(0, 2**bits, (rows, k), generator=torch.Generator().manual_seed(seed))
-    return 2 * codes - (2**bits - 1)
+    return codes.mul_(2).sub_(2**bits - 1)
 
 
-def fused(planes_NwW: Tensor, m: int, k: int, a: int, machine: Machine) -> Callable[[Tensor], Tensor]:
+def fused(
+    planes_NwW: Tensor, m: int, k: int, a: int, machine: Machine
+) -> Callable[[Tensor], Tensor]:
     """Exact integers by the engine that is chosen, recovered where they are computed."""
     n, w = planes_NwW.shape[:2]
     engine = chosen(m, n, k, w, a, k, machine)
@@ -83,17 +85,15 @@ def _scratch(engine: Engine, k: int, w: int) -> int:
     return int(function("planes", "planes_scratch", "ll", "l")(k, w)) * torch.get_num_threads()
 
 
-class Allocated(TorchDispatchMode):
+class Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While open, counts the bytes of all tensors that are made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes = 0
         self._kept: dict[int, torch.UntypedStorage] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Remember every new storage, so that none is counted twice."""
         given = {
             tensor.untyped_storage().data_ptr()

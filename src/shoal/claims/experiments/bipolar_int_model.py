@@ -40,8 +40,10 @@ class Scored:
         ours = model in zoo.names()
         place = zoo.trained(model) if ours else Path(model)
         self.model = read(place, torch.float32)
-        corpus = Choice(name="stdlib") if data is None else Choice(
-            name="text", options={"path": str(data)}
+        corpus = (
+            Choice(name="stdlib")
+            if data is None
+            else Choice(name="text", options={"path": str(data)})
         )
         tokenizer = "bpe" if ours and data is None else str(place)
         self.tokens = prepare(corpus, tokenizer, self.model.config.vocab_size)
@@ -64,7 +66,7 @@ class Scored:
 
     def few_bits(
         self,
-        format: str,
+        weights: str,
         activations: str,
         *,
         seconds: float | None,
@@ -74,7 +76,7 @@ class Scored:
         """Nats a held-out token with products of few bits in all blocks.
 
         Args:
-            format: of the weights.
+            weights: their format.
             activations: what inputs are rounded to.
             seconds: of finetuning; None to round and leave it.
             seed: of the order of the text.
@@ -82,14 +84,14 @@ class Scored:
         """
         model = copy.deepcopy(self.model)
         if seconds is None:
-            fmt = weight_format(format)
+            fmt = weight_format(weights)
             codes = {
                 f"{name}.weight": fmt.quantize(linear.weight)
                 for name, linear in matrices(model).items()
             }
         else:
             codes = finetune(
-                model, format, activations, self.tokens.train, seconds=seconds, seed=seed,
+                model, weights, activations, self.tokens.train, seconds=seconds, seed=seed,
                 progress=lambda text, done: progress(text, 0.6 + 0.4 * done),
             )  # fmt: skip
         for name, linear in matrices(model).items():

@@ -57,16 +57,15 @@ class Bipolar(BaseKernel):
         if re.fullmatch(r"bipolar[1-8]", call.activations) is None:
             return "takes activations of bipolar1 to bipolar8 only"
         try:
-            format = weight_format(call.format)
-            group = format.group_of(call.k)
+            stored = weight_format(call.format)
+            group = stored.group_of(call.k)
         except KernelError as cause:
             return f"cannot read them: {cause}"
-        if _family(call) not in _FORMATS or format.keeps_half:
+        if _family(call) not in _FORMATS or stored.keeps_half:
             return f"takes weights in {', '.join(_FORMATS)} formats, all of them kept"
         if group < call.k and group % 16:
-            return (
-                f"takes groups of a multiple of 16, not {group}; nearest {max(16, group // 16 * 16)}"
-            )
+            near = max(16, group // 16 * 16)
+            return f"takes groups of a multiple of 16, not {group}; nearest {near}"
         if self._engine(call, here()) is None:
             return "needs a CPU with AVX-512 and vpopcntdq, VNNI or AMX"
         return None
@@ -74,10 +73,10 @@ class Bipolar(BaseKernel):
     def _engine(
         self, call: LinearLowbit, machine: Machine, rows: int | None = None, masks: bool = False
     ) -> Engine | None:
-        format = weight_format(call.format)
-        group, a = format.group_of(call.k), int(call.activations[-1])
+        stored = weight_format(call.format)
+        group, a = stored.group_of(call.k), int(call.activations[-1])
         m = call.m if rows is None else rows
-        return chosen(m, call.n, call.k, format.code_bits, a, group, machine, masks=masks)
+        return chosen(m, call.n, call.k, stored.code_bits, a, group, machine, masks=masks)
 
     def estimate(self, call: LinearLowbit, machine: Machine) -> Estimate:
         """That of its engine, and one pass over the activations."""
@@ -105,8 +104,8 @@ class Bipolar(BaseKernel):
                 f"kernel.linear_lowbit: given {weight.format} {list(weight.shape)}: expected "
                 f"{call.format} {[call.n, call.k]}"
             )
-        format, k, n = weight_format(call.format), call.k, call.n
-        w, group, machine = format.code_bits, format.group_of(k), here()
+        stored, k, n = weight_format(call.format), call.k, call.n
+        w, group, machine = stored.code_bits, stored.group_of(k), here()
         first = self._engine(call, machine)
         assert first is not None
         scale, offset = weight.tensors["scales"].float(), None

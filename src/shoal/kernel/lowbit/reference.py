@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import KernelError
@@ -25,11 +26,14 @@ class Reference(BaseKernel):
     backend: ClassVar[str] = "reference"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
+    activations: ClassVar[tuple[str, ...]] = ("bipolar",)
     # It reads weights of 32 bits, of which the call counts few.
     memory_share: ClassVar[float] = 0.06
     compute_share: ClassVar[float] = 0.05
 
     def _refuses(self, call: LinearLowbit) -> str | None:
+        if call.activations and re.fullmatch(r"bipolar[1-8]", call.activations) is None:
+            return "rounds its input to bipolar1 to bipolar8 only"
         try:
             weight_format(call.format).group_of(call.k)
         except KernelError as cause:
@@ -38,6 +42,8 @@ class Reference(BaseKernel):
 
     def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
         import torch
+
+        from shoal.kernel.planes.activations import bits_of, rounded
 
         if weight.format != call.format or weight.shape != (call.n, call.k):
             raise KernelError(
@@ -48,8 +54,11 @@ class Reference(BaseKernel):
         matrix = weight_format(weight.format).dequantize(weight).to(wide)
         bias = None if bias_N is None else bias_N.detach().to(wide)
 
+        bits = bits_of(call.activations) if call.activations else 0
+
         def run(x_MK: Tensor) -> Tensor:
-            out = x_MK.to(wide) @ matrix.T
+            x = rounded(x_MK.to(wide), bits) if bits else x_MK.to(wide)
+            out = x @ matrix.T
             return (out if bias is None else out + bias).to(x_MK.dtype)
 
         return run

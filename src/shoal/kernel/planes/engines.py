@@ -98,14 +98,10 @@ def _matrix(m: int, n: int, k: int, w: int, a: int, units: dict[str, float]) -> 
 ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (
-        Engine(
-            "popcnt", "popcount", True, 0, 64, _BASE | {"avx512_vpopcntdq"}, _popcount
-        ),
+        Engine("popcnt", "popcount", True, 0, 64, _BASE | {"avx512_vpopcntdq"}, _popcount),
         Engine("gemv", "few", False, 1, 16, _BASE | {"avx512_vnni"}, _few),
         Engine("vnni", "dots", False, 8, 16, _BASE | {"avx512_vnni"}, _dots),
-        Engine(
-            "amx", "matrix", False, 16, 64, _BASE | {"amx_tile", "amx_int8"}, _matrix
-        ),
+        Engine("amx", "matrix", False, 16, 64, _BASE | {"amx_tile", "amx_int8"}, _matrix),
     )
 }
 
@@ -137,7 +133,7 @@ def chosen(
 
 def bound(w: int, a: int) -> int:
     """The least K whose sums may not fit in 32 bits."""
-    return -(-(2**31) // ((2**w - 1) * (2**a - 1)))
+    return -(-(1 << 31) // (((1 << w) - 1) * ((1 << a) - 1)))
 
 
 def _units(machine: Machine) -> dict[str, float]:

@@ -46,7 +46,7 @@ def split(codes_RK: Tensor, bits: int) -> Tensor:
         )
     count = words(codes_RK.shape[1])
     wide = torch.nn.functional.pad(codes_RK, (0, count * WORD - codes_RK.shape[1]))
-    eights = wide.unflatten(1, (-1, 8))
+    eights = wide.view(len(wide), -1, 8)
     powers = (1 << torch.arange(8, device=wide.device)).to(torch.uint8)
     planes = [
         (((eights >> i) & 1) * powers).sum(-1, dtype=torch.uint8).view(torch.int64)
@@ -61,8 +61,10 @@ def join(planes_RbW: Tensor, k: int) -> Tensor:
     Raises:
         KernelError: no planes of rows of ``k``.
     """
-    if planes_RbW.dtype != torch.int64 or planes_RbW.dim() != 3 or not (
-        1 <= planes_RbW.shape[1] <= 8 and planes_RbW.shape[2] == words(k)
+    if (
+        planes_RbW.dtype != torch.int64
+        or planes_RbW.dim() != 3
+        or not (1 <= planes_RbW.shape[1] <= 8 and planes_RbW.shape[2] == words(k))
     ):
         raise KernelError(
             f"planes: {planes_RbW.dtype} {list(planes_RbW.shape)}: expected int64 "

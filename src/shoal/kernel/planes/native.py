@@ -25,12 +25,16 @@ __all__ = ["Weights", "coded", "product", "quantized", "result", "weights"]
 _KINDS = {torch.int32: 0, torch.int64: 1, torch.float32: 2, torch.bfloat16: 3}
 
 
+_NUMBERS = ("n", "k", "group", "groups", "w", "a", "kind", "low", "rest")
+_POINTERS = ("bits", "correction", "scale", "offset", "bias")
+
+
 class _Job(ctypes.Structure):
     """struct Job of ``planes.cpp``."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in "n k group groups w a kind low rest".split()),
-        *((name, ctypes.c_void_p) for name in "bits correction scale offset bias".split()),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
     )
 
 
@@ -110,7 +114,7 @@ def weights(
     padded = -(-n // 32) * 32
     wide = coded(codes_NK)
     grouped = torch.nn.functional.pad(wide, (0, max(0, groups * size - wide.shape[1])))
-    sums = grouped[:, : groups * size].unflatten(1, (groups, size)).sum(-1, dtype=torch.int64)
+    sums = grouped[:, : groups * size].reshape(n, groups, size).sum(-1, dtype=torch.int64)
     counts = torch.tensor([min(size, k - g * size) for g in range(groups)])
     values = 2 * sums - (2**w - 1) * counts
     # Modulo 2^32: the kernel's sums wrap, and only what they come to must fit.
@@ -119,7 +123,7 @@ def weights(
     def sixteens(of_NG: Tensor, dtype: torch.dtype) -> Tensor:
         full = torch.zeros(padded, groups, dtype=dtype)
         full[:n] = of_NG.to(dtype)
-        return full.unflatten(0, (padded // 16, 16)).transpose(1, 2).contiguous()
+        return full.view(padded // 16, 16, groups).transpose(1, 2).contiguous()
 
     def floats(of_NG: Tensor | None) -> Tensor | None:
         if of_NG is None:
@@ -129,9 +133,7 @@ def weights(
     low, rest, planes_w = 0, 0, w
     if tiles:
         planes = torch.empty(n, w, words(k), dtype=torch.int64)
-        function("planes", "planes_split", "pplll")(
-            wide.data_ptr(), planes.data_ptr(), n, w, k
-        )
+        function("planes", "planes_split", "pplll")(wide.data_ptr(), planes.data_ptr(), n, w, k)
         low, planes_w, rest = _constant(codes_NK, w)
         planes = planes[:, low : low + planes_w].contiguous()
         bits = torch.empty(padded * planes_w * words(k), dtype=torch.int64)
@@ -191,6 +193,9 @@ def _constant(codes: Tensor, w: int) -> tuple[int, int, int]:
 
 @functools.cache
 def _run(engine: str) -> Callable[..., Any]:
+    reason = ENGINES[engine].refuses()  # and so asks for matrix tiles
+    if reason is not None:
+        raise KernelError(f"planes: engine {engine} {reason}")
     return function("planes", f"planes_{ENGINES[engine].symbol}", "pppppl")
 
 
@@ -218,9 +223,7 @@ def product(engine: Engine, held: Weights, planes_MaW: Tensor, out_MN: Tensor) -
         sums = torch.empty(rows, held.groups, dtype=torch.int32)
         _sums()(at, sums.data_ptr(), rows, held.a, held.k, held.group)
         sums_at = sums.data_ptr()
-    _run(engine.name)(
-        ctypes.addressof(held.job), at, 0, sums_at, out_MN.data_ptr(), rows
-    )
+    _run(engine.name)(ctypes.addressof(held.job), at, 0, sums_at, out_MN.data_ptr(), rows)
 
 
 def quantized(engine: Engine, held: Weights, x_MK: Tensor, out_MN: Tensor) -> None:

@@ -10,7 +10,7 @@ import triton.language as tl
 __all__ = ["planes_product"]
 
 
-@triton.jit  # type: ignore[misc]
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _values(
     planes: Any,
     rows: Any,
@@ -32,7 +32,7 @@ def _values(
     return tl.where(inside[None, :], value, 0).to(tl.int8)
 
 
-@triton.jit  # type: ignore[misc]
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def planes_product(
     x: Any,
     w: Any,
