@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from shoal.kernel.calls import PagedAttention as Call  # noqa: E402
+from shoal.kernel.dispatch import dispatch  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.serve.attention import Context, PagedAttention, _groups  # noqa: E402
 from shoal.serve.cache import PagedCache  # noqa: E402
@@ -25,8 +27,14 @@ def brute(q_Hd, k_SKd, v_SKd):
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-def test_ragged_step(block_size, heads):
+@pytest.mark.parametrize("way", ["copies", "kernel", "exact"])
+def test_ragged_step(block_size, heads, way):
     num_heads, kv_heads = heads
+    kernel = None
+    if way != "copies":
+        call = Call(8, 100, num_heads, kv_heads, 8, block_size, "fp32")
+        kernel = dispatch(call, wanted=None if way == "exact" else "reference", exact=way == "exact")
+        kernel = kernel.prepare(call)
     config = ModelConfig(
         vocab_size=8,
         hidden=16,
@@ -59,7 +67,9 @@ def test_ragged_step(block_size, heads):
         whole.append((k, v))
         contexts.append(Context(start, length, [*blocks, *free[:2]]))  # room for more
         slots.append(places[start:])
-    mixer = PagedAttention(cache, contexts, torch.cat(slots), torch.float32)
+    mixer = PagedAttention(
+        cache, contexts, torch.cat(slots), torch.float32, kernel, exact=way == "exact"
+    )
     num_tokens = sum(length for _, length in shapes)
     q = torch.randn(num_tokens, num_heads, 8)
     new_k, new_v = (

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from shoal.core.errors import KernelError
@@ -20,7 +22,7 @@ from shoal.ir import Estimate, Interval, Machine
 from shoal.ir.machine import Measurement
 from shoal.kernel.protocols import Call, Ready
 
-__all__ = ["BaseKernel", "roof_s"]
+__all__ = ["BaseKernel", "TritonKernel", "roof_s"]
 
 # Of an estimate whose kernel was measured here, and of one that was not.
 _MEASURED, _STATED = 0.15, 0.6
@@ -112,6 +114,38 @@ class BaseKernel:
 
     def _prepare(self, call: Any, *constants: Any) -> Ready:
         raise TypeError(f"{type(self).__name__} cannot run")
+
+
+@functools.cache
+def _triton() -> bool:
+    return find_spec("triton") is not None
+
+
+class TritonKernel(BaseKernel):
+    """Base of the kernels in Triton: on a GPU, and for tests in its interpreter."""
+
+    backend: ClassVar[str] = "triton"
+    devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
+    memory_share: ClassVar[float] = 0.6
+    compute_share: ClassVar[float] = 0.3
+    call_s: ClassVar[float] = 3e-5
+
+    def refuses(self, call: Any) -> str | None:
+        """Why it cannot compute that here, or None if it can."""
+        reason = super().refuses(call)
+        if reason is None and not _triton():
+            return "needs Triton (pip install triton)"
+        if reason is None and call.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "runs on a CPU in Triton's interpreter only (TRITON_INTERPRET=1)"
+        return reason
+
+    def estimate(self, call: Any, machine: Machine) -> Estimate:
+        """Interpreted on a CPU, nothing is slower."""
+        found = super().estimate(call, machine)
+        if call.device == "cuda":
+            return found
+        return found.model_copy(update={"step_s": Interval.around(1.0, _STATED)})
 
 
 def roof_s(call: Call, machine: Machine, rate: str | None = None) -> float:

@@ -1,4 +1,4 @@
-"""``shoal bench``: serving predicted and run for real; ways of attention against each other."""
+"""``shoal bench``: serving predicted and run for real; kernels and attention beside their peers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "show_serve_plan", "show_serve_report"]
 
 app = typer.Typer(
-    help="Predict a workload and run it for real; compare ways of attention.", no_args_is_help=True
+    help="Predict a workload and run it for real; compare kernels.", no_args_is_help=True
 )
 
 _DEFAULT_MODEL = "shoal-4m"
@@ -24,7 +24,7 @@ _DEFAULT_MODEL = "shoal-4m"
 
 @app.callback()
 def _group() -> None:
-    """Predict a workload and run it for real; compare ways of attention."""
+    """Predict a workload and run it for real; compare kernels."""
 
 
 @app.command("serve")
@@ -226,6 +226,91 @@ def attention(
     typer.echo(", ".join(f"{count} {name}" for name, count in counts.items()))
     if counts["wrong"] or counts["failed"]:
         raise typer.Exit(1)
+
+
+@app.command("kernels")
+def kernels(
+    op: Annotated[
+        list[str] | None, typer.Option(help="Operators; all that are measured without. Repeatable.")
+    ] = None,
+    rows: Annotated[str, typer.Option(help="Rows (tokens) of a call, with commas.")] = "1,4,16,64",
+    shapes: Annotated[
+        str, typer.Option(help="Outputs x inputs of products, with commas.")
+    ] = "4096x4096",
+    formats: Annotated[
+        str, typer.Option("--format", help="Weight formats of linear_lowbit, with commas.")
+    ] = "int4-g128",
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "bf16",
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Only these kernels, such as cpp. Repeatable.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Three rounds, and a quarter of the memory.")
+    ] = False,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Measure on a busy machine too.")
+    ] = False,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option("--out", "-o", help="A file .json, or .svg of one operator; repeatable."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the table only.")] = False,
+) -> None:
+    """Time every kernel beside its peers, and beside the roofline of the probed machine.
+
+    Kernels of a case take turns, over operands that exceed the last cache. `of roof` is what was
+    reached of what the machine could do at best; `x torch` how much faster than PyTorch.
+
+    **Examples**
+
+        shoal bench kernels --op linear
+
+        shoal bench kernels --op linear_lowbit --format int4-g128,int8-channel --rows 1,16
+
+        shoal bench kernels --op paged_attention --out paged.svg --out paged.json
+    """
+    import dataclasses
+
+    from shoal.app.show import WorkBar
+    from shoal.claims.bench.kernels import Options, bench, draw, told
+    from shoal.core.errors import ConfigError, require
+    from shoal.core.files import write_atomic, write_json
+    from shoal.core.measure import check_quiet
+
+    files = out or []
+    for file in files:
+        require(
+            file.suffix in (".json", ".svg"), "--out", str(file), expected="a name in .json or .svg"
+        )
+    require(dtype in ("fp32", "bf16"), "--dtype", dtype, expected="fp32 or bf16")
+    sizes = []
+    for shape in shapes.split(","):
+        outputs, _, inputs = shape.partition("x")
+        if not (outputs.isdigit() and inputs.isdigit() and int(outputs) and int(inputs)):
+            raise ConfigError(f"--shapes {shape}: expected outputs x inputs, such as 4096x11008")
+        sizes.append((int(outputs), int(inputs)))
+    options = Options(
+        ops=tuple(op or ()),
+        rows=tuple(_numbers(rows, "--rows")),
+        shapes=tuple(sizes),
+        formats=tuple(formats.split(",")),
+        dtype=dtype,
+        pairs=3 if quick else 15,
+        rotated_bytes=(160 if quick else 640) * 2**20,
+        wanted=tuple(backend or ()),
+    )
+    if not anyway:
+        check_quiet(wait_s=60.0)
+    with WorkBar("bench kernels", quiet=quiet) as bar:
+        found = bench(options, progress=lambda text, done, total: bar(done, total, text))
+    typer.echo(told(found))
+    for file in files:
+        if file.suffix == ".json":
+            write_json(file, [dataclasses.asdict(row) for row in found])
+        else:
+            names = sorted({row.op for row in found})
+            require(len(names) == 1, "--out", str(file), expected="one --op for one picture")
+            write_atomic(file, draw(found, names[0]))
 
 
 def _numbers(text: str, where: str) -> list[int]:

@@ -1,0 +1,144 @@
+"""Norm, rotation and activation on a GPU, in Triton: a program a row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.kernel.base import TritonKernel
+from shoal.kernel.calls import Pointwise
+from shoal.kernel.protocols import Ready
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RmsNorm", "Rope", "Sample", "Swiglu"]
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+@part
+class RmsNorm(TritonKernel):
+    """A row in registers: added to, summed and scaled."""
+
+    op: ClassVar[str] = "rms_norm"
+    invariant: ClassVar[bool] = True
+
+    def _prepare(self, call: Pointwise, weight_N: Tensor, eps: float) -> Ready:
+        from shoal.kernel.fused.triton_code import rms_norm
+        from shoal.kernel.tensors import constant, dtype_of
+
+        width = call.n
+        weight = constant("weight", weight_N, (width,), dtype_of(call.dtype))
+
+        def run(x: Tensor, delta: Tensor | None = None) -> Tensor:
+            out = x.new_empty(x.shape)
+            if delta is not None and not x.is_contiguous():
+                x += delta
+                delta = None
+            x = x.contiguous()
+            added = x if delta is None else delta.contiguous()
+            rms_norm[(x.numel() // width,)](
+                x, added, weight, out, width, eps, delta is not None, _power(width)
+            )
+            return out
+
+        return run
+
+
+@part
+class Rope(TritonKernel):
+    """Queries and keys of a token, in place."""
+
+    op: ClassVar[str] = "rope"
+    invariant: ClassVar[bool] = True
+
+    def _prepare(
+        self,
+        call: Pointwise,
+        cos_PC: Tensor,
+        sin_PC: Tensor,
+        q_norm_d: Tensor | None,
+        k_norm_d: Tensor | None,
+        heads: int,
+        kv_heads: int,
+        eps: float,
+    ) -> Ready:
+        from shoal.kernel.fused.triton_code import rope
+
+        half = cos_PC.shape[1]
+        cos, sin = cos_PC.contiguous(), sin_PC.contiguous()
+        every, turned = heads + 2 * kv_heads, heads + kv_heads
+
+        def run(qkv: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            qkv = qkv.contiguous()
+            rows = qkv.numel() // (every * 2 * half)
+            # Where there is no norm its weight is never read.
+            q_norm = cos if q_norm_d is None else q_norm_d
+            k_norm = cos if k_norm_d is None else k_norm_d
+            rope[(rows, turned)](
+                qkv, cos, sin, position, q_norm, k_norm, every, heads, half, eps,
+                q_norm_d is not None, k_norm_d is not None, _power(half),
+            )  # fmt: skip
+            one = qkv.view(rows, every, 2 * half)
+            return one[:, :heads], one[:, heads:turned], one[:, turned:]
+
+        return run
+
+
+@part
+class Swiglu(TritonKernel):
+    """Gate, activation and product of a piece of a row."""
+
+    op: ClassVar[str] = "swiglu"
+    invariant: ClassVar[bool] = True
+
+    def _prepare(self, call: Pointwise) -> Ready:
+        from shoal.kernel.fused.triton_code import swiglu
+
+        width = call.out
+        block = min(1024, _power(width))
+
+        def run(x: Tensor) -> Tensor:
+            out = x.new_empty(*x.shape[:-1], width)
+            rows = out.numel() // width
+            swiglu[(rows, -(-width // block))](x.contiguous(), out, width, block)
+            return out
+
+        return run
+
+
+@part
+class Sample(TritonKernel):
+    """Softmax and choice of a row in registers, where nothing but temperature limits it.
+
+    Rows that top-k or top-p limits are left to the reference: they need an order of the
+    vocabulary.
+    """
+
+    op: ClassVar[str] = "sample"
+
+    def _prepare(self, call: Pointwise) -> Ready:
+        import torch
+
+        from shoal.kernel.fused.reference import Sample as Reference
+        from shoal.kernel.fused.triton_code import sample
+
+        width = call.n
+        reference = Reference().prepare(call)
+
+        def run(
+            logits: Tensor, hot: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
+        ) -> Tensor:
+            limited = ((top_k > 0) & (top_k < width)) | (top_p < 1) | (hot == 0)
+            if bool(limited.any()):
+                return reference(logits, hot, top_k, top_p, uniform)
+            out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+            # By falling score, as the reference counts.
+            scores, order = logits.double().sort(descending=True, stable=True)
+            sample[(len(logits),)](scores, hot, uniform, out, width, _power(width))
+            return order.gather(1, out[:, None])[:, 0]
+
+        return run

@@ -1,0 +1,53 @@
+"""The product of a few rows with a matrix on a GPU, in Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.kernel.base import TritonKernel
+from shoal.kernel.calls import Linear
+from shoal.kernel.protocols import Ready
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Triton"]
+
+
+@part
+class Triton(TritonKernel):
+    """Sixteen rows and a tile of outputs a program, sums over K in one order.
+
+    Args:
+        block_n: outputs of a program.
+        block_k: inputs that are read at a time.
+    """
+
+    op: ClassVar[str] = "linear"
+    invariant: ClassVar[bool] = True
+
+    block_n: int = 64
+    block_k: int = 128
+
+    def _prepare(self, call: Linear, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
+        import torch
+
+        from shoal.kernel.linear.triton_code import product
+        from shoal.kernel.tensors import constant, dtype_of
+
+        n, k = call.n, call.k
+        weight = constant("weight", weight_NK, (n, k), dtype_of(call.dtype))
+        bias = None if bias_N is None else constant("bias", bias_N.float(), (n,), torch.float32)
+
+        def run(x: Tensor) -> Tensor:
+            rows = x.numel() // k
+            out = x.new_empty(*x.shape[:-1], n)
+            grid = (-(-rows // 16), -(-n // self.block_n))
+            product[grid](
+                x.contiguous(), weight, weight if bias is None else bias, out, rows, n, k,
+                bias is not None, 16, self.block_n, self.block_k,
+            )  # fmt: skip
+            return out
+
+        return run

@@ -1,0 +1,112 @@
+"""A model computed by chosen kernels is the same model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from shoal.core.errors import KernelError  # noqa: E402
+from shoal.kernel.calls import Linear  # noqa: E402
+from shoal.kernel.dispatch import kernels_of  # noqa: E402
+from shoal.model.accelerate import accelerate  # noqa: E402
+from shoal.model.config import ModelConfig  # noqa: E402
+from shoal.model.initialise import init_weights  # noqa: E402
+from shoal.model.linear import DispatchedLinear, rows_like  # noqa: E402
+from shoal.model.transformer import Transformer  # noqa: E402
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"family": "qwen2", "attention_bias": True, "tied": True},
+    "qwen3": {"family": "qwen3", "qk_norm": True},
+    "mixtral": {"family": "mixtral", "num_experts": 4, "top_k": 2},
+    "parallel": {"family": "parallel"},
+}
+
+
+def model(family: str, dtype: torch.dtype = torch.float32) -> Transformer:
+    config = ModelConfig(
+        vocab_size=97,
+        hidden=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        ffn_hidden=72,
+        max_position=64,
+        initializer_range=0.2,
+        **FAMILIES[family],
+    )
+    made = Transformer(config)
+    init_weights(made, seed=1)
+    return made.to(dtype).requires_grad_(False).eval()
+
+
+class Sees:
+    """Causal attention among the tokens of one pass."""
+
+    def __call__(self, layer, q_NHd, k_NKd, v_NKd):
+        group = q_NHd.shape[1] // k_NKd.shape[1]
+        q, k, v = (
+            x.transpose(0, 1).contiguous()
+            for x in (q_NHd, k_NKd.repeat_interleave(group, 1), v_NKd.repeat_interleave(group, 1))
+        )
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(0, 1)
+
+
+@torch.inference_mode()
+def logits(of: Transformer, length: int = 23, rows=None) -> torch.Tensor:
+    tokens = torch.arange(length) * 7 % 97
+    hidden = of.flat(tokens, torch.arange(length), Sees(), rows)
+    return of.logits(hidden)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_is_the_same_model(family, dtype):
+    plain = model(family, dtype)
+    fast = accelerate(copy.deepcopy(plain))
+    wanted, found = logits(plain), logits(fast)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06
+    assert (found.double() - wanted.double()).abs().max() < tolerance * wanted.abs().max()
+    some = torch.tensor([22, 3])
+    assert torch.allclose(logits(fast, rows=some), found[some], rtol=1e-2, atol=1e-2)
+
+
+def test_wanted_backends_are_taken_and_equal():
+    plain = model("qwen3")
+    slow = accelerate(
+        copy.deepcopy(plain),
+        {op: "reference" for op in ("linear", "rms_norm", "rope", "swiglu")},
+    )
+    assert torch.allclose(logits(slow), logits(plain), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ({"lienar": "cpp"}, "no such operator"),
+        ({"linear": "fortran"}, "expected one of reference"),
+        ({"rms_norm": "triton"}, "these can"),
+    ],
+)
+def test_what_cannot_be_is_named(wanted, words):
+    with pytest.raises(KernelError, match=words):
+        logits(accelerate(model("llama"), wanted))
+
+
+def test_exact_gives_a_row_the_same_bits_in_any_company():
+    if kernels_of("linear")["cpp"].refuses(Linear(1, 8, 8, "fp32")):
+        pytest.skip("no invariant kernel on this machine")
+    layer = DispatchedLinear(torch.randn(33, 70), exact=True)
+    x = torch.randn(50, 70)
+    whole = layer(x)
+    for rows in (1, 2, 7, 17, 40):
+        assert torch.equal(layer(x[:rows]), whole[:rows])
+
+
+def test_rows_are_asked_about_by_classes():
+    assert [rows_like(rows) for rows in (1, 16, 17, 32, 33, 500)] == [1, 16, 32, 32, 64, 512]
