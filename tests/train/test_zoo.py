@@ -18,6 +18,7 @@ def test_every_model_has_a_shape_and_a_recipe():
         "shoal-0.3m",
         "shoal-1m",
         "shoal-4m",
+        "shoal-4m-h128",
         "shoal-8m",
         "shoal-16m",
         "shoal-moe-4m",
