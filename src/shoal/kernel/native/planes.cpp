@@ -51,9 +51,9 @@ thread_local Scratch scratch;
 
 }  // namespace
 
-// Bytes that a thread of engine 1 or 2 (below) holds besides operands and result.
+// Bytes that a thread holds besides operands and result: 32 outputs, and the next 32.
 extern "C" int64_t planes_scratch(int64_t k, int64_t w) {
-  return 32 * ceil_to(k, 64) * (w == 8 ? 2 : 1);
+  return 2 * 32 * ceil_to(k, 64) * (w == 8 ? 2 : 1);
 }
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -281,18 +281,27 @@ void few(const Job& j, const uint8_t* x, int64_t row, const float* xscale, const
   }
 }
 
-// 32 outputs from memory into scratch: [2][K/4][64] of the rest, then the same of the top.
-const int8_t* expanded(const Job& j, int64_t pair) {
-  const int64_t kp = ceil_to(j.k, 64);
-  int8_t* const out = scratch.get((size_t)planes_scratch(j.k, j.w));
-  for (int part = 0; part < (j.w == 8 ? 2 : 1); part++) {
-    const Expand value(j.w, part);
-    const uint64_t* step = j.bits + pair * 2 * (kp / 4) * j.w;
-    for (int64_t i = 0; i < 2 * (kp / 4); i++, step += j.w)
-      _mm512_store_si512(out + part * 32 * kp + i * 64, value(step));
+// 32 outputs on their way from memory into scratch, a little at a time: [2][K/4][64] of the
+// rest, then the same of the top.
+struct Expansion {
+  const Job& j;
+  Expand rest, top;
+  const uint64_t* from;
+  int8_t* to;
+  int64_t at, steps, all;
+  Expansion(const Job& j, int64_t pair, int8_t* to)
+      : j(j), rest(j.w, false), top(j.w, true), to(to), at(0), steps(ceil_to(j.k, 64) / 2),
+        all(j.w == 8 ? 2 * steps : steps) {
+    from = j.bits + pair * steps * j.w;
   }
-  return out;
-}
+  void some(int64_t n) {
+    const int64_t end = at + n < all ? at + n : all;
+    for (; at < end && at < steps; at++)
+      _mm512_store_si512(to + at * 64, rest(from + at * j.w));
+    for (; at < end; at++)
+      _mm512_store_si512(to + at * 64, top(from + (at - steps) * j.w));
+  }
+};
 
 // MB of 8 rows, 32 outputs of int8 values. Codes with B = 8.
 constexpr int64_t DOT_ROWS = 8;
@@ -345,10 +354,11 @@ constexpr int64_t PASS_ROWS = 256;
 
 void dot_pairs(const Job& j, const uint8_t* x, const float* xscale, const int32_t* xsum, void* y,
                int64_t m, Range pairs) {
+  int8_t* const w = scratch.get((size_t)planes_scratch(j.k, j.w));
   for (int64_t from = 0; from < m; from += PASS_ROWS) {
     const int64_t to = from + PASS_ROWS < m ? from + PASS_ROWS : m;
     for (int64_t pair = pairs.first; pair < pairs.last; pair++) {
-      const int8_t* w = expanded(j, pair);
+      Expansion(j, pair, w).some(INT64_MAX / 2);
       for (int64_t row = from; row < to; row += DOT_ROWS) switch (to - row) {
           case 1: dot_block<1>(j, w, pair, x, row, xscale, xsum, y); break;
           case 2: dot_block<2>(j, w, pair, x, row, xscale, xsum, y); break;
@@ -371,74 +381,143 @@ struct TileConfig {
   uint8_t rows[16];
 };
 
-// Two by two tiles of 16 rows and 16 outputs; with TWO = false only the upper 16 rows.
+// Two by two tiles of 16 rows and 16 outputs; with TWO = false only the upper 16 rows. Two
+// steps of K at a time, so that what a tile is loaded over was used the longest ago.
 template <bool TWO>
-void tiles(const uint8_t* x, const int8_t* w, int64_t kp, int64_t first, int64_t last,
-           int32_t* out) {
+inline void step(const uint8_t* x, const uint8_t* x1, const int8_t* w, const int8_t* w1) {
+  _tile_loadd(6, w, 64);
+  _tile_loadd(4, x, 64);
+  _tile_dpbusd(0, 4, 6);
+  _tile_loadd(7, w1, 64);
+  _tile_dpbusd(1, 4, 7);
+  if (TWO) _tile_loadd(5, x1, 64);
+  if (TWO) _tile_dpbusd(3, 5, 7);
+  if (TWO) _tile_dpbusd(2, 5, 6);
+}
+
+// `meanwhile` is called every other step: the vector units are idle.
+template <bool TWO, class F>
+inline void tiles(const uint8_t* x, const int8_t* w, int64_t kp, int64_t first, int64_t last,
+                  int32_t* out, F meanwhile) {
   _tile_zero(0);
   _tile_zero(1);
   if (TWO) _tile_zero(2);
   if (TWO) _tile_zero(3);
+  x += first * 16, w += first * 16;
   const uint8_t* x1 = x + 16 * kp;
   const int8_t* w1 = w + 16 * kp;
-  for (int64_t k = first; k < last; k += 64) {
-    _tile_loadd(6, w + k * 16, 64);
-    _tile_loadd(4, x + k * 16, 64);
-    _tile_dpbusd(0, 4, 6);
-    _tile_loadd(7, w1 + k * 16, 64);
+  int64_t at = 0;
+  const int64_t end = (last - first) * 16;
+  for (; at + 2048 <= end; at += 2048) {
+    step<TWO>(x + at, x1 + at, w + at, w1 + at);
+    _tile_loadd(4, x + at + 1024, 64);
+    _tile_loadd(7, w1 + at + 1024, 64);
     _tile_dpbusd(1, 4, 7);
-    if (TWO) _tile_loadd(5, x1 + k * 16, 64);
+    _tile_loadd(6, w + at + 1024, 64);
+    _tile_dpbusd(0, 4, 6);
+    if (TWO) _tile_loadd(5, x1 + at + 1024, 64);
     if (TWO) _tile_dpbusd(2, 5, 6);
     if (TWO) _tile_dpbusd(3, 5, 7);
+    meanwhile();
   }
+  if (at < end) step<TWO>(x + at, x1 + at, w + at, w1 + at);
   _tile_stored(0, out, 128);
   _tile_stored(1, out + 16, 128);
   if (TWO) _tile_stored(2, out + 512, 128);
   if (TWO) _tile_stored(3, out + 528, 128);
 }
 
-void tile_block(const Job& j, const int8_t* w, int64_t pair, const uint8_t* x, int64_t row,
-                int64_t rows, const float* xscale, const int32_t* xsum, void* y) {
-  const int64_t kp = ceil_to(j.k, 64);
-  x += row * kp;
-  const auto product = rows > 16 ? tiles<true> : tiles<false>;
-  alignas(64) int32_t sums[32 * 32], tops[32 * 32];
+// Sums of 32 rows and outputs that wait to be folded, which is done beside the next product.
+struct Waiting {
+  const int32_t (*sums)[32 * 32];
   Cell cell[64];
-  clear(cell, int(rows) * 2);
-  for (int64_t g = 0; g < j.groups; g++) {
-    const int64_t first = g * j.group, last = group_end(j, g, kp);
-    product(x, w, kp, first, last, sums);
-    if (j.w == 8) product(x, w + 32 * kp, kp, first, last, tops);
-    for (int64_t m = 0; m < rows; m++)
-      for (int v = 0; v < 2; v++) {
-        const int64_t tile = pair * 2 + v, at = m * 32 + v * 16;
-        __m512i sum = _mm512_load_si512(sums + at);
-        if (j.w == 8)
-          sum = _mm512_add_epi32(sum, _mm512_slli_epi32(_mm512_load_si512(tops + at), 7));
-        fold(j, corrected(j, sum, tile, g), tile, g, row + m, xsum, cell[m * 2 + v]);
-      }
+  int64_t pair, row, g, next = 0, all = 0;
+};
+
+inline void fold_some(const Job& j, Waiting& t, int64_t n, const float* xscale,
+                      const int32_t* xsum, void* y) {
+  const int64_t rows = t.all / 2;
+  while (n > 0 && t.next < t.all) {
+    const int64_t v = t.next >= rows, from = t.next - v * rows;
+    const int64_t to = from + n < rows ? from + n : rows;
+    const int64_t tile = t.pair * 2 + v, at = (tile * j.groups + t.g) * 16;
+    const bool last = t.g == j.groups - 1;
+    const __m512i off = _mm512_loadu_si512(j.correction + at);
+    const bool plain = j.kind >= FP32 && !j.offset;
+    const __m512 scale = plain ? _mm512_loadu_ps(j.scale + at) : _mm512_setzero_ps();
+    for (int64_t m = from; m < to; m++) {
+      __m512i sum = _mm512_load_si512(t.sums[0] + m * 32 + v * 16);
+      if (j.w == 8)
+        sum = _mm512_add_epi32(
+            sum, _mm512_slli_epi32(_mm512_load_si512(t.sums[1] + m * 32 + v * 16), 7));
+      sum = _mm512_sub_epi32(_mm512_slli_epi32(sum, 1), off);
+      Cell& cell = t.cell[v * 32 + m];
+      if (t.g == 0) clear(&cell, 1);
+      if (plain)
+        cell.low = _mm512_castps_si512(_mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale,
+                                                       _mm512_castsi512_ps(cell.low)));
+      else
+        fold(j, sum, tile, t.g, t.row + m, xsum, cell);
+      if (last) finish(j, cell, tile, t.row + m, xscale, y);
+    }
+    n -= to - from;
+    t.next += to - from;
   }
-  for (int64_t m = 0; m < rows; m++)
-    for (int v = 0; v < 2; v++)
-      finish(j, cell[m * 2 + v], pair * 2 + v, row + m, xscale, y);
 }
 
-// Codes with B = 16.
+// Codes with B = 16. While tiles are multiplied, the sums before are folded and the weights of
+// the next 32 outputs expanded.
 void tile_pairs(const Job& j, const uint8_t* x, const float* xscale, const int32_t* xsum, void* y,
                 int64_t m, Range pairs) {
+  if (pairs.first == pairs.last) return;
   alignas(64) TileConfig config;
   std::memset(&config, 0, sizeof config);
   config.palette = 1;
   for (int t = 0; t < 8; t++) config.columns[t] = 64, config.rows[t] = 16;
   _tile_loadconfig(&config);
+  const int64_t kp = ceil_to(j.k, 64), half = planes_scratch(j.k, j.w) / 2;
+  int8_t* const room = scratch.get((size_t)(2 * half));
+  // Sums that are being made, and those that wait; cells stay with those that wait.
+  Waiting waiting;
+  alignas(64) int32_t sums[2][2][32 * 32];
+  auto made = sums[0];
   for (int64_t from = 0; from < m; from += PASS_ROWS) {
     const int64_t to = from + PASS_ROWS < m ? from + PASS_ROWS : m;
+    Expansion(j, pairs.first, room).some(INT64_MAX / 2);
     for (int64_t pair = pairs.first; pair < pairs.last; pair++) {
-      const int8_t* w = expanded(j, pair);
-      for (int64_t row = from; row < to; row += 32)
-        tile_block(j, w, pair, x, row, to - row < 32 ? to - row : 32, xscale, xsum, y);
+      const int8_t* w = room + (pair - pairs.first) % 2 * half;
+      Expansion next(j, pair + 1, room + (pair + 1 - pairs.first) % 2 * half);
+      if (pair + 1 == pairs.last) next.at = next.all;
+      const int64_t turns = (to - from + 31) / 32 * (kp / 128);
+      const int64_t expand = turns ? (next.all + turns - 1) / turns : 0;
+      const int64_t folds = j.group >= 128 ? (64 * 128 + j.group - 1) / j.group : 64;
+      for (int64_t row = from; row < to; row += 32) {
+        const int64_t rows = to - row < 32 ? to - row : 32;
+        for (int64_t g = 0; g < j.groups; g++) {
+          const int64_t first = g * j.group, last = group_end(j, g, kp);
+          const auto meanwhile = [&] {
+            next.some(expand);
+            fold_some(j, waiting, folds, xscale, xsum, y);
+          };
+          const auto nothing = [] {};
+          if (rows > 16) tiles<true>(x + row * kp, w, kp, first, last, made[0], meanwhile);
+          else tiles<false>(x + row * kp, w, kp, first, last, made[0], meanwhile);
+          if (j.w == 8) {
+            const int8_t* top = w + 32 * kp;
+            if (rows > 16) tiles<true>(x + row * kp, top, kp, first, last, made[1], nothing);
+            else tiles<false>(x + row * kp, top, kp, first, last, made[1], nothing);
+          }
+          fold_some(j, waiting, 64, xscale, xsum, y);
+          waiting.sums = made;
+          made = made == sums[0] ? sums[1] : sums[0];
+          waiting.pair = pair, waiting.row = row, waiting.g = g;
+          waiting.next = 0, waiting.all = 2 * rows;
+        }
+      }
+      next.some(INT64_MAX / 2);
     }
   }
+  fold_some(j, waiting, 64, xscale, xsum, y);
   _tile_release();
 }
 #endif
