@@ -1,8 +1,8 @@
 """What lies in a checkpoint or a model directory: listing, verifying, converting.
 
 Three kinds of directory are understood: one checkpoint (``step-00000100``), a run or
-store that holds several, and a Hugging Face model directory. No weights are loaded
-to list them.
+store that holds several, and a Hugging Face model directory; and one kind of file, GGUF. No
+weights are loaded to list them.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Row(Value):
 
 
 class Place(Value):
-    """A directory that holds weights.
+    """A directory or file that holds weights.
 
     Args:
         kind: what it is.
-        path: where the weights are: a step, a store of steps, or a model directory.
+        path: where the weights are: a step, a store of steps, a model directory or file.
         steps: saved steps of a store, oldest first.
         tokenizer: the tokenizer that belongs to it, if there is one beside.
     """
 
-    kind: Literal["checkpoint", "run", "huggingface"]
+    kind: Literal["checkpoint", "run", "huggingface", "gguf"]
     path: Path
     steps: tuple[int, ...] = ()
     tokenizer: Path | None = None
@@ -100,6 +100,9 @@ def find(path: Path) -> Place:
         ModelError: it holds no weights in a format that is read.
     """
     path = Path(path)
+    if path.suffix == ".gguf" and path.is_file():
+        tokenizer = path.with_name("tokenizer.json")
+        return Place(kind="gguf", path=path, tokenizer=tokenizer if tokenizer.exists() else None)
     if not path.is_dir():
         raise ModelError(f"{path}: no such directory; give a checkpoint, a run or a model")
     for store in (path, path / "checkpoints"):
@@ -145,6 +148,8 @@ def listing(path: Path) -> list[Row]:
     place = find(path)
     if place.kind == "huggingface":
         return _huggingface_rows(place.path)
+    if place.kind == "gguf":
+        return _gguf_rows(place.path)
     saved = _saved(place, None, verify=False)
     return [_checkpoint_row(saved, name) for name in saved.names()]
 
@@ -165,6 +170,12 @@ def verify(path: Path) -> Verification:
         try:
             rows = _huggingface_rows(place.path)
             _read_json(place.path / "config.json")
+        except ShoalError as cause:
+            problems.append(str(cause))
+    elif place.kind == "gguf":
+        checked = "header, sizes and places (the format has no checksums)"
+        try:
+            rows = _gguf_rows(place.path)
         except ShoalError as cause:
             problems.append(str(cause))
     else:
@@ -204,7 +215,8 @@ def convert(
     optimizer state and meta; a model directory becomes a checkpoint of step 0.
 
     Args:
-        path: a checkpoint, a run (its newest step is taken) or a Hugging Face directory.
+        path: a checkpoint, a run (its newest step is taken), a Hugging Face directory, whose
+            weights of few bits become plain ones, or a GGUF file.
         out: directory to create; a store of checkpoints for ``to="checkpoint"``.
         to: format to write.
         dtype: cast weights to fp32, bf16 or fp16; as stored if not given.
@@ -228,13 +240,13 @@ def convert(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out}: exists already; choose another name or remove it first")
     cast: torch.dtype | None = getattr(torch, DTYPES[dtype]) if dtype else None
-    if to == "checkpoint" and place.kind != "huggingface":
+    if to == "checkpoint" and place.kind in ("checkpoint", "run"):
         return _rewrite(_saved(place, step), out, cast)
 
     from shoal.model import huggingface
 
-    if place.kind == "huggingface":
-        model = huggingface.read(place.path, dtype=cast)
+    if place.kind in ("huggingface", "gguf"):
+        model = huggingface.read(place.path, cast, packed=False)
     else:
         model = load_model(_saved(place, step))
         if cast is not None:
@@ -311,6 +323,21 @@ def _rewrite(saved: Saved, out: Path, cast: torch.dtype | None) -> Path:
         }
     Store(out).save(saved.step, tensors, saved.meta)
     return out / f"step-{saved.step:08d}"
+
+
+def _gguf_rows(path: Path) -> list[Row]:
+    from shoal.model.gguf_header import read_header as read_gguf
+
+    return [
+        Row(
+            name=tensor.name,
+            dtype=tensor.kind,
+            shape=tensor.shape,
+            bytes=tensor.stop - tensor.start,
+            file=path.name,
+        )
+        for tensor in read_gguf(path).tensors.values()
+    ]
 
 
 def _checkpoint_row(saved: Saved, name: str) -> Row:

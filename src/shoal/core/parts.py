@@ -72,6 +72,7 @@ KINDS: dict[str, str] = {
     "kv_format": "shoal.kernel:KV_FORMATS",
     "family": "shoal.model:FAMILIES",
     "attention_kernel": "shoal.model:ATTENTION_KERNELS",
+    "quantizer": "shoal.model:QUANTIZERS",
     "corpus": "shoal.corpora:CORPORA",
     "packing": "shoal.corpora:PACKINGS",
     "optimizer": "shoal.train:OPTIMIZERS",

@@ -3,13 +3,14 @@
 Read in this order: ``config`` (what fixes a model), ``transformer`` (its arithmetic;
 ``attention``, ``feedforward``, ``rope``, ``norm`` and ``loss`` beside it), ``families``
 and ``huggingface`` (directories), ``initialise`` and ``generate``; ``attention_kernels`` are what
-attention can be computed with. Only ``config``, ``protocols``, ``families`` and the parts in
-``attention_kernels`` can be imported without torch.
+attention can be computed with, ``quantize`` makes weights few bits. Only ``config``,
+``protocols``, ``families`` and the parts in ``attention_kernels`` and ``quantize`` can be
+imported without torch.
 """
 
 from shoal.core.parts import PartTable
 
-__all__ = ["ATTENTION_KERNELS", "FAMILIES"]
+__all__ = ["ATTENTION_KERNELS", "FAMILIES", "QUANTIZERS"]
 
 FAMILIES = PartTable(
     "family",
@@ -32,5 +33,14 @@ ATTENTION_KERNELS = PartTable(
         "tiled": "shoal.model.attention_kernels.tiled:Tiled",
         "varlen": "shoal.model.attention_kernels.varlen:Varlen",
         "chunked": "shoal.model.attention_kernels.chunked:Chunked",
+    },
+)
+
+QUANTIZERS = PartTable(
+    "quantizer",
+    {
+        "rtn": "shoal.model.quantize.rtn:RoundToNearest",
+        "gptq": "shoal.model.quantize.gptq:GPTQ",
+        "awq": "shoal.model.quantize.awq:AWQ",
     },
 )

@@ -1,30 +1,35 @@
 """Hugging Face model directories, read and written.
 
 Only JSON and safetensors are opened; code in a directory is never run. What is written
-opens in ``transformers`` and what ``transformers`` writes opens here.
+opens in ``transformers`` and what ``transformers`` writes opens here. Directories with
+weights of few bits (:mod:`shoal.model.quantize.stored`) give models whose matrices stay
+packed; a GGUF file (:mod:`shoal.model.gguf`) is read where a directory is asked for.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.core.errors import ModelError, nearest
+from shoal.core.errors import KernelError, ModelError, nearest
 from shoal.core.files import write_dir_atomic
 from shoal.core.safetensors_header import StoredTensor, read_header
+from shoal.kernel.formats import weight_format
+from shoal.kernel.protocols import Packed
 from shoal.model import FAMILIES
 from shoal.model.config import ModelConfig
 from shoal.model.families.common import Names, Piece
 from shoal.model.initialise import empty
+from shoal.model.quantize.stored import Scheme, rows_of, scheme_of, stack, tensors_of
 from shoal.model.transformer import Transformer
 
-__all__ = ["read", "read_config", "write", "write_state"]
+__all__ = ["is_gguf", "quantization", "read", "read_config", "write", "write_state"]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -78,12 +83,31 @@ def _read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file and no directory."""
+    return path.suffix == ".gguf" and not path.is_dir()
+
+
+def quantization(directory: Path) -> Scheme | None:
+    """How the matrices of a model directory are packed; None where they are plain.
+
+    Raises:
+        ModelError: in a way that is not read here.
+    """
+    path = directory / "config.json"
+    return scheme_of(_read_json(path).get("quantization_config"), f"{path}: quantization_config")
+
+
 def read_config(directory: Path) -> ModelConfig:
-    """The configuration of a model directory.
+    """The configuration of a model directory, or of a GGUF file.
 
     Raises:
         ModelError: no directory, an unknown architecture, code of its own, or a wrong value.
     """
+    if is_gguf(directory):
+        from shoal.model import gguf
+
+        return gguf.read_config(directory)
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory; give a Hugging Face model directory")
     path = directory / "config.json"
@@ -101,6 +125,8 @@ def read_config(directory: Path) -> ModelConfig:
             + (f"; {hint}" if hint else "; models of other architectures cannot be loaded")
         )
     family = FAMILIES.build(ARCHITECTURES[kind])
+    # How matrices are packed is no matter of the family.
+    scheme_of(raw.pop("quantization_config", None), f"{path}: quantization_config")
     if kind == "mistral":  # where a key is absent, its own defaults hold
         raw = {"num_key_value_heads": 8, "sliding_window": 4096, **raw}
     config: ModelConfig = family.from_huggingface(raw, str(path))
@@ -146,31 +172,38 @@ def _find_weights(directory: Path) -> dict[str, Path]:
 
 
 def _check(
-    names: Names, files: Mapping[str, Path], directory: Path, *, tied: bool
-) -> dict[str, StoredTensor]:
-    """Every tensor that the configuration needs is there and has its shape; none is left over."""
+    names: Names,
+    files: Mapping[str, Path],
+    directory: Path,
+    *,
+    tied: bool,
+    scheme: Scheme | None = None,
+) -> tuple[dict[str, StoredTensor], dict[str, tuple[str, ...]]]:
+    """Every tensor that the configuration needs is there and has its shape; none is left over.
+
+    Returns:
+        Every stored tensor, and of every packed matrix, by its plain name, the stored ones.
+    """
     found: dict[str, StoredTensor] = {}
     for file in sorted(set(files.values())):
         found.update(read_header(file, error=ModelError).tensors)
     pieces = {piece.name: piece for parts in names.values() for piece in parts}
-    for name, piece in pieces.items():
-        stored = found.get(name)
-        if stored is None or name not in files:
-            raise ModelError(
-                f"{directory}: the tensor {name} is missing, which config.json asks for; the "
-                "weights are not whole, or config.json is of another model"
-            )
-        if stored.shape != piece.shape:
-            raise ModelError(
-                f"{files[name]}: tensor {name} has the shape {list(stored.shape)}, and "
-                f"config.json asks for {list(piece.shape)}; one of them is of another model"
-            )
-        if stored.dtype not in _DTYPES:
-            raise ModelError(
-                f"{files[name]}: tensor {name} is of dtype {stored.dtype}: expected one of "
-                f"{', '.join(_DTYPES)}; use weights that are not quantised"
-            )
     spare = {"lm_head.weight"} if tied else set()
+    packed: dict[str, tuple[str, ...]] = {}
+    for name, piece in pieces.items():
+        base = name.removesuffix(".weight")
+        if scheme is not None and name not in found and f"{base}.{scheme.marker}" in found:
+            try:
+                wanted = scheme.tensors(*piece.shape)
+            except KernelError as cause:
+                raise ModelError(f"{directory}: {base} {list(piece.shape)}: {cause}") from None
+            packed[name] = tuple(f"{base}.{leaf}" for leaf in wanted)
+            for leaf, (dtypes, shape) in wanted.items():
+                _stored(f"{base}.{leaf}", dtypes, shape, found, files, directory)
+            # Some writers store a bias where the model has none; it must be 0.
+            spare |= {*packed[name], f"{base}.bias"}
+        else:
+            _stored(name, tuple(_DTYPES), piece.shape, found, files, directory)
     for name in found:
         if name not in pieces and name not in spare and not name.endswith(_IGNORED):
             hint = nearest(name, pieces)
@@ -178,44 +211,130 @@ def _check(
                 f"{files.get(name, directory)}: the tensor {name} belongs to no part of the model "
                 f"that config.json describes" + (f"; {hint}" if hint else "")
             )
-    return found
+    return found, packed
 
 
-def read(directory: Path, dtype: torch.dtype | None = None) -> Transformer:
+def _stored(
+    name: str,
+    dtypes: tuple[str, ...],
+    shape: tuple[int, ...],
+    found: Mapping[str, StoredTensor],
+    files: Mapping[str, Path],
+    directory: Path,
+) -> None:
+    stored = found.get(name)
+    if stored is None or name not in files:
+        raise ModelError(
+            f"{directory}: the tensor {name} is missing, which config.json asks for; the "
+            "weights are not whole, or config.json is of another model"
+        )
+    if stored.shape != shape:
+        raise ModelError(
+            f"{files[name]}: tensor {name} has the shape {list(stored.shape)}, and "
+            f"config.json asks for {list(shape)}; one of them is of another model"
+        )
+    if stored.dtype not in dtypes:
+        hint = "; use weights that are not quantised" if len(dtypes) == len(_DTYPES) else ""
+        raise ModelError(
+            f"{files[name]}: tensor {name} is of dtype {stored.dtype}: expected one of "
+            f"{', '.join(dtypes)}{hint}"
+        )
+
+
+def read(directory: Path, dtype: torch.dtype | None = None, *, packed: bool = True) -> Transformer:
     """A model from its directory; nothing is allocated before every file was checked.
 
     Args:
-        directory: config.json and safetensors.
+        directory: config.json and safetensors; or a GGUF file.
         dtype: of the weights; as the embedding is stored, if not given.
+        packed: matrices that are stored in few bits stay so; else they become plain weights.
 
     Raises:
         ModelError: anything is missing, malformed or not supported.
     """
     from safetensors import SafetensorError, safe_open
 
+    if is_gguf(directory):
+        from shoal.model import gguf
+
+        return gguf.read(directory, dtype)
     config = read_config(directory)
     names: Names = FAMILIES.build(config.family).names(config)
     files = _find_weights(directory)
-    found = _check(names, files, directory, tied=config.tied)
+    scheme = quantization(directory)
+    found, few = _check(names, files, directory, tied=config.tied, scheme=scheme)
     if dtype is None:
-        dtype = _DTYPES[found[names["embed.weight"][0].name].dtype]
+        stored = found.get(names["embed.weight"][0].name)
+        dtype = torch.float32 if stored is None else _DTYPES[stored.dtype]
     model = empty(config)
     handles: dict[Path, Any] = {}
+
+    def get(name: str) -> Tensor:
+        file = files[name]
+        if file not in handles:
+            handles[file] = safe_open(file, framework="pt")
+        tensor: Tensor = handles[file].get_tensor(name)
+        return tensor
+
+    kept: dict[str, Packed] = {}
+    plain = {piece.name for pieces in names.values() for piece in pieces}
     try:
+        for base in (name.removesuffix(".weight") for name in few):
+            bias = f"{base}.bias"
+            if bias in found and bias not in plain and bool(get(bias).any()):
+                raise ModelError(
+                    f"{files[bias]}: the tensor {bias} is not 0, and the model that config.json "
+                    "describes has no bias there; one of them is of another model"
+                )
         for name, pieces in names.items():
+            matrices = {
+                piece.name: _matrix(scheme, piece, few[piece.name], get)
+                for piece in pieces
+                if scheme is not None and piece.name in few
+            }
+            whole = [matrix for matrix in matrices.values() if isinstance(matrix, Packed)]
+            formats = {matrix.format for matrix in whole}
+            stays = packed and name.startswith("blocks.") and len(whole) == len(pieces)
+            if stays and len(formats) == 1:
+                kept[name] = stack(whole)
+                continue
             owner_name, _, leaf = name.rpartition(".")
             owner = model.get_submodule(owner_name)
             value = torch.empty(getattr(owner, leaf).shape, dtype=dtype)
             parts = torch.split(value.view(-1), [piece.numel for piece in pieces])
             for part, piece in zip(parts, pieces, strict=True):
-                file = files[piece.name]
-                if file not in handles:
-                    handles[file] = safe_open(file, framework="pt")
-                part.view(piece.shape).copy_(handles[file].get_tensor(piece.name))
+                matrix = matrices.get(piece.name)
+                if isinstance(matrix, Packed):
+                    matrix = weight_format(matrix.format).dequantize(matrix)
+                part.view(piece.shape).copy_(get(piece.name) if matrix is None else matrix)
             setattr(owner, leaf, torch.nn.Parameter(value))
     except (SafetensorError, OSError) as cause:
         raise ModelError(f"{directory}: cannot be read ({cause}); fetch the files again") from cause
+    except KernelError as cause:
+        raise ModelError(f"{directory}: {cause}") from None
+    if kept:
+        from shoal.model.quantize.layers import replace
+
+        replace(model, kept)
     return model
+
+
+def _matrix(
+    scheme: Scheme, piece: Piece, stored: tuple[str, ...], get: Callable[[str], Tensor]
+) -> Packed | Tensor:
+    """One packed matrix, or its weights where no format here is the same.
+
+    Raises:
+        KernelError: its tensors cannot be; names the matrix.
+    """
+    base = piece.name.removesuffix(".weight")
+    rows, columns = piece.shape
+    try:
+        return scheme.packed(
+            rows, columns, {name.removeprefix(f"{base}."): get(name) for name in stored}
+        )
+    except KernelError as cause:
+        raise KernelError(f"{base}: {cause}") from None
 
 
 def write(
@@ -225,9 +344,21 @@ def write(
     *,
     shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write a model directory, whole or not at all; see :func:`write_state`."""
+    """Write a model directory, whole or not at all; packed matrices stay packed.
+
+    See :func:`write_state`.
+    """
+    from shoal.model.quantize.layers import packed_of
+
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    write_state(directory, model.config, state, tokenizer, shard_bytes=shard_bytes)
+    write_state(
+        directory,
+        model.config,
+        state,
+        tokenizer,
+        shard_bytes=shard_bytes,
+        packed=packed_of(model),
+    )
 
 
 def write_state(
@@ -237,6 +368,8 @@ def write_state(
     tokenizer: Path | None = None,
     *,
     shard_bytes: int = 5 * 10**9,
+    packed: Mapping[str, Packed] | None = None,
+    method: str = "",
 ) -> None:
     """Write a model directory from plain tensors.
 
@@ -246,18 +379,34 @@ def write_state(
         state: our parameter names -> whole tensors.
         tokenizer: a tokenizer.json, or a directory with one, to go with it.
         shard_bytes: a file of weights is not larger, unless a single tensor is.
+        packed: parameter names -> matrices in one weight format, stored instead of those of
+            the state; experts lie below each other.
+        method: how their codes were chosen, for the record.
 
     Raises:
         ModelError: the directory exists, cannot be written, or a tensor is missing.
     """
     names: Names = FAMILIES.build(config.family).names(config)
+    packed = packed or {}
     for name, pieces in names.items():
         numel = sum(piece.numel for piece in pieces)
-        if name not in state or state[name].numel() != numel:
+        given = -1
+        if name in packed:
+            given = packed[name].shape[0] * packed[name].shape[1]
+        elif name in state:
+            given = state[name].numel()
+        if given != numel:
             raise ModelError(f"{directory}: the parameter {name} of {numel} elements is missing")
     dtype = state["embed.weight"].dtype
     raw: dict[str, Any] = FAMILIES.build(config.family).to_huggingface(config)
     raw["torch_dtype"] = _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    formats = sorted({matrix.format for matrix in packed.values()})
+    if len(formats) > 1:
+        raise ModelError(f"{directory}: matrices in {' and '.join(formats)}; expected one format")
+    if formats:
+        raw["quantization_config"] = {"quant_method": "shoal", "format": formats[0]}
+        if method:
+            raw["quantization_config"]["method"] = method
     with write_dir_atomic(directory, error=ModelError) as place:
         _dump(place / "config.json", raw)
         special = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -265,36 +414,49 @@ def write_state(
         _dump(place / "generation_config.json", {"do_sample": False, **generation})
         if tokenizer is not None:
             _copy_tokenizer(place, config, tokenizer)
-        _write_weights(place, names, state, shard_bytes)
+        _write_weights(place, _items(names, state, packed), shard_bytes)
 
 
 def _dump(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_weights(
-    place: Path, names: Names, state: Mapping[str, Tensor], shard_bytes: int
-) -> None:
+def _items(
+    names: Names, state: Mapping[str, Tensor], packed: Mapping[str, Packed]
+) -> Iterator[tuple[str, Tensor]]:
+    """What is stored, by its names, in order."""
+    for name, pieces in names.items():
+        if name in packed:
+            start = 0
+            for piece in pieces:
+                stop = start + piece.shape[0]
+                yield from tensors_of(piece.name, rows_of(packed[name], start, stop)).items()
+                start = stop
+        else:
+            parts = torch.split(state[name].reshape(-1), [piece.numel for piece in pieces])
+            for piece, part in zip(pieces, parts, strict=True):
+                yield piece.name, part.view(piece.shape)
+
+
+def _write_weights(place: Path, items: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
     """One file, or several and an index, as transformers names them."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    shards: list[list[tuple[Piece, Tensor]]] = [[]]
+    shards: list[dict[str, Tensor]] = [{}]
     filled = total = 0
-    for name, pieces in names.items():
-        parts = torch.split(state[name].reshape(-1), [piece.numel for piece in pieces])
-        for piece, part in zip(pieces, parts, strict=True):
-            size = part.numel() * part.element_size()
-            if shards[-1] and filled + size > shard_bytes:
-                shards.append([])
-                filled = 0
-            shards[-1].append((piece, part))
-            filled += size
-            total += size
+    for name, tensor in items:
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += size
+        total += size
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {p.name: part.view(p.shape).to("cpu", copy=True) for p, part in shard}
+        tensors = {name: tensor.contiguous().to("cpu", copy=True) for name, tensor in shard.items()}
         try:
             save_file(tensors, place / file, metadata={"format": "pt"})
         except SafetensorError as cause:

@@ -1,4 +1,4 @@
-"""What families and attention kernels promise.
+"""What families, attention kernels and quantizers promise.
 
 A family is the correspondence between one Hugging Face architecture and ours. It keeps no
 state and needs no torch. It is called when a directory is read or written, and when fresh
@@ -17,7 +17,11 @@ from shoal.model.families.common import Names
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AttentionKernelPart", "Family"]
+    from shoal.kernel.formats.base import BaseFormat
+    from shoal.kernel.protocols import Packed
+    from shoal.model.quantize.inputs import Inputs
+
+__all__ = ["AttentionKernelPart", "Family", "Quantizer"]
 
 
 @runtime_checkable
@@ -77,4 +81,38 @@ class AttentionKernelPart(Protocol):
 
     def held_bytes(self, mask: Mask, heads: int) -> int:
         """Bytes that grow with T x S, for the mask and for scores."""
+        ...
+
+
+class Quantizer(Protocol):
+    """A part of kind ``quantizer``: how the codes of one matrix are chosen.
+
+    Attributes:
+        calibrated: it looks at what layers are given, so it needs text.
+    """
+
+    calibrated: ClassVar[bool]
+
+    def rescale(self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs) -> Tensor | None:
+        """Factors [K] for the columns of a matrix, whose inputs are then divided by them.
+
+        Asked before :meth:`quantize`, where the division can go into what makes the inputs.
+
+        Returns:
+            None: as they are.
+        """
+        ...
+
+    def quantize(self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs | None = None) -> Packed:
+        """The matrix in a format.
+
+        Args:
+            weight_NK: any floating-point type.
+            fmt: the format.
+            inputs: what the layer is given; None where the part is not calibrated.
+
+        Raises:
+            KernelError: the format refuses the matrix.
+            ModelError: inputs are missing.
+        """
         ...

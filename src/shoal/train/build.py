@@ -81,7 +81,7 @@ class StoredWeights:
 
         from shoal.model import huggingface
 
-        return huggingface.read(self._directory, dtype=torch.float32).train()
+        return huggingface.read(self._directory, torch.float32, packed=False).train()
 
     @functools.cached_property
     def _read(self) -> dict[str, Tensor]:

@@ -1,0 +1,44 @@
+"""Round to nearest: each weight by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.kernel.formats.base import BaseFormat
+    from shoal.kernel.protocols import Packed
+    from shoal.model.quantize.inputs import Inputs
+
+__all__ = ["RoundToNearest"]
+
+
+@part
+class RoundToNearest:
+    """Each weight takes its nearest code; needs no text.
+
+    Args:
+        clip_search: cut the largest weights of each group to the share, 0.8 to 1, that leaves the
+            least square error.
+    """
+
+    calibrated: ClassVar[bool] = False
+
+    clip_search: bool = False
+
+    def rescale(self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs) -> Tensor | None:
+        """None: inputs stay as they are."""
+        return None
+
+    def quantize(self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs | None = None) -> Packed:
+        """The nearest codes.
+
+        Raises:
+            KernelError: the format refuses the matrix.
+        """
+        from shoal.model.quantize.rounding import rounded
+
+        return rounded(fmt, weight_NK, search=self.clip_search)
