@@ -1,0 +1,454 @@
+"""[117] Marlin: do 4-bit weights make a linear layer as much faster as they are smaller?
+
+Source: Frantar et al., MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large
+Language Models, 2024.
+
+Three layer shapes, 1 to 64 rows, against PyTorch's bf16 product and its own 4-bit product, each
+with so many copies of the weights that none is found in a cache. A sample is the geometric mean
+over the shapes of the seconds of a product, the methods in turns; what dispatch would take
+among the kernels that round nothing is the method. Counted, and so quick: bytes of the
+weights, error against the products that the codes mean, sums of integers that are not exact,
+places of the GPU layout that do not come back. The A/A run puts the bf16 product in the place
+of the 4-bit one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.measure import interleave
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.kernel.base import roof_s
+from shoal.kernel.calls import Linear, LinearLowbit
+from shoal.kernel.dispatch import candidates, here, kernels_of
+from shoal.kernel.formats import weight_format
+from shoal.kernel.lowbit import marlin_layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.kernel.protocols import Packed
+
+__all__ = ["ROWS", "SHAPES", "MarlinClaim"]
+
+FORMAT = "int4-g128"
+# (outputs, inputs).
+SHAPES: tuple[tuple[int, int], ...] = ((4096, 4096), (11008, 4096), (8192, 8192))
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+_BF16, _OWN, _INT4, _W4A8, _PEER = "bf16", "own bf16", "int4", "int4 int8", "torch int4"
+_EXACT = ("cpp_w4a16", "torch", "dequantised")
+_TIMED = ("speedup_m1", "speedup_m4", "speedup_m8", "speedup_m16", "rounded_m16", "over_torch_int4")
+
+
+def _speedup(name: str, threshold: float, paper: str = "", baseline: str = "torch bf16") -> Metric:
+    return Metric(
+        name=name,
+        unit="x",
+        statistic="speedup",
+        comparison=">=",
+        threshold=threshold,
+        baseline=baseline,
+        evidence="same_regime",
+        timing=True,
+        paper=paper,
+    )
+
+
+@part
+class MarlinClaim:
+    """Speed at 1 to 64 rows, a decoder from end to end, and what the codes cost in quality.
+
+    Args:
+        cold_bytes: bytes of all copies of one method's weights, beyond every cache.
+        pairs: rounds of each shape and number of rows.
+        width: hidden size of the decoder.
+        model: mini-model of the zoo whose quality is measured.
+    """
+
+    cold_bytes: float = 1e9
+    pairs: int = 15
+    width: int = 1024
+    model: str = "shoal-4m-h128"
+
+    rows: ClassVar[tuple[int, ...]] = (117,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="weight_bytes",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.26,
+            baseline="torch bf16",
+            evidence="same_regime",
+            paper="4.125 bits of 16: an ideal gain of 3.88",
+        ),
+        Metric(
+            name="mean_error",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=1e-3,
+            baseline="torch bf16",
+            evidence="same_regime",
+        ),
+        Metric(
+            name="inexact_sums",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.0,
+            baseline="torch bf16",
+            evidence="same_regime",
+        ),
+        Metric(
+            name="lost_places",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.0,
+            baseline="torch bf16",
+            evidence="same_regime",
+        ),
+        _speedup("speedup_m1", 2.5, "3.87 x up to 16 to 32 rows"),
+        _speedup("speedup_m4", 2.0, "3.87 x up to 16 to 32 rows"),
+        _speedup("speedup_m8", 2.0, "3.87 x up to 16 to 32 rows"),
+        _speedup("speedup_m16", 1.5, "3.87 x up to 16 to 32 rows"),
+        _speedup("rounded_m16", 1.5),
+        _speedup("over_torch_int4", 1.0, baseline="torch int4"),
+        Metric(
+            name="roofline_share",
+            unit="1",
+            statistic="min",
+            comparison=">=",
+            threshold=0.65,
+            baseline="torch bf16",
+            evidence="same_regime",
+            quick=False,
+        ),
+        _speedup("decoder_m1", 1.6, "2.8 x end to end"),
+        Metric(
+            name="perplexity_increase",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.02,
+            baseline="round to nearest",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="gptq_over_nearest",
+            unit="1",
+            statistic="difference",
+            comparison="<=",
+            threshold=-1e-6,
+            baseline="round to nearest",
+            evidence="mechanism",
+            quick=False,
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(self.pairs >= 3, "claim.marlin.pairs", self.pairs, expected="at least 3")
+        require(
+            self.cold_bytes >= 1e6,
+            "claim.marlin.cold_bytes",
+            self.cold_bytes,
+            expected="at least 1e6",
+        )
+        require(
+            self.width >= 256 and self.width % 128 == 0,
+            "claim.marlin.width",
+            self.width,
+            expected="a multiple of 128, at least 256",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """Where the 4-bit kernels cannot run."""
+        kernel = kernels_of("linear_lowbit")["cpp_w4a16"]
+        reason = kernel.refuses(_call(1, 256, 256))
+        return None if reason is None else f"the 4-bit kernel {reason}"
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Count; the full run then times products and a decoder, and measures quality."""
+        metrics = {
+            "weight_bytes": Paired(
+                method=(_bytes(1024, 1024, as_baseline),), baseline=(_bytes(1024, 1024, True),)
+            ),
+            "mean_error": Paired(method=tuple(_errors(context.seed))),
+            "inexact_sums": Paired(method=(float(_inexact(context.seed)),)),
+            "lost_places": Paired(method=(float(_lost(context.seed)),)),
+        }
+        if quick:
+            return Samples(metrics=metrics)
+        found = self._products(context, as_baseline)
+        metrics |= found.metrics
+        context.progress("a decoder", 0.8)
+        decoded = self._decoder(context, as_baseline)
+        metrics["decoder_m1"] = decoded
+        skipped = {}
+        context.progress("quality", 0.9)
+        quality = context.remember("quality", lambda: self._quality(context))
+        plain, nearest, gptq = quality
+        chosen = nearest if as_baseline else gptq
+        metrics["perplexity_increase"] = Paired(method=(math.exp(chosen - plain) - 1,))
+        metrics["gptq_over_nearest"] = Paired(method=(chosen,), baseline=(nearest,))
+        details = {
+            **found.details,
+            "loss": {"bf16": plain, "nearest": nearest, "gptq": gptq},
+        }
+        return Samples(
+            metrics=metrics,
+            skipped=skipped,
+            bounds=found.bounds,
+            profile=found.profile,
+            details=details,
+        )
+
+    def _products(self, context: Context, as_baseline: bool) -> Samples:
+        # One shape shows that the baseline does not pass; its times would say no more.
+        shapes = SHAPES[:1] if as_baseline else SHAPES
+        rows = (1, 4, 8, 16) if as_baseline else ROWS
+        seconds: dict[int, list[Mapping[str, tuple[float, ...]]]] = {m: [] for m in rows}
+        table: list[JsonValue] = []
+        for index, (n, k) in enumerate(shapes):
+            layer = _Layer(n, k, self.cold_bytes, context.seed)
+            for place, m in enumerate(rows):
+                done = (index + place / len(rows)) / len(shapes)
+                context.progress(f"{n} x {k}, {m} rows", 0.1 + 0.7 * done)
+                methods = layer.methods(m, as_baseline)
+                timed = interleave(methods, self.pairs, warmup=2, seed=context.seed + m)
+                seconds[m].append(timed.seconds)
+                table.append(
+                    {"n": n, "k": k, "m": m, "chosen": layer.chosen(m)}
+                    | {name: statistics.median(each) for name, each in timed.seconds.items()}
+                )
+        pairs = {m: _means(each) for m, each in seconds.items()}
+        metrics = {
+            f"speedup_m{m}": Paired(method=pairs[m][_INT4], baseline=pairs[m][_BF16])
+            for m in (1, 4, 8, 16)
+        }
+        metrics["rounded_m16"] = Paired(method=pairs[16][_W4A8], baseline=pairs[16][_BF16])
+        worst = min(
+            (m for m in rows if m <= 16), key=lambda m: _gain(pairs[m][_PEER], pairs[m][_INT4])
+        )
+        metrics["over_torch_int4"] = Paired(
+            method=pairs[worst][_INT4], baseline=pairs[worst][_PEER]
+        )
+        gains = {m: _gain(pairs[m][_BF16], pairs[m][_INT4]) for m in rows}
+        machine = context.machine or here()
+        roofs = {m: _roofs(m, shapes, machine) for m in rows}
+        shares = {m: gains[m] / (roofs[m][0] / roofs[m][1]) for m in rows}
+        metrics["roofline_share"] = Paired(method=tuple(shares.values()))
+        bounds = {
+            f"speedup_m{m}": statistics.median(pairs[m][_BF16]) / roofs[m][1] for m in (1, 4, 8, 16)
+        }
+        own = {str(m): _gain(pairs[m][_OWN], pairs[m][_INT4]) for m in rows if _OWN in pairs[m]}
+        profile = "; ".join(
+            f"{m} rows: {gains[m]:.2f} x, roof {roofs[m][0] / roofs[m][1]:.2f} x, "
+            f"{1e6 * statistics.median(pairs[m][_INT4]):.0f} us, "
+            f"roof {1e6 * roofs[m][1]:.0f} us"
+            for m in rows
+        )
+        details: dict[str, JsonValue] = {
+            "table": table,
+            "gain_over_torch_bf16": {str(m): gain for m, gain in gains.items()},
+            "gain_over_own_bf16": dict(own),
+            "roofline_share": {str(m): share for m, share in shares.items()},
+            "rounded_gain": {str(m): _gain(pairs[m][_BF16], pairs[m][_W4A8]) for m in rows},
+            "least_over_torch_int4_at": worst,
+        }
+        return Samples(metrics=metrics, bounds=bounds, profile=profile, details=details)
+
+    def _decoder(self, context: Context, as_baseline: bool) -> Paired:
+        from shoal.claims.experiments.marlin_decoder import decoders
+
+        plain, low = decoders(self.width, FORMAT, self.cold_bytes, context.seed)
+        timed = interleave(
+            {_INT4: plain if as_baseline else low, _BF16: plain},
+            self.pairs,
+            warmup=2,
+            seed=context.seed,
+        )
+        return Paired(method=timed.seconds[_INT4], baseline=timed.seconds[_BF16])
+
+    def _quality(self, context: Context) -> tuple[float, float, float]:
+        from shoal.claims.experiments.marlin_decoder import losses
+
+        return losses(self.model, FORMAT, context)
+
+
+class _Layer:
+    """One shape, with cold copies of its weights for every method."""
+
+    def __init__(self, n: int, k: int, cold_bytes: float, seed: int) -> None:
+        import torch
+
+        self.n, self.k = n, k
+        self._seed = seed
+        random = torch.Generator().manual_seed(seed)
+        weight = torch.randn(n, k, generator=random) * 0.02
+        packed = weight_format(FORMAT).quantize(weight)
+        dense = weight.bfloat16()
+        copies = max(2, math.ceil(cold_bytes / dense.nbytes))
+        low = max(2, math.ceil(cold_bytes / packed.nbytes))
+        self._ready = {
+            _BF16: _each("linear", "torch", _dense(n, k), [dense.clone() for _ in range(copies)]),
+            _INT4: _each("linear_lowbit", "cpp_w4a16", _call(1, n, k), _clones(packed, low)),
+            _W4A8: _each("linear_lowbit", "cpp_w4a8", _call(1, n, k, "int8"), _clones(packed, low)),
+            _PEER: _each("linear_lowbit", "torch", _call(1, n, k), _clones(packed, low)),
+        }
+        if kernels_of("linear")["cpp"].refuses(_dense(n, k)) is None:
+            self._ready[_OWN] = _each(
+                "linear", "cpp", _dense(n, k), [dense.clone() for _ in range(copies)]
+            )
+
+    def chosen(self, m: int) -> str:
+        """What dispatch takes here among the kernels that round nothing."""
+        return next(name for name, _ in candidates(_call(m, self.n, self.k)) if name in _EXACT)
+
+    def methods(self, m: int, as_baseline: bool) -> dict[str, Callable[[], object]]:
+        """Each takes the next copy of its weights at every call."""
+        import torch
+
+        x = torch.randn(m, self.k, generator=torch.Generator().manual_seed(self._seed)).bfloat16()
+        runs = {name: _Turns(ready, x) for name, ready in self._ready.items()}
+        if m > 16:
+            del runs[_PEER]  # it is claimed up to 16, and beyond takes most of the time
+        if as_baseline:
+            runs[_INT4] = runs[_W4A8] = runs[_BF16]
+        elif self.chosen(m) == "dequantised":
+            runs[_INT4] = runs[_BF16]
+        elif self.chosen(m) == "torch" and _PEER in runs:
+            runs[_INT4] = runs[_PEER]
+        return dict(runs)
+
+
+class _Turns:
+    """Some products in a row, each with the next of the copies."""
+
+    def __init__(self, ready: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> None:
+        self._ready, self._x, self._next = ready, x, 0
+
+    def __call__(self) -> None:
+        for _ in range(2):
+            self._ready[self._next](self._x)
+            self._next = (self._next + 1) % len(self._ready)
+
+
+def _call(m: int, n: int, k: int, activations: str = "") -> LinearLowbit:
+    bits = weight_format(FORMAT).bits
+    return LinearLowbit(m, n, k, FORMAT, bits, "bf16", "cpu", activations)
+
+
+def _dense(n: int, k: int) -> Linear:
+    return Linear(1, n, k, "bf16")
+
+
+def _each(op: str, backend: str, call: Any, weights: Sequence[Any]) -> list[Any]:
+    kernel = kernels_of(op)[backend]
+    return [kernel.prepare(call, weight) for weight in weights]
+
+
+def _clones(packed: Packed, copies: int) -> list[Packed]:
+    from shoal.kernel.protocols import Packed as Stored
+
+    return [
+        Stored(packed.format, packed.shape, {name: t.clone() for name, t in packed.tensors.items()})
+        for _ in range(copies)
+    ]
+
+
+def _means(shapes: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
+    """Geometric means over the shapes, round by round."""
+    return {
+        name: tuple(np.exp(np.mean(np.log([shape[name] for shape in shapes]), axis=0)))
+        for name in shapes[0]
+    }
+
+
+def _gain(baseline: Sequence[float], method: Sequence[float]) -> float:
+    return float(np.median(np.divide(baseline, method)))
+
+
+def _roofs(m: int, shapes: Sequence[tuple[int, int]], machine: Any) -> tuple[float, float]:
+    """Seconds below which the two products of a sample cannot be, bf16 and 4-bit."""
+    calls = 2
+    means = []
+    for make in (_dense_of, _call):
+        each = [calls * roof_s(make(m, n, k), machine, "bf16") for n, k in shapes]
+        means.append(math.exp(statistics.fmean(map(math.log, each))))
+    return means[0], means[1]
+
+
+def _dense_of(m: int, n: int, k: int) -> Linear:
+    return Linear(m, n, k, "bf16")
+
+
+def _bytes(n: int, k: int, dense: bool) -> float:
+    """Bytes of the weights as the kernel reads them."""
+    import torch
+
+    if dense:
+        return 2.0 * n * k
+    from shoal.kernel.lowbit.marlin import blocks
+
+    packed = weight_format(FORMAT).quantize(torch.zeros(n, k))
+    return float(blocks(packed).memory.numel())
+
+
+def _errors(seed: int) -> list[float]:
+    """Mean error of the 4-bit product, of the mean magnitude, in fp32."""
+    import torch
+
+    errors = []
+    for m, n, k in ((1, 256, 512), (3, 300, 1024), (16, 128, 2048), (40, 72, 640)):
+        random = torch.Generator().manual_seed(seed + m)
+        packed = weight_format(FORMAT).quantize(torch.randn(n, k, generator=random))
+        x = torch.randn(m, k, generator=random).bfloat16().float()
+        call = LinearLowbit(m, n, k, FORMAT, 4.125, "fp32")
+        found = kernels_of("linear_lowbit")["cpp_w4a16"].prepare(call, packed)(x)
+        wanted = x.double() @ weight_format(FORMAT).dequantize(packed).double().T
+        errors.append(float((found - wanted).abs().mean() / wanted.abs().mean()))
+    return errors
+
+
+def _inexact(seed: int) -> int:
+    """Sums of integers that the rounding kernel does not get exactly."""
+    import torch
+
+    from shoal.kernel.protocols import Packed as Stored
+
+    wrong = 0
+    for m, n, k in ((1, 64, 512), (5, 48, 1024), (16, 96, 256)):
+        random = torch.Generator().manual_seed(seed + m)
+        packed = weight_format(FORMAT).quantize(torch.randn(n, k, generator=random))
+        ones = {"scales": torch.ones_like(packed.tensors["scales"])}
+        packed = Stored(packed.format, packed.shape, {**packed.tensors, **ones})
+        x = torch.randint(-127, 128, (m, k), generator=random).float()
+        x[:, ::64] = 127.0  # so that the rows are their own codes
+        call = LinearLowbit(m, n, k, FORMAT, 4.125, "fp32", "cpu", "int8")
+        found = kernels_of("linear_lowbit")["cpp_w4a8"].prepare(call, packed)(x)
+        wanted = x.double() @ weight_format(FORMAT).dequantize(packed).double().T
+        wrong += int((found.double() != wanted).sum())
+    return wrong
+
+
+def _lost(seed: int) -> int:
+    """Codes and scales that the GPU layout does not give back."""
+    random = generator(seed, purpose="marlin layout")
+    codes = random.integers(0, 16, (256, 512)).astype(np.uint8)
+    scales = random.random((2, 512)).astype(np.float16)
+    back = marlin_layout.unpack(marlin_layout.pack(codes))
+    ordered = marlin_layout.restore_scales(marlin_layout.order_scales(scales))
+    return int((back != codes).sum()) + int((ordered != scales).sum())

@@ -1,0 +1,184 @@
+"""Products with 4-bit weights at the speed at which memory gives the weights.
+
+Source: Frantar et al., MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large
+Language Models, 2024.
+
+A product of few rows costs what its weights cost to read; 4-bit weights are a quarter. That
+holds only if unpacking and multiplying hide behind reading, at every number of rows. Where the
+CPU has matrix tiles (AMX), a segment of weights is unpacked into the first cache while the
+tiles multiply the one before; elsewhere vectors do it, with up to 16 rows in registers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import KernelError
+from shoal.core.native import cpu_flags
+from shoal.core.parts import part
+from shoal.kernel.base import BaseKernel
+from shoal.kernel.calls import LinearLowbit
+from shoal.kernel.formats import weight_format
+from shoal.kernel.formats.integer import Int
+from shoal.kernel.protocols import Packed, Ready
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["W4A8", "W4A16", "Integer", "has_tiles", "library", "refuses_format", "segment_of"]
+
+_SEGMENTS = (256, 128, 64, 32)
+
+_TILES = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """This CPU has matrix tiles and the system lets this process use them."""
+    if not cpu_flags() >= _TILES:
+        return False
+    from shoal.kernel.native import function
+
+    return bool(function("lowbit_amx", "tiles_allowed", "", "i")() == 0)
+
+
+def library() -> str:
+    """The native library whose kernels this CPU runs fastest."""
+    return "lowbit_amx" if has_tiles() else "lowbit"
+
+
+def segment_of(k: int, group: int) -> int:
+    """Weights of a segment of rows of ``k`` weights of which ``group`` share a scale.
+
+    Raises:
+        KernelError: no segment fills the group; names the nearest group of which one does.
+    """
+    if group == k:
+        # Rows are filled up with zeros, as few as 32 need.
+        return next(s for s in _SEGMENTS if -(-k // s) * s == -(-k // 32) * 32)
+    if group % 32:
+        low = group // 32 * 32
+        near = f"{low} or {low + 32}" if low else "32"
+        raise KernelError(
+            f"groups of {group} of K = {k} weights: expected a multiple of 32; nearest {near}"
+        )
+    return next(s for s in _SEGMENTS if group % s == 0)
+
+
+def refuses_format(call: LinearLowbit) -> str | None:
+    """Why the call's weights cannot be cut in segments of 4-bit codes, or None."""
+    try:
+        stored = weight_format(call.format)
+        if not isinstance(stored, Int) or stored.width != 4:
+            return "reads int4 with groups, channels or 2:4 only"
+        segment_of(call.k, stored.group_of(call.k))
+    except KernelError as cause:
+        return f"cannot read them: {cause}"
+    return None
+
+
+class _Marlin(BaseKernel):
+    op: ClassVar[str] = "linear_lowbit"
+    invariant: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
+    )
+    compiled: ClassVar[bool] = True
+    rate: ClassVar[str | None] = "bf16"
+    memory_share: ClassVar[float] = 0.6
+    compute_share: ClassVar[float] = 0.3
+    symbol: ClassVar[str]
+
+    def _refuses(self, call: LinearLowbit) -> str | None:
+        return refuses_format(call)
+
+    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+        import torch
+
+        from shoal.kernel.lowbit.marlin import blocks, checked
+        from shoal.kernel.native import function
+        from shoal.kernel.tensors import constant
+
+        n, k = call.n, call.k
+        checked(weight, call.format, n, k)
+        made = blocks(weight)
+        bias = None if bias_N is None else constant("bias", bias_N.float(), (n,), torch.float32)
+        run = function(library(), f"{self.symbol}_{call.dtype}", "pppl")
+        header = made.header(bias)
+        address = ctypes.addressof(header)
+        dtype = torch.bfloat16 if call.dtype == "bf16" else torch.float32
+
+        def product(x: Tensor) -> Tensor:
+            if x.dtype != dtype or x.shape[-1] != k or not x.is_cpu:
+                raise KernelError(
+                    f"kernel.linear_lowbit: rows are {x.dtype} {list(x.shape)} on {x.device}: "
+                    f"expected {dtype} [..., {k}] on cpu"
+                )
+            x = x.contiguous()
+            out = x.new_empty(*x.shape[:-1], n)
+            run(address, x.data_ptr(), out.data_ptr(), x.numel() // k)
+            return out
+
+        # The memory that the addresses are of lives as long as the function.
+        product.constants = (made, bias, header)  # type: ignore[attr-defined]
+        return product
+
+
+@part
+class W4A16(_Marlin):
+    """Codes become bf16 by a table; sums of a segment are fp32 and then scaled.
+
+    Sums are taken in one order, whatever the number of rows or threads: a row has the same
+    bits in any company. fp32 rows are computed as the sum of three bf16 rows, exactly.
+    """
+
+    backend: ClassVar[str] = "cpp_w4a16"
+    symbol: ClassVar[str] = "w4a16"
+
+
+class _Rounding(BaseKernel):
+    """Of calls that ask for rows rounded to int8."""
+
+    activations: ClassVar[tuple[str, ...]] = ("int",)
+
+    def _refuses(self, call: LinearLowbit) -> str | None:
+        if call.activations != "int8":
+            return "rounds its input to int8, which the call does not ask for"
+        return refuses_format(call)
+
+
+@part
+class W4A8(_Rounding, _Marlin):
+    """Rows become int8 with a scale for each segment; sums of a segment are exact integers.
+
+    Half the work of :class:`W4A16` where many rows make it count. Rows are rounded to 8 bits,
+    so it takes only calls that say so (``activations="int8"``); what it computes is what
+    :class:`Integer` does.
+    """
+
+    backend: ClassVar[str] = "cpp_w4a8"
+    rate: ClassVar[str | None] = "int8"
+    symbol: ClassVar[str] = "w4a8"
+
+
+@part
+class Integer(_Rounding):
+    """The meaning of ``activations="int8"`` in plain torch; slow on purpose."""
+
+    op: ClassVar[str] = "linear_lowbit"
+    backend: ClassVar[str] = "integer"
+    memory_share: ClassVar[float] = 0.02
+    compute_share: ClassVar[float] = 0.02
+
+    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+        from shoal.kernel.lowbit.marlin import checked, product_w4a8
+
+        checked(weight, call.format, call.n, call.k)
+
+        def product(x: Tensor) -> Tensor:
+            out = product_w4a8(x.reshape(-1, call.k), weight, bias_N)
+            return out.view(*x.shape[:-1], call.n)
+
+        return product

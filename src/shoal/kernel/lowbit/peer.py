@@ -1,0 +1,115 @@
+"""What PyTorch itself makes of weights of few bits: its 4-bit product, and its bf16 product."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import KernelError
+from shoal.core.parts import part
+from shoal.ir import Estimate, Machine
+from shoal.kernel.base import BaseKernel
+from shoal.kernel.calls import Linear, LinearLowbit
+from shoal.kernel.formats import weight_format
+from shoal.kernel.formats.integer import Int
+from shoal.kernel.protocols import Packed, Ready
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Dequantised", "Library"]
+
+_GROUPS = (32, 64, 128, 256)
+
+
+@part
+class Library(BaseKernel):
+    """``torch.ops.aten._weight_int4pack_mm_for_cpu``; for bf16 rows it rounds scales to bf16."""
+
+    op: ClassVar[str] = "linear_lowbit"
+    backend: ClassVar[str] = "torch"
+    memory_share: ClassVar[float] = 0.3
+    compute_share: ClassVar[float] = 0.15
+
+    def _refuses(self, call: LinearLowbit) -> str | None:
+        try:
+            stored = weight_format(call.format)
+            if not isinstance(stored, Int) or stored.width != 4 or stored.keeps_half:
+                return "reads int4 with groups only"
+            group = stored.group_of(call.k)
+        except KernelError as cause:
+            return f"cannot read them: {cause}"
+        if group not in _GROUPS:
+            return f"reads groups of {', '.join(map(str, _GROUPS))}, not {group}"
+        if call.n % 16:
+            return f"wants outputs in multiples of 16, nearest {-(-call.n // 16) * 16}"
+        return None
+
+    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+        import torch
+
+        from shoal.kernel.lowbit.marlin import checked
+
+        checked(weight, call.format, call.n, call.k)
+        stored = weight_format(weight.format)
+        dtype = torch.bfloat16 if call.dtype == "bf16" else torch.float32
+        group = stored.group_of(call.k)
+        codes = stored.unpack(weight).to(torch.int32)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        scales = weight.tensors["scales"].to(dtype)
+        # The operator's own zero is code 8, as ours is; what is added to it is 0.
+        pairs = torch.stack((scales, torch.zeros_like(scales)), -1).transpose(0, 1).contiguous()
+        bias = None if bias_N is None else bias_N.detach().to(dtype)
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        n, k = call.n, call.k
+
+        def product(x: Tensor) -> Tensor:
+            out: Tensor = multiply(x.reshape(-1, k), packed, group, pairs)
+            if bias is not None:
+                out = out + bias
+            return out.view(*x.shape[:-1], n)
+
+        return product
+
+
+@part
+class Dequantised(BaseKernel):
+    """Weights made bf16 (fp32 for fp32 rows) once, then PyTorch's product: for many rows.
+
+    Any format; the layer then takes as much memory as it did before.
+    """
+
+    op: ClassVar[str] = "linear_lowbit"
+    backend: ClassVar[str] = "dequantised"
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+
+    def _refuses(self, call: LinearLowbit) -> str | None:
+        try:
+            weight_format(call.format).group_of(call.k)
+        except KernelError as cause:
+            return f"cannot read them: {cause}"
+        return None
+
+    def estimate(self, call: LinearLowbit, machine: Machine) -> Estimate:
+        """What ``linear.torch`` costs."""
+        return self._dense().estimate(self._call(call), machine)
+
+    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+        import torch
+
+        from shoal.kernel.lowbit.marlin import checked
+
+        checked(weight, call.format, call.n, call.k)
+        dtype = torch.bfloat16 if call.dtype == "bf16" else torch.float32
+        matrix = weight_format(weight.format).dequantize(weight).to(dtype)
+        bias = None if bias_N is None else bias_N.detach().to(dtype)
+        return self._dense().prepare(self._call(call), matrix, bias)
+
+    @staticmethod
+    def _call(call: LinearLowbit) -> Linear:
+        return Linear(call.m, call.n, call.k, call.dtype, call.device)
+
+    @staticmethod
+    def _dense() -> BaseKernel:
+        from shoal.kernel.linear.library import Library as Dense
+
+        return Dense()
