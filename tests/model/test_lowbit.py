@@ -11,19 +11,19 @@ from shoal.kernel.formats import weight_format
 from shoal.model.lowbit import LowBitLinear
 
 
-def layers(format: str = "int4-g128", **options: object) -> tuple[nn.Linear, LowBitLinear]:
+def layers(fmt: str = "int4-g128", **options: object) -> tuple[nn.Linear, LowBitLinear]:
     torch.manual_seed(0)
     plain = nn.Linear(256, 96)
-    return plain, LowBitLinear.from_linear(plain, format, **options)
+    return plain, LowBitLinear.from_linear(plain, fmt, **options)
 
 
-@pytest.mark.parametrize("format", ["int4-g128", "int4-channel", "int4-2:4"])
+@pytest.mark.parametrize("fmt", ["int4-g128", "int4-channel", "int4-2:4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_computes_what_its_weights_mean(format: str, dtype: torch.dtype) -> None:
-    plain, layer = layers(format)
+def test_computes_what_its_weights_mean(fmt: str, dtype: torch.dtype) -> None:
+    plain, layer = layers(fmt)
     assert plain.bias is not None
-    weight = weight_format(format).dequantize(layer.packed)
+    weight = weight_format(fmt).dequantize(layer.packed)
     for rows in (1, 3, 17, 40):
         x = torch.randn(rows, 256).to(dtype)
         wanted = x.float() @ weight.T + plain.bias

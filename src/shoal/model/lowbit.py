@@ -65,18 +65,18 @@ class LowBitLinear(nn.Module):
         self.register_load_state_dict_post_hook(_loaded)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, format: str, **options: Any) -> Self:
+    def from_linear(cls, linear: nn.Linear, fmt: str, **options: Any) -> Self:
         """A layer's weights rounded to the nearest of a format, such as ``int4-g128``.
 
         Args:
             linear: keeps its own weights.
-            format: text of the weight format.
+            fmt: text of the weight format.
             options: as of the class.
 
         Raises:
             KernelError: no such format, K does not divide, or a weight is not finite.
         """
-        packed = weight_format(format).quantize(linear.weight)
+        packed = weight_format(fmt).quantize(linear.weight)
         return cls.from_packed(packed, linear.bias, **options)
 
     @classmethod

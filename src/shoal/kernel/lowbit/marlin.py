@@ -72,19 +72,19 @@ class Blocks:
 _MADE: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def checked(weight: Packed, format: str, n: int, k: int) -> None:
+def checked(weight: Packed, fmt: str, n: int, k: int) -> None:
     """Hold a stored matrix against what a call says of it.
 
     Raises:
         KernelError: another format or shape, tensors that do not fit, a scale that is not
             finite.
     """
-    if weight.format != format or weight.shape != (n, k):
+    if weight.format != fmt or weight.shape != (n, k):
         raise KernelError(
             f"kernel.linear_lowbit: given {weight.format} {list(weight.shape)}: expected "
-            f"{format} {[n, k]}"
+            f"{fmt} {[n, k]}"
         )
-    weight_format(format).check(weight)
+    weight_format(fmt).check(weight)
     finite("scales", weight.tensors["scales"])
 
 
