@@ -83,7 +83,7 @@ REACHED: dict[str, str] = {
     "tuner": "plan tune --tuner",
     "emitter": "plan --emit",
     "path_planner": "plan paths --policy",
-    "kernel": "ServeJob",
+    "kernel": "serve --set kernel.OPERATOR=BACKEND, bench kernels",
     "weight_format": "model quantize, ServeJob.weights",
     "kv_format": "ServeJob",
     "family": "model directories of a Job, export of a Run",

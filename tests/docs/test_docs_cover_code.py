@@ -49,7 +49,7 @@ PARTS = [(kind, name) for kind in KINDS for name in table(kind)]
 
 @pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{kind}-{name}" for kind, name in PARTS])
 def test_every_part_and_option_is_documented(kind: str, name: str) -> None:
-    anchor = f"{kind}-{name.replace('_', '-')}"
+    anchor = f"{kind}-{name.replace('_', '-').replace('.', '-')}"
     text = (DOCS / "reference" / "parts.md").read_text()
     section = text.partition(f"{{#{anchor}}}\n")[2].partition("\n### ")[0].partition("\n## ")[0]
     assert section, f"no section for {kind} {name}"
