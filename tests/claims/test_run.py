@@ -245,6 +245,7 @@ def test_catalogue_has_every_system_once() -> None:
         103: "galvatron",
         113: "vocab_parallel",
         120: "sequence_parallel",
+        130: "bipolar_int",
         139: "gpipe",
     }
     assert all(row.parts and 1990 < row.year < 2030 for row in rows)

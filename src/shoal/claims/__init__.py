@@ -30,5 +30,6 @@ CLAIMS = PartTable(
         "megascale": "shoal.claims.experiments.megascale:MegaScaleClaim",
         "redco": "shoal.claims.experiments.redco:RedcoClaim",
         "skippipe": "shoal.claims.experiments.skippipe:SkipPipeClaim",
+        "bipolar_int": "shoal.claims.experiments.bipolar_int:BipolarIntClaim",
     },
 )
