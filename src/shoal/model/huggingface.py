@@ -331,7 +331,10 @@ def _matrix(
     rows, columns = piece.shape
     try:
         return scheme.packed(
-            rows, columns, {name.removeprefix(f"{base}."): get(name) for name in stored}
+            rows,
+            columns,
+            # Copies: what stays packed outlives the file that is mapped here.
+            {name.removeprefix(f"{base}."): get(name).clone() for name in stored},
         )
     except KernelError as cause:
         raise KernelError(f"{base}: {cause}") from None
