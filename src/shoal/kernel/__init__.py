@@ -35,6 +35,7 @@ KERNELS = PartTable(
         "linear_lowbit.cpp_w4a16": "shoal.kernel.lowbit.marlin_cpu:W4A16",
         "linear_lowbit.cpp_w4a8": "shoal.kernel.lowbit.marlin_cpu:W4A8",
         "linear_lowbit.triton": "shoal.kernel.lowbit.marlin_triton:Triton",
+        "linear_lowbit.anybit": "shoal.kernel.lowbit.anybit:Anybit",
         "pack.reference": "shoal.kernel.strided.reference:ReferencePack",
         "pack.torch": "shoal.kernel.strided.library:LibraryPack",
         "pack.cpp": "shoal.kernel.strided.cpp:CppPack",

@@ -1,0 +1,93 @@
+"""What all kernels of ``paged_attention`` are given, and what of it is looked at first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import KernelError
+from shoal.kernel.calls import PagedAttention
+from shoal.kernel.kv import kv_format
+
+__all__ = ["Cached", "checked", "places", "stored"]
+
+Cached = Tensor | Sequence[Tensor]
+"""Keys or values as the cache keeps them: [slots, K, d], or the tensors of their format."""
+
+_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+
+
+def stored(cached: Cached) -> tuple[Tensor, ...]:
+    """The tensors of one side of the cache."""
+    return (cached,) if isinstance(cached, Tensor) else tuple(cached)
+
+
+def places(blocks_W: Tensor, seen: int, block_size: int) -> Tensor:
+    """Slots of the first ``seen`` tokens of a request."""
+    token = torch.arange(seen, device=blocks_W.device)
+    return blocks_W[token // block_size].long() * block_size + token % block_size
+
+
+def checked(
+    call: PagedAttention,
+) -> Callable[[Tensor, Cached, Cached, Tensor, Tensor, Tensor | None], None]:
+    """A check of the arguments of one call.
+
+    Raises:
+        KernelError: the format cannot hold such heads.
+    """
+    layout = kv_format(call.format).layout(call.head_dim, call.dtype)
+    dtype = _DTYPES[call.dtype]
+    heads = (call.heads, call.head_dim)
+    sides = [((call.kv_heads, width), _DTYPES[kind]) for width, kind in layout]
+
+    def check(
+        q: Tensor,
+        keys: Cached,
+        values: Cached,
+        blocks: Tensor,
+        lengths: Tensor,
+        requests: Tensor | None,
+    ) -> None:
+        if q.dim() != 3 or q.shape[1:] != heads or q.dtype != dtype:
+            raise _wrong("queries", q, f"{dtype} [N, {call.heads}, {call.head_dim}]")
+        for name, side in (("keys", stored(keys)), ("values", stored(values))):
+            if len(side) != len(sides):
+                raise KernelError(
+                    f"paged_attention {name}: {len(side)} tensors, expected the {len(sides)} of "
+                    f"format {call.format}"
+                )
+            for tensor, (tail, kind) in zip(side, sides, strict=True):
+                if tensor.dim() != 3 or tensor.shape[1:] != tail or tensor.dtype != kind:
+                    raise _wrong(name, tensor, f"{kind} [slots, {tail[0]}, {tail[1]}]")
+        whole = (torch.int32, torch.int64)
+        if blocks.dim() != 2 or blocks.dtype not in whole:
+            raise _wrong("blocks", blocks, "int32 or int64 [B, W]")
+        rows = len(q)
+        if lengths.shape != (rows,) or lengths.dtype != torch.int64:
+            raise _wrong("lengths", lengths, f"int64 [{rows}], the tokens that each query sees")
+        if requests is None:
+            if rows != len(blocks):
+                raise KernelError(
+                    f"paged_attention: {rows} queries and {len(blocks)} rows of blocks; expected "
+                    "as many, or `requests` that says which row is whose"
+                )
+        elif requests.shape != (rows,) or requests.dtype != torch.int64:
+            raise _wrong("requests", requests, f"int64 [{rows}]")
+
+    return check
+
+
+def _wrong(name: str, tensor: Tensor, expected: str) -> KernelError:
+    return KernelError(
+        f"paged_attention {name}: {tensor.dtype} {list(tensor.shape)}, expected {expected}"
+    )

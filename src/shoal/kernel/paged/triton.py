@@ -1,0 +1,135 @@
+"""The same attention on a GPU, in Triton: pages are read where they lie.
+
+Chunks of tokens are computed side by side and folded in their order, so that a result does not
+depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.ir import Estimate, Interval, Machine
+from shoal.kernel.base import BaseKernel
+from shoal.kernel.calls import PagedAttention
+from shoal.kernel.kv import kv_format
+from shoal.kernel.kv.bfp import Bfp
+from shoal.kernel.kv.int8 import Int8
+from shoal.kernel.kv.plain import Plain
+from shoal.kernel.protocols import Ready
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.kernel.paged.common import Cached
+
+__all__ = ["Triton"]
+
+
+@functools.cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+@part
+class Triton(BaseKernel):
+    """A program for each row, key/value head and chunk; another folds the chunks.
+
+    Args:
+        chunk: tokens of a program.
+        step: tokens whose keys are in registers at a time.
+    """
+
+    op: ClassVar[str] = "paged_attention"
+    backend: ClassVar[str] = "triton"
+    devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
+    invariant: ClassVar[bool] = True
+    memory_share: ClassVar[float] = 0.5
+    compute_share: ClassVar[float] = 0.1
+    call_s: ClassVar[float] = 6e-5
+
+    chunk: int = 512
+    step: int = 64
+
+    def estimate(self, call: PagedAttention, machine: Machine) -> Estimate:
+        """On a CPU, where it is interpreted, nothing is slower."""
+        found = super().estimate(call, machine)
+        if call.device == "cuda":
+            return found
+        return found.model_copy(update={"step_s": Interval.around(1.0, 0.6)})
+
+    def _refuses(self, call: PagedAttention) -> str | None:
+        if not _installed():
+            return "needs Triton (pip install triton)"
+        if call.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "runs on a CPU in Triton's interpreter only (TRITON_INTERPRET=1)"
+        form = kv_format(call.format)
+        reason = form.refuses(call.head_dim)
+        if reason is not None:
+            return f"cannot read a cache that {reason}"
+        if not isinstance(form, Plain | Int8 | Bfp):
+            return f"does not know the cache format {form}"
+        return None
+
+    def _prepare(self, call: PagedAttention, *constants: object) -> Ready:
+        import torch
+
+        from shoal.kernel.paged.common import checked, stored
+        from shoal.kernel.paged.triton_code import chunks, fold
+
+        check = checked(call)
+        form = kv_format(call.format)
+        kind, block = 0, 1
+        if isinstance(form, Int8):
+            kind = 1
+        elif isinstance(form, Bfp):
+            kind, block = (2 if form.bits == 12 else 3), form.block
+        kv_heads, group, d = call.kv_heads, call.heads // call.kv_heads, call.head_dim
+        # Products of matrices want 16 rows at least.
+        rows_of_group = max(16, 1 << (group - 1).bit_length())
+        columns = max(16, 1 << (d - 1).bit_length())
+        scale = d**-0.5 * 1.4426950408889634
+        chunk, step = self.chunk, self.step
+
+        def run(
+            q_NHd: Tensor,
+            keys: Cached,
+            values: Cached,
+            blocks_BW: Tensor,
+            lengths_N: Tensor,
+            requests_N: Tensor | None = None,
+        ) -> Tensor:
+            check(q_NHd, keys, values, blocks_BW, lengths_N, requests_N)
+            rows, device = len(q_NHd), q_NHd.device
+            q, blocks = q_NHd.contiguous(), blocks_BW.contiguous()
+            requests = torch.arange(rows, device=device) if requests_N is None else requests_N
+            sides = [
+                tuple(part if part.stride(2) == 1 else part.contiguous() for part in stored(side))
+                for side in (keys, values)
+            ]
+            (k, *ks), (v, *vs) = sides
+            k_scales, v_scales = (ks or [k])[0], (vs or [v])[0]
+            most = blocks.shape[1] * call.block_size // chunk + 1
+            sums = torch.empty(
+                (rows, kv_heads, most, rows_of_group, columns), dtype=torch.float32, device=device
+            )
+            tops, totals = (torch.empty_like(sums[..., 0]) for _ in range(2))
+            out = torch.empty_like(q)
+            chunks[(rows, kv_heads, most)](
+                q, k, v, k_scales, v_scales, blocks, lengths_N, requests, sums, tops, totals,
+                scale, most, blocks.shape[1], q.stride(0), q.stride(1),
+                k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+                k_scales.stride(0), k_scales.stride(1), v_scales.stride(0), v_scales.stride(1),
+                group, rows_of_group, d, columns, call.block_size, chunk, step, kind, block,
+            )  # fmt: skip
+            fold[(rows, kv_heads)](
+                out, lengths_N, sums, tops, totals, most,
+                group, rows_of_group, d, columns, chunk,
+            )  # fmt: skip
+            return out
+
+        return run

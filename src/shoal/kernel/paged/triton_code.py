@@ -1,0 +1,163 @@
+"""The Triton kernels of :mod:`shoal.kernel.paged.triton`; imports Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+__all__ = ["chunks", "fold"]
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _decoded(
+    codes: Any,
+    scales: Any,
+    slot: Any,
+    some: Any,
+    head: Any,
+    slot_stride: Any,
+    head_stride: Any,
+    scale_slot: Any,
+    scale_head: Any,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> Any:
+    """Keys or values [tokens, DP] of one head, in fp32."""
+    dims = tl.arange(0, DP)[None, :]
+    here = some[:, None] & (dims < D)
+    row = codes + slot[:, None] * slot_stride + head * head_stride
+    scale_row = scales + slot[:, None] * scale_slot + head * scale_head
+    if FORM == 0:
+        x = tl.load(row + dims, mask=here, other=0).to(tl.float32)
+    elif FORM == 1:
+        scale = tl.load(scale_row, mask=some[:, None], other=0)
+        x = tl.load(row + dims, mask=here, other=0).to(tl.float32) * scale
+    else:
+        exponent = tl.load(scale_row + dims // BLOCK, mask=here, other=0).to(tl.int32)
+        if FORM == 2:
+            half: tl.constexpr = BLOCK // 2
+            byte = tl.load(row + dims // BLOCK * half + dims % half, mask=here, other=0)
+            upper = (dims % BLOCK) // half
+            code = ((byte.to(tl.int32) >> (4 * upper)) & 15) - 8
+            x = code.to(tl.float32) * tl.exp2((exponent - 129).to(tl.float32))
+        else:
+            byte = tl.load(row + dims, mask=here, other=0).to(tl.int8, bitcast=True)
+            x = byte.to(tl.float32) * tl.exp2((exponent - 133).to(tl.float32))
+        x = tl.where(here, x, 0.0)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def chunks(
+    q: Any,
+    k: Any,
+    v: Any,
+    k_scales: Any,
+    v_scales: Any,
+    blocks: Any,
+    lengths: Any,
+    requests: Any,
+    sums: Any,
+    tops: Any,
+    totals: Any,
+    scale: Any,
+    most: Any,
+    width: Any,
+    q_row: Any,
+    q_head: Any,
+    k_slot: Any,
+    k_head: Any,
+    v_slot: Any,
+    v_head: Any,
+    ks_slot: Any,
+    ks_head: Any,
+    vs_slot: Any,
+    vs_head: Any,
+    GROUP: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One chunk of tokens, for one row and the queries of one key/value head."""
+    row, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seen = tl.load(lengths + row)
+    first = chunk * CHUNK
+    if first < seen:
+        request = tl.load(requests + row)
+        member = tl.arange(0, GP)
+        dims = tl.arange(0, DP)
+        here = (member[:, None] < GROUP) & (dims[None, :] < D)
+        at = q + row * q_row + (head * GROUP + member)[:, None] * q_head + dims[None, :]
+        query = tl.load(at, mask=here, other=0).to(tl.float32)
+        top = tl.full((GP,), -3e38, tl.float32)
+        total = tl.zeros((GP,), tl.float32)
+        mixed = tl.zeros((GP, DP), tl.float32)
+        for start in range(first, tl.minimum(first + CHUNK, seen), STEP):
+            token = start + tl.arange(0, STEP)
+            some = token < seen
+            block = tl.load(blocks + request * width + token // SIZE, mask=some, other=0)
+            slot = block.to(tl.int64) * SIZE + token % SIZE
+            keys = _decoded(
+                k, k_scales, slot, some, head, k_slot, k_head, ks_slot, ks_head, D, DP, FORM, BLOCK
+            )
+            scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.where(some[None, :], scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            worth = tl.exp2(top - higher)
+            weights = tl.exp2(scores - higher[:, None])
+            values = _decoded(
+                v, v_scales, slot, some, head, v_slot, v_head, vs_slot, vs_head, D, DP, FORM, BLOCK
+            )
+            mixed = mixed * worth[:, None] + tl.dot(weights, values, input_precision="ieee")
+            total = total * worth + tl.sum(weights, 1)
+            top = higher
+        place = ((row * tl.num_programs(1) + head) * most + chunk) * GP + member
+        tl.store(tops + place, top)
+        tl.store(totals + place, total)
+        tl.store(sums + place[:, None] * DP + dims[None, :], mixed)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def fold(
+    out: Any,
+    lengths: Any,
+    sums: Any,
+    tops: Any,
+    totals: Any,
+    most: Any,
+    GROUP: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """The chunks of one row and one key/value head, in their order."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    heads = tl.num_programs(1)
+    seen = tl.load(lengths + row)
+    member = tl.arange(0, GP)
+    dims = tl.arange(0, DP)
+    top = tl.full((GP,), -3e38, tl.float32)
+    total = tl.zeros((GP,), tl.float32)
+    mixed = tl.zeros((GP, DP), tl.float32)
+    for chunk in range(0, tl.cdiv(seen, CHUNK)):
+        place = ((row * heads + head) * most + chunk) * GP + member
+        other = tl.load(tops + place)
+        higher = tl.maximum(top, other)
+        a, b = tl.exp2(top - higher), tl.exp2(other - higher)
+        part = tl.load(sums + place[:, None] * DP + dims[None, :])
+        mixed = mixed * a[:, None] + part * b[:, None]
+        total = total * a + tl.load(totals + place) * b
+        top = higher
+    here = (member[:, None] < GROUP) & (dims[None, :] < D)
+    at = out + ((row * heads + head) * GROUP + member)[:, None] * D + dims[None, :]
+    tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=here)
