@@ -81,11 +81,17 @@ def dispatch(
     Raises:
         KernelError: the wanted backend does not exist or refuses, or nothing can.
     """
+    if machine is None:
+        return _remembered(call, wanted, exact)
     return _dispatch(call, wanted, machine, exact)
 
 
 @functools.lru_cache(maxsize=4096)
-def _dispatch(call: Any, wanted: str | None, machine: Machine | None, exact: bool) -> Kernel:
+def _remembered(call: Any, wanted: str | None, exact: bool) -> Kernel:
+    return _dispatch(call, wanted, here(), exact)
+
+
+def _dispatch(call: Any, wanted: str | None, machine: Machine, exact: bool) -> Kernel:
     kernels = kernels_of(call.op)
     if wanted is not None:
         if wanted not in kernels:
