@@ -31,11 +31,12 @@ def _half(raw_n2: np.ndarray) -> np.ndarray:
 def _q4_0(raw: np.ndarray) -> np.ndarray:
     codes = raw[:, 2:]
     both = np.concatenate([codes & 15, codes >> 4], 1).astype(np.float32)
-    return (both - 8) * _half(raw[:, :2])
+    return np.asarray((both - 8) * _half(raw[:, :2]))
 
 
 def _q8_0(raw: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(raw[:, 2:]).view(np.int8).astype(np.float32) * _half(raw[:, :2])
+    codes = np.ascontiguousarray(raw[:, 2:]).view(np.int8).astype(np.float32)
+    return np.asarray(codes * _half(raw[:, :2]))
 
 
 def _q4_k(raw: np.ndarray) -> np.ndarray:

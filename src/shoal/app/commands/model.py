@@ -153,7 +153,7 @@ def quantize(
     from shoal.app.show import WorkBar, as_json, human_bytes, table
     from shoal.train.quantize import quantize_directory
 
-    options = {"act_order": act_order} if act_order else {}
+    options: dict[str, bool] = {"act_order": True} if act_order else {}
     if clip is not None:
         options["clip_search"] = clip
     data = "stdlib" if text is None else {"name": "text", "path": str(text)}

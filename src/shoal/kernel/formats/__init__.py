@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["weight_format"]
 
-_EXAMPLES = "int4-g128, int4-channel, int4-2:4, uint3-g64, float3_e1m1-g128, bipolar2-g128, bfp8-g32"
+_EXAMPLES = (
+    "int4-g128, int4-channel, int4-2:4, uint3-g64, float3_e1m1-g128, bipolar2-g128, bfp8-g32"
+)
 
 
 @functools.lru_cache(maxsize=1024)

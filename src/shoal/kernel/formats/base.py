@@ -147,15 +147,17 @@ class BaseFormat:
                 "floating-point numbers"
             )
         group = self.group_of(weight_NK.shape[1])
-        return finite("weight", weight_NK.detach().float()).unflatten(1, (-1, group))
+        n, k = weight_NK.shape
+        return finite("weight", weight_NK.detach().float()).reshape(n, k // group, group)
 
     def halve(self, weight_NK: Tensor) -> Tensor:
         """Which weights are kept, bool [N, K]: of each four the two of largest magnitude."""
-        fours = weight_NK.detach().abs().unflatten(1, (-1, 4))
+        fours = _fours(weight_NK.detach().abs())
         # Stable: of equals the first two stay.
         order = fours.argsort(dim=-1, descending=True, stable=True)
         ranks = order.argsort(dim=-1, stable=True)
-        return (ranks < 2).flatten(1)
+        kept: Tensor = (ranks < 2).flatten(1)
+        return kept
 
     def quantize(self, weight_NK: Tensor) -> Packed:
         """Round to nearest.
@@ -190,10 +192,10 @@ class BaseFormat:
         tensors: dict[str, Tensor] = {}
         shape = (codes_NK.shape[0], codes_NK.shape[1])
         if self.keeps_half:
-            if keep_NK is None or bool((keep_NK.unflatten(1, (-1, 4)).sum(-1) != 2).any()):
+            if keep_NK is None or bool((_fours(keep_NK).sum(-1) != 2).any()):
                 raise KernelError(f"weight format {self}: expected two of every four to be kept")
             # nonzero goes in order, so the two places of each four follow each other.
-            place = keep_NK.unflatten(1, (-1, 4)).nonzero()[:, 2].view(shape[0], -1, 2)
+            place = _fours(keep_NK).nonzero()[:, 2].view(shape[0], -1, 2)
             nibbles = (place[..., 0] | place[..., 1] << 2).to(torch.uint8)
             tensors["codes"] = pack(codes_NK[keep_NK].view(shape[0], -1), self.code_bits)
             tensors["places"] = pack(nibbles, 4)
@@ -285,6 +287,10 @@ class BaseFormat:
         values = self.decode(self.unpack(packed).view(n, -1, group // 2), grid)
         out = torch.zeros(n, k // 4, 4, dtype=torch.float32, device=values.device)
         return out.scatter_(-1, places, values.reshape(n, -1, 2)).view(n, k)
+
+
+def _fours(matrix_NK: Tensor) -> Tensor:
+    return matrix_NK.reshape(matrix_NK.shape[0], matrix_NK.shape[1] // 4, 4)
 
 
 def half_scale(scale: Tensor, where: object) -> Tensor:

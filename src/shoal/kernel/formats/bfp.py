@@ -65,12 +65,13 @@ class Bfp(BaseFormat):
         top = 2 ** (self.width - 1) - 1
         # In fp64, whose exponents reach further than those of a block.
         step = torch.exp2(grid["exponents"].double() - (self.width - 2))
-        codes = (weight.double() / step).round_().clamp_(-top, top)
-        return (codes + (top + 1)).to(torch.uint8)
+        mantissas: Tensor = (weight.double() / step).round_().clamp_(-top, top)
+        return mantissas.add_(top + 1).to(torch.uint8)
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
         """``q 2^(e - (N - 2))``."""
         import torch
 
         step = torch.exp2(grid["exponents"].double() - (self.width - 2))
-        return ((codes.double() - 2 ** (self.width - 1)) * step).float()
+        mantissas: Tensor = codes.double() - 2 ** (self.width - 1)
+        return (mantissas * step).float()

@@ -30,7 +30,8 @@ _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 def meant(codes: Tensor, bits: int) -> Tensor:
     """The odd integers that codes mean, int64."""
-    return 2 * codes.long() - (2**bits - 1)
+    integers: Tensor = 2 * codes.long() - (2**bits - 1)
+    return integers
 
 
 def codes_of(integers: Tensor, bits: int) -> Tensor:
@@ -49,7 +50,8 @@ def codes_of(integers: Tensor, bits: int) -> Tensor:
             f"bipolar{bits}{list(place)} = {int(integers[place])}: expected odd integers from "
             f"{-top} to {top}; {bits} bits of plus and minus have no other value"
         )
-    return ((integers + top) // 2).to(torch.uint8)
+    codes: Tensor = ((integers + top) // 2).to(torch.uint8)
+    return codes
 
 
 @part
@@ -96,4 +98,5 @@ class Bipolar(BaseFormat):
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
         """``(2u - (2^N - 1)) s``."""
-        return (2.0 * codes.float() - (2**self.width - 1)) * grid["scales"].float()
+        values: Tensor = (2.0 * codes.float() - (2**self.width - 1)) * grid["scales"].float()
+        return values

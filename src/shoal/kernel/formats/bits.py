@@ -44,7 +44,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes.clone(memory_format=torch.contiguous_format)
     eights = -(-k // 8)
-    wide = torch.nn.functional.pad(codes, (0, eights * 8 - k)).unflatten(-1, (eights, 8))
+    wide = torch.nn.functional.pad(codes, (0, eights * 8 - k))
+    wide = wide.reshape(*codes.shape[:-1], eights, 8)
     word = torch.zeros(wide.shape[:-1], dtype=torch.int64, device=codes.device)
     for place in range(8):
         word |= wide[..., place].to(torch.int64) << (bits * place)
@@ -70,7 +71,7 @@ def unpack(stream: Tensor, bits: int, k: int) -> Tensor:
         return stream.clone(memory_format=torch.contiguous_format)
     eights = -(-k // 8)
     wide = torch.nn.functional.pad(stream, (0, eights * bits - stream.shape[-1]))
-    wide = wide.unflatten(-1, (eights, bits))
+    wide = wide.reshape(*stream.shape[:-1], eights, bits)
     word = torch.zeros(wide.shape[:-1], dtype=torch.int64, device=stream.device)
     for place in range(bits):
         word |= wide[..., place].to(torch.int64) << (8 * place)

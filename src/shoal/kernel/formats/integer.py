@@ -64,4 +64,5 @@ class Int(BaseFormat):
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
         """``(q - 2^(N-1)) s``."""
-        return (codes.float() - 2 ** (self.width - 1)) * grid["scales"].float()
+        values: Tensor = (codes.float() - 2 ** (self.width - 1)) * grid["scales"].float()
+        return values

@@ -138,7 +138,8 @@ class GPTQ:
                 inverse = torch.cholesky_inverse(root)
                 factor, failed = torch.linalg.cholesky_ex(inverse, upper=True)
                 if not int(failed) and bool(factor.isfinite().all()):
-                    return factor.float()
+                    upper: Tensor = factor.float()
+                    return upper
             damp *= 10
         raise ModelError(
             f"quantizer.gptq: X X^T of {len(hessian)} inputs has no Cholesky factor, even with "

@@ -114,7 +114,9 @@ def packed_of(model: Transformer) -> dict[str, Packed]:
             for leaf in ("gate_up_proj", "down_proj"):
                 layers = getattr(module, leaf)
                 if isinstance(layers, nn.ModuleList):
-                    found[f"{name}.{leaf}"] = stack([layer.packed for layer in layers])
+                    found[f"{name}.{leaf}"] = stack(
+                        [layer.packed for layer in layers if isinstance(layer, LowBitLinear)]
+                    )
             inside.add(name)
         elif isinstance(module, LowBitLinear) and not any(
             name.startswith(f"{experts}.") for experts in inside

@@ -189,7 +189,8 @@ class _GPTQ(_Affine):
         codes = unpack(stream, self.bits, k).float()
         if not bool(scales_NG.isfinite().all()):
             raise KernelError("scales: expected finite numbers")
-        return (codes - zeros_NG[:, place_K].float()) * scales_NG[:, place_K].float()
+        weight: Tensor = codes - zeros_NG[:, place_K].float()
+        return weight * scales_NG[:, place_K].float()
 
 
 # The output that stands at each place of a word.
@@ -226,8 +227,8 @@ class _AWQ(_Affine):
 def _by_outputs(words: Tensor) -> Tensor:
     """int32 [R, N / 8] -> codes uint8 [N, R]."""
     codes = unpack(words.contiguous().view(torch.uint8), 4, words.shape[1] * 8)
-    out = torch.empty_like(codes).unflatten(1, (-1, 8))
-    out[..., list(_AWQ_ORDER)] = codes.unflatten(1, (-1, 8))
+    out = torch.empty_like(codes).view(*words.shape, 8)
+    out[..., list(_AWQ_ORDER)] = codes.view(*words.shape, 8)
     return out.flatten(1).T.contiguous()
 
 
