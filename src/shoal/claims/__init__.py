@@ -19,6 +19,7 @@ CLAIMS = PartTable(
         "frontier": "shoal.claims.experiments.frontier:FrontierRecipe",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
         "galvatron": "shoal.claims.experiments.galvatron:GalvatronClaim",
+        "marlin": "shoal.claims.experiments.marlin:MarlinClaim",
         "megatron": "shoal.claims.experiments.megatron:Megatron",
         "gpipe": "shoal.claims.experiments.gpipe:GPipeClaim",
         "sequence_parallel": "shoal.claims.experiments.sequence_parallel:SequenceParallel",
@@ -30,6 +31,10 @@ CLAIMS = PartTable(
         "megascale": "shoal.claims.experiments.megascale:MegaScaleClaim",
         "redco": "shoal.claims.experiments.redco:RedcoClaim",
         "skippipe": "shoal.claims.experiments.skippipe:SkipPipeClaim",
+        "tilus": "shoal.claims.experiments.tilus:Tilus",
+        "tempi": "shoal.claims.experiments.tempi:Tempi",
         "bipolar_int": "shoal.claims.experiments.bipolar_int:BipolarIntClaim",
+        "smash": "shoal.claims.experiments.smash:Smash",
+        "parallel_algorithms": "shoal.claims.experiments.parallel_algorithms:ParallelAlgorithms",
     },
 )

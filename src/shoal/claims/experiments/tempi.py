@@ -1,0 +1,455 @@
+"""[19] TEMPI: one canonical form of strided types, its kernels, and how they are sent.
+
+Source: Pearson et al., TEMPI: An Interposed MPI Library with a Canonical Representation of
+CUDA-aware Datatypes, 2021.
+
+Counted: random nests of types packed against plain enumeration of their bytes, and objects that
+are spelled in five ways and more, which must become one form. Timed, on one thread, out of
+arrays that no cache holds: faces and tiny blocks of 64 MiB cubes beside Open MPI's packing,
+torch's own strided copy, a copy for every block, and memcpy. Timed on two processes: 60
+messages in every possible way, and whether the model named the fastest one; a method within
+5 % of the fastest counts as such.
+The A/A run leaves types as they were spelled, packs only vectors of primitives, puts torch's
+copy in the place of the kernels, and always packs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.kernel.strided.canonical import StridedBlock, canonical, rewritten
+from shoal.kernel.strided.datatype import (
+    Datatype,
+    Dense,
+    Stream,
+    contiguous,
+    hindexed,
+    hvector,
+    indexed,
+    named,
+    resized,
+    struct,
+    subarray,
+    vector,
+)
+
+__all__ = ["Tempi", "objects", "random_nest"]
+
+_RANKS = "shoal.claims.experiments.tempi_ranks"
+_SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 21, 22, 24))
+_RUNS = (2, 4, 16, 64, 256, 1024, 4096)
+_TIE = 1.05
+_TIMED = ("mpi_speedup", "contiguous_speedup", "loop_speedup", "memcpy_speedup")
+_NO_GPU = "no CUDA device here"
+
+
+@part
+class Tempi:
+    """Types, packing and the choice of a method.
+
+    Args:
+        edge: cells of the edge of a cube of float32.
+        arrays: cubes that are visited in turn.
+        pairs: rounds of timings.
+        nests: random types that are checked byte by byte.
+        repeats: rounds of each of the 60 messages.
+    """
+
+    edge: int = 256
+    arrays: int = 12
+    pairs: int = 15
+    nests: int = 300
+    repeats: int = 9
+
+    rows: ClassVar[tuple[int, ...]] = (19,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="wrong_types",
+            unit="1",
+            statistic="value",
+            comparison="<=",
+            threshold=0.0,
+            baseline="vectors of primitives only",
+            evidence="same_regime",
+        ),
+        Metric(
+            name="one_form",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=1.0,
+            baseline="types as they are spelled",
+            evidence="same_regime",
+        ),
+        Metric(
+            name="mpi_wrong_bytes",
+            unit="1",
+            statistic="value",
+            comparison="<=",
+            threshold=0.0,
+            baseline="Open MPI",
+            evidence="same_regime",
+            quick=False,
+        ),
+        Metric(
+            name="mpi_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.5,
+            baseline="MPI_Pack of Open MPI",
+            evidence="mechanism",
+            timing=True,
+            paper="up to 242,000 times on a GPU",
+        ),
+        Metric(
+            name="contiguous_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.2,
+            baseline="torch's strided copy",
+            evidence="mechanism",
+            timing=True,
+        ),
+        Metric(
+            name="loop_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=100.0,
+            baseline="a copy for every block",
+            evidence="mechanism",
+            timing=True,
+            paper="59,000 times on a GPU",
+        ),
+        Metric(
+            name="memcpy_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=0.9,
+            baseline="memcpy",
+            evidence="mechanism",
+            timing=True,
+        ),
+        Metric(
+            name="fastest_method",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=0.85,
+            baseline="oneshot",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="gpu_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1000.0,
+            baseline="an asynchronous copy for every block",
+            evidence="same_regime",
+            timing=True,
+            paper="up to 242,000 times",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("edge", self.edge, 64),
+            ("arrays", self.arrays, 4),
+            ("pairs", self.pairs, 3),
+            ("nests", self.nests, 1),
+            ("repeats", self.repeats, 3),
+        ):
+            require(value >= least, f"claim.tempi.{name}", value, expected=f"at least {least}")
+
+    def refuses(self, context: Context) -> str | None:
+        """Needs a compiler for the kernels; MPI and a GPU are skipped by themselves."""
+        from shoal.core.native import compiler
+
+        return None if compiler() else "no C++ compiler here (apt install g++)"
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Check types; the full run also times packing for a minute, and 60 messages."""
+        nests = min(self.nests, 40) if quick else self.nests
+        context.progress("types", 0.0)
+        metrics = {
+            "wrong_types": Paired(method=(_wrong(nests, context.seed, as_baseline),)),
+            "one_form": Paired(
+                method=tuple(_one_form(spelled, as_baseline) for spelled in objects())
+            ),
+        }
+        if quick:
+            return Samples(metrics=metrics)
+        from shoal.parallel.processes import run_processes
+
+        context.progress("packing", 0.1)
+        packed = context.remember(
+            "packing",
+            lambda: run_processes(
+                f"{_RANKS}:packing",
+                1,
+                {
+                    "edge": self.edge,
+                    "arrays": self.arrays,
+                    "pairs": self.pairs,
+                    "seed": context.seed,
+                },
+                timeout_s=600.0,
+            )[0],
+        )
+        context.progress("60 messages in every way", 0.6)
+        sent = context.remember(
+            "methods",
+            lambda: run_processes(
+                f"{_RANKS}:methods",
+                2,
+                {"sizes": _SIZES, "runs": _RUNS, "repeats": self.repeats},
+                timeout_s=600.0,
+            )[0],
+        )
+        samples = _timings(packed, as_baseline, context)
+        metrics |= samples.metrics
+        metrics["fastest_method"] = Paired(
+            method=tuple(_is_fastest(row, as_baseline) for row in sent)
+        )
+        skipped = dict(samples.skipped)
+        gpu = _gpu(as_baseline, self.pairs, context.seed)
+        if isinstance(gpu, str):
+            skipped["gpu_speedup"] = gpu
+        else:
+            metrics["gpu_speedup"] = gpu
+        strict = [row["chosen"] == min(row["taken_s"], key=row["taken_s"].get) for row in sent]
+        return samples.model_copy(
+            update={
+                "metrics": metrics,
+                "skipped": skipped,
+                "bounds": {**samples.bounds, "fastest_method": 1.0},
+                "details": {
+                    **samples.details,
+                    "messages": sent,
+                    "fastest_without_ties": statistics.fmean(strict),
+                },
+            }
+        )
+
+
+def _timings(packed: dict[str, Any], as_baseline: bool, context: Context) -> Samples:
+    """The worst case of each comparison, and what memory would allow there."""
+    from shoal.kernel.dispatch import here
+
+    seconds: dict[str, dict[str, list[float]]] = packed["seconds"]
+    machine = context.machine or here()
+    bandwidth = machine.device.main_memory.read_bandwidth
+    ours = "contiguous" if as_baseline else "pack"
+    metrics, bounds, worst = {}, {}, {}
+    for name, peer in zip(_TIMED, ("mpi", "contiguous", "loop", "memcpy"), strict=True):
+        cases = [case for case, taken in seconds.items() if peer in taken]
+        if name == "contiguous_speedup":
+            cases.remove("whole")
+        if not cases:
+            continue
+        case = min(cases, key=lambda case: _speedup(seconds[case], ours, peer))
+        taken = seconds[case]
+        metrics[name] = Paired(method=tuple(taken[ours]), baseline=tuple(taken[peer]))
+        worst[name] = case
+        if bandwidth:
+            roof = packed["moved"][case] / bandwidth
+            bounds[name] = statistics.median(taken[peer]) / roof
+    skipped = {}
+    if packed["skipped"]:
+        skipped = dict.fromkeys(("mpi_speedup", "mpi_wrong_bytes"), packed["skipped"])
+    else:
+        metrics["mpi_wrong_bytes"] = Paired(method=(float(packed["wrong"]),))
+    rates = {
+        case: {way: packed["bytes"][case] / statistics.median(t) / 1e9 for way, t in taken.items()}
+        for case, taken in seconds.items()
+    }
+    details: dict[str, JsonValue] = {
+        "worst_case": dict(worst.items()),
+        "packed_gb_per_s": {case: dict(row) for case, row in rates.items()},
+        "moved_bytes": dict(packed["moved"]),
+        "mpi": packed.get("mpi", ""),
+    }
+    profile = "; ".join(
+        f"{case}: " + ", ".join(f"{way} {rate:.2f} GB/s" for way, rate in row.items())
+        for case, row in rates.items()
+    )
+    return Samples(
+        metrics=metrics, bounds=bounds, skipped=skipped, profile=profile, details=details
+    )
+
+
+def _speedup(taken: dict[str, list[float]], ours: str, peer: str) -> float:
+    return float(np.median(np.divide(taken[peer], taken[ours])))
+
+
+def _is_fastest(row: dict[str, Any], as_baseline: bool) -> float:
+    chosen = "oneshot" if as_baseline else row["chosen"]
+    return float(row["taken_s"][chosen] <= _TIE * min(row["taken_s"].values()))
+
+
+def random_nest(random: np.random.Generator, depth: int = 4) -> Datatype:
+    """Some type of at most a few thousand bytes."""
+    if depth == 0 or random.random() < 0.2:
+        return named(int(random.choice([1, 2, 4, 8, 12])))
+    base = random_nest(random, depth - 1)
+    count, length = (int(n) for n in random.integers(1, 5, 2))
+    kind = random.integers(0, 6)
+    if kind == 0:
+        return vector(count, length, int(random.integers(-5, 8)), base)
+    if kind == 1:
+        return hvector(count, length, int(random.integers(-64, 97)), base)
+    if kind == 2:
+        return resized(base, int(random.integers(-8, 9)), int(random.integers(0, 65)))
+    if kind == 3:
+        sizes = [int(n) for n in random.integers(1, 5, random.integers(1, 4))]
+        boxes = [int(random.integers(1, n + 1)) for n in sizes]
+        starts = [int(random.integers(0, n - b + 1)) for n, b in zip(sizes, boxes, strict=True)]
+        return subarray(sizes, boxes, starts, base, "CF"[int(random.integers(2))])
+    if kind == 4:
+        return contiguous(count, base)
+    places = [int(at) for at in random.integers(-9, 17, count)]
+    return indexed([int(n) for n in random.integers(0, 4, count)], places, base)
+
+
+def _wrong(nests: int, seed: int, as_baseline: bool) -> float:
+    """Types of which some byte is packed, or unpacked, from or to another place."""
+    import torch
+
+    from shoal.kernel.strided.api import pack, unpack
+
+    wrong = 0
+    for index in range(nests):
+        random = generator(seed, purpose="tempi nests", index=index)
+        datatype, count = random_nest(random), int(random.integers(1, 4))
+        if as_baseline and not _is_vector(datatype):
+            wrong += 1
+            continue
+        offsets = datatype.typemap(count)
+        low, high = int(offsets.min(initial=0)), int(offsets.max(initial=0)) + 1
+        memory = torch.from_numpy(random.integers(0, 256, high - low + 1, dtype=np.uint8))
+        places = torch.from_numpy(offsets - low)
+        packed = pack(memory[-low:], datatype, count=count)
+        wrong += not torch.equal(packed, memory[places])
+        layout = canonical(datatype, count)
+        if not layout.overlaps:
+            target, wanted = torch.zeros_like(memory), torch.zeros_like(memory)
+            unpack(packed, target[-low:], datatype, count=count)
+            wanted[places] = packed
+            wrong += not torch.equal(target, wanted)
+    return float(wrong)
+
+
+def _is_vector(datatype: Datatype) -> bool:
+    """Whether it is blocks of a primitive type at one stride, as spelled."""
+    node, streams = datatype.node, 0
+    while isinstance(node, Stream):
+        streams, node = streams + 1, node.child
+    return isinstance(node, Dense) and streams <= 2
+
+
+def _one_form(spelled: Sequence[Datatype], as_baseline: bool) -> float:
+    """1 if all spellings of an object have one canonical form."""
+    forms: set[tuple[Any, ...]] = set()
+    for datatype in spelled:
+        found, steps = rewritten(datatype)
+        if as_baseline:
+            forms.add((steps[0].streams, steps[0].dense) if steps else ())
+        elif isinstance(found, StridedBlock):
+            forms.add((found.start, found.counts, found.strides))
+        else:
+            forms.add((found.offsets, found.lengths))
+    return float(len(forms) == 1)
+
+
+def objects() -> list[list[Datatype]]:
+    """Objects, each spelled in at least five ways that name the same bytes in one order."""
+    f32 = named("float32")
+    box = subarray([4, 8, 16], [2, 3, 5], [1, 2, 3], f32)
+    return [
+        [  # dense bytes
+            contiguous(64, f32),
+            named(256),
+            vector(8, 8, 8, f32),
+            hvector(16, 4, 16, f32),
+            subarray([4, 16], [4, 16], [0, 0], f32),
+            indexed([32, 32], [0, 32], f32),
+        ],
+        [  # rows of a matrix
+            vector(8, 5, 16, f32),
+            hvector(8, 5, 64, f32),
+            subarray([8, 16], [8, 5], [0, 0], f32),
+            subarray([16, 8], [5, 8], [0, 0], f32, "F"),
+            contiguous(8, resized(contiguous(5, f32), 0, 64)),
+            hvector(2, 1, 256, hvector(4, 20, 64, named(1))),
+            indexed([5] * 8, [16 * i for i in range(8)], f32),
+        ],
+        [  # a box of a cube
+            box,
+            struct([1], [0], [subarray([16, 8, 4], [5, 3, 2], [3, 2, 1], f32, "F")]),
+            hindexed([1], [652], hvector(2, 1, 512, hvector(3, 1, 64, contiguous(5, f32)))),
+            hindexed([1, 1], [652, 1164], hvector(3, 5, 64, f32)),
+            contiguous(1, vector(1, 1, 7, box)),
+            hindexed(
+                [20] * 6, [652 + 512 * i + 64 * j for i in (0, 1) for j in (0, 1, 2)], named(1)
+            ),
+        ],
+        [  # a transposed matrix: the outer stride is the smaller one
+            hvector(3, 1, 4, hvector(4, 1, 64, f32)),
+            struct([1] * 3, [0, 4, 8], [hvector(4, 1, 64, f32)] * 3),
+            hvector(1, 1, 9, hvector(3, 1, 4, hvector(2, 1, 128, hvector(2, 1, 64, f32)))),
+            hvector(3, 1, 4, hvector(4, 4, 64, named(1))),
+            indexed([1] * 12, [16 * j + i for i in range(3) for j in range(4)], f32),
+        ],
+        [  # two columns, every third row
+            hvector(5, 2, 192, f32),
+            vector(5, 2, 48, f32),
+            vector(5, 1, 24, contiguous(2, f32)),
+            hvector(5, 1, 192, named(8)),
+            hindexed([8] * 5, [192 * i for i in range(5)], named(1)),
+            contiguous(5, resized(contiguous(2, f32), 0, 192)),
+        ],
+    ]
+
+
+def _gpu(as_baseline: bool, pairs: int, seed: int) -> Paired | str:
+    """Blocks of 4 bytes on a GPU: the kernel, and a copy each, which is timed on few of them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return _NO_GPU
+    from shoal.core.measure import interleave
+    from shoal.kernel.strided.api import pack
+
+    blocks, sample = 2**20, 2**12
+    memory = torch.zeros(blocks * 512, dtype=torch.uint8, device="cuda")
+    view = memory.as_strided((blocks, 4), (512, 1))
+    out = torch.empty(blocks * 4, dtype=torch.uint8, device="cuda")
+
+    def kernel() -> None:
+        pack(view, out=out)
+        torch.cuda.synchronize()
+
+    def copies() -> None:
+        for index in range(sample):
+            out[4 * index : 4 * index + 4].copy_(view[index], non_blocking=True)
+        torch.cuda.synchronize()
+
+    timed = interleave({"kernel": kernel, "copies": copies}, pairs, seed=seed)
+    each = [seconds * blocks / sample for seconds in timed.seconds["copies"]]
+    ours = each if as_baseline else timed.seconds["kernel"]
+    return Paired(method=tuple(ours), baseline=tuple(each))

@@ -1,0 +1,107 @@
+"""What the kernels that pack have in common: what they refuse, and what they cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.core.errors import KernelError, require
+from shoal.ir import Estimate, Interval, Machine
+from shoal.kernel.base import BaseKernel
+from shoal.kernel.strided.canonical import BlockList, Layout
+from shoal.kernel.strided.datatype import BYTES_OF
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["StridedKernel", "byte_tensor", "checked_out", "checked_room", "offsets_of"]
+
+
+class StridedKernel(BaseKernel):
+    """Base of the kernels of ``pack`` and ``unpack``.
+
+    Attributes:
+        block_s: of a block, however short.
+    """
+
+    dtypes: ClassVar[tuple[str, ...]] = tuple(BYTES_OF)
+    block_s: ClassVar[float] = 1e-9
+
+    def refuses(self, call: Any) -> str | None:
+        """Why it cannot move those bytes here, or None if it can."""
+        if call.op == "unpack" and call.layout.overlaps:
+            return "would write a byte twice: the type names it twice; receive into another one"
+        return super().refuses(call)
+
+    def estimate(self, call: Any, machine: Machine) -> Estimate:
+        """Memory's time for the lines that hold the bytes, or the blocks' own."""
+        found = super().estimate(call, machine)
+        blocks = self.call_s + self.block_s * call.layout.runs
+        if blocks <= found.step_s.value:
+            return found
+        return found.model_copy(
+            update={
+                "step_s": Interval.around(blocks, 0.6),
+                "terms_s": {"blocks": blocks},
+                "bound": "compute",
+            }
+        )
+
+
+def checked_room(layout: Layout, buffer: Tensor) -> None:
+    """Refuse a layout that leaves the memory of its buffer.
+
+    Raises:
+        KernelError: names the bytes there are, and those that are asked for.
+    """
+    low, high = layout.span
+    before = buffer.storage_offset() * buffer.element_size()
+    behind = buffer.untyped_storage().nbytes() - before
+    if low < -before or high > behind:
+        raise KernelError(
+            f"strided type over bytes {low} .. {high} of a buffer {list(buffer.shape)}: "
+            f"expected bytes within {-before} .. {behind}, which its memory has"
+        )
+
+
+def checked_out(size: int, packed: Tensor, like: Tensor) -> None:
+    """Refuse packed bytes of another number, with gaps, or on another device.
+
+    Raises:
+        KernelError: names both.
+    """
+    require(
+        packed.is_contiguous()
+        and packed.numel() * packed.element_size() == size
+        and packed.device == like.device,
+        "strided packed bytes",
+        f"{packed.dtype} {list(packed.shape)} on {packed.device}",
+        expected=f"contiguous, {size} bytes, on {like.device}",
+        error=KernelError,
+    )
+
+
+def byte_tensor(buffer: Tensor) -> Tensor:
+    """All bytes of a tensor's memory, uint8."""
+    import torch
+
+    storage = buffer.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
+
+
+def offsets_of(layout: Layout, device: torch.device) -> Tensor:
+    """Offset of every byte, in packed order: int64 [size]."""
+    import torch
+
+    def steps(count: int, stride: int = 1) -> Tensor:
+        return torch.arange(count, device=device, dtype=torch.int64) * stride
+
+    if isinstance(layout, BlockList):
+        parts = [at + steps(n) for at, n in zip(layout.offsets, layout.lengths, strict=True)]
+        return torch.cat(parts)
+    found = steps(1)
+    for count, stride in zip(layout.counts, layout.strides, strict=True):
+        found = (steps(count, stride)[:, None] + found[None, :]).reshape(-1)
+    return layout.start + found
