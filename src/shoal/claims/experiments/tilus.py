@@ -1,0 +1,369 @@
+"""[109] Tilus: does one program serve every width from 1 to 8 bits, and does time follow bits?
+
+Source: Ding et al., Tilus: A Tile-Level GPGPU Programming Language for Low-Precision
+Computation, 2025.
+
+Counted, and so quick: types whose products, by the C++ of the one program, are not the bits that
+the interpreter says, every code against the identity and rows of small integers; and bytes that
+the weights take. Timed: one row through 8192 x 8192 weights, so many copies of them that none is
+found in a cache, the methods in turns: 3 bits against 8, 4 bits against PyTorch's bf16 product,
+against the hand-written 4-bit kernel, and against the same program compiled to an extraction bit
+by bit. The A/A run has a kernel of fixed widths (4 and 8 bits) in the place of the program: other
+widths are stored and computed as the next of these.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.measure import interleave
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.kernel.base import roof_s
+from shoal.kernel.calls import Linear, LinearLowbit
+from shoal.kernel.dispatch import here, kernels_of
+from shoal.kernel.formats import weight_format
+from shoal.kernel.tile.types import NARROW, TileType, tile_type
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Tilus"]
+
+_QUICK = ("uint3", "float6_e3m2")
+_EDGE = 32
+_STEP = 16
+_TOGETHER = 6  # types whose programs are compiled in one piece
+_BF16, _HAND, _GENERIC = "torch bf16", "hand-written", "bit by bit"
+_FORMATS = ("int3-g128", "int4-g128", "int8-g128")
+# For the table: every width, and floats of four.
+_OTHERS = (
+    "int1-g128", "int2-g128", "int5-g128", "int6-g128", "int7-g128", "uint3-g128",
+    "float3_e1m1-g128", "float4_e2m1-g128", "float6_e3m2-g128", "float8_e4m3-g128",
+)  # fmt: skip
+
+
+def _timed(name: str, **fields: object) -> Metric:
+    return Metric.model_validate(
+        {"name": name, "evidence": "same_regime", "timing": True, **fields}
+    )
+
+
+@part
+class Tilus:
+    """Every type exact through one program; time that follows the bits.
+
+    Args:
+        edge: inputs and outputs of the layer.
+        cold_bytes: bytes of all copies of one method's weights, beyond every cache.
+        pairs: rounds of the timings.
+    """
+
+    edge: int = 8192
+    cold_bytes: float = 6e8
+    pairs: int = 25
+
+    rows: ClassVar[tuple[int, ...]] = (109,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="wrong_types",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.0,
+            baseline="fixed widths",
+            evidence="same_regime",
+            paper="all widths from 1 to 8 bits",
+        ),
+        Metric(
+            name="stored_bytes",
+            unit="x",
+            statistic="max",
+            comparison="<=",
+            threshold=1.0,
+            baseline="fixed widths",
+            evidence="same_regime",
+        ),
+        _timed(
+            "bits3_over_bits8",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.6,
+            baseline="8 bits",
+        ),
+        _timed(
+            "speedup_bf16",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=2.2,
+            baseline=_BF16,
+        ),
+        _timed(
+            "time_over_hand_written",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=1.15,
+            baseline=_HAND,
+            paper="1.03 x Marlin's speed",
+        ),
+        _timed(
+            "speedup_over_generic",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=5.0,
+            baseline=_GENERIC,
+            paper="1.75 x Triton, 2.61 x Ladder",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(self.pairs >= 3, "claim.tilus.pairs", self.pairs, expected="at least 3")
+        require(
+            self.edge >= 256 and self.edge % 256 == 0,
+            "claim.tilus.edge",
+            self.edge,
+            expected="a multiple of 256, at least 256",
+        )
+        require(
+            self.cold_bytes >= 1e6,
+            "claim.tilus.cold_bytes",
+            self.cold_bytes,
+            expected="at least 1e6",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """Where the program's C++ cannot run."""
+        reason = kernels_of("linear_lowbit")["anybit"].refuses(_call("int4-g128", 256))
+        return None if reason is None else f"the program's C++ {reason}"
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Compile types and compare; the full run compiles all of them, and times some."""
+        types = [tile_type(name) for name in _QUICK] if quick else list(NARROW)
+        wrong = context.remember("wrong", lambda: _wrong(types, context))
+        # What has no width of its own has no product of its own.
+        lacking = [dtype for dtype in types if as_baseline and dtype.bits not in (4, 8)]
+        metrics = {
+            "wrong_types": Paired(method=(float(len(wrong) + len(lacking)),)),
+            "stored_bytes": Paired(method=tuple(_stored(dtype, as_baseline) for dtype in types)),
+        }
+        details: dict[str, JsonValue] = {"types": len(types), "wrong": list(wrong)}
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        timed = self._timed(context, as_baseline)
+        return Samples(
+            metrics=metrics | timed.metrics,
+            bounds=timed.bounds,
+            profile=timed.profile,
+            details=details | timed.details,
+        )
+
+    def _timed(self, context: Context, as_baseline: bool) -> Samples:
+        import torch
+
+        context.progress("weights", 0.4)
+        layer = context.remember("layer", lambda: _Layer(self.edge, self.cold_bytes, context.seed))
+        methods = dict(layer.methods)
+        if as_baseline:
+            methods["int3-g128"] = methods["int8-g128"]
+            methods["int4-g128"] = methods[_BF16]
+        names = ["int3-g128", "int4-g128", "int8-g128", _BF16, _HAND, _GENERIC]
+        found = interleave(
+            {name: methods[name] for name in names},
+            self.pairs,
+            seed=context.seed,
+            progress=lambda text, done: context.progress(text, 0.5 + 0.3 * done),
+        ).seconds
+        four = found["int4-g128"]
+        metrics = {
+            "bits3_over_bits8": Paired(method=found["int3-g128"], baseline=found["int8-g128"]),
+            "speedup_bf16": Paired(method=four, baseline=found[_BF16]),
+            "time_over_hand_written": Paired(method=four, baseline=found[_HAND]),
+            "speedup_over_generic": Paired(method=four, baseline=found[_GENERIC]),
+        }
+        if as_baseline:
+            return Samples(metrics=metrics)
+        machine = context.machine or here()
+
+        def roof(name: str) -> float:
+            made = (
+                Linear(1, self.edge, self.edge, "bf16")
+                if name == _BF16
+                else _call("int4-g128" if name in (_HAND, _GENERIC) else name, self.edge)
+            )
+            return roof_s(made, machine, "bf16")
+
+        middle = {name: statistics.median(each) for name, each in found.items()}
+        for index, name in enumerate(_OTHERS):
+            context.progress(name, 0.8 + 0.2 * index / len(_OTHERS))
+            # One after the other: together their copies would take more memory than many have.
+            more = interleave({name: layer.made(name)}, max(5, self.pairs // 3)).seconds
+            middle[name] = statistics.median(more[name])
+        bounds = {
+            "bits3_over_bits8": roof("int3-g128") / roof("int8-g128"),
+            "speedup_bf16": middle[_BF16] / roof("int4-g128"),
+            "time_over_hand_written": roof("int4-g128") / middle[_HAND],
+            "speedup_over_generic": middle[_GENERIC] / roof("int4-g128"),
+        }
+        profile = "; ".join(
+            f"{name}: {1e6 * seconds:.0f} us, roof {1e6 * roof(name):.0f} us"
+            for name, seconds in middle.items()
+        )
+        table: dict[str, JsonValue] = {
+            name: {"seconds": seconds, "roof_seconds": roof(name)}
+            for name, seconds in middle.items()
+        }
+        return Samples(
+            metrics=metrics,
+            bounds=bounds,
+            profile=profile,
+            details={"table": table, "threads": torch.get_num_threads()},
+        )
+
+
+class _Layer:
+    """One layer, with cold copies of its weights for every method."""
+
+    def __init__(self, edge: int, cold_bytes: float, seed: int) -> None:
+        import torch
+
+        from shoal.kernel.lowbit.anybit import prepare
+
+        random = torch.Generator().manual_seed(seed)
+        self.edge, self._cold = edge, cold_bytes
+        self._weight = torch.randn(edge, edge, generator=random) * 0.02
+        self._x = torch.randn(1, edge, generator=random).bfloat16()
+        dense = self._weight.bfloat16()
+        kernels = kernels_of("linear_lowbit")
+        four = weight_format("int4-g128").quantize(self._weight)
+        call = _call("int4-g128", edge)
+        hand = kernels["cpp_w4a16"]
+        plain = kernels_of("linear")["torch"]
+        self.methods: dict[str, Callable[[], None]] = {name: self.made(name) for name in _FORMATS}
+        self.methods[_BF16] = self._turns(
+            dense.nbytes,
+            lambda: plain.prepare(Linear(1, edge, edge, "bf16"), dense.clone()),
+        )
+        self.methods[_HAND] = self._turns(four.nbytes, lambda: hand.prepare(call, four))
+        slow = prepare(call, four, None, "generic")
+        self.methods[_GENERIC] = _Turns([slow], self._x)
+
+    def made(self, text: str) -> Callable[[], None]:
+        """The program's product with these weights in a format."""
+        packed = weight_format(text).quantize(self._weight)
+        kernel = kernels_of("linear_lowbit")["anybit"]
+        call = _call(text, self.edge)
+        return self._turns(packed.nbytes, lambda: kernel.prepare(call, packed))
+
+    def _turns(self, nbytes: int, make: Callable[[], Any]) -> Callable[[], None]:
+        copies = max(2, math.ceil(self._cold / nbytes))
+        return _Turns([make() for _ in range(copies)], self._x)
+
+
+class _Turns:
+    """One product, each time with the next of the copies."""
+
+    def __init__(self, ready: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> None:
+        self._ready, self._x, self._next = ready, x, 0
+
+    def __call__(self) -> None:
+        self._ready[self._next](self._x)
+        self._next = (self._next + 1) % len(self._ready)
+
+
+def _call(text: str, edge: int) -> LinearLowbit:
+    return LinearLowbit(1, edge, edge, text, weight_format(text).bits, "bf16")
+
+
+def _stored(dtype: TileType, fixed: bool) -> float:
+    """Bytes of the tiles of a matrix over those of its bits."""
+    from shoal.kernel.tile.ir import LoadGlobal, walk
+    from shoal.kernel.tile.programs import lowbit_matmul
+
+    width = (4 if dtype.bits <= 4 else 8) if fixed else dtype.bits
+    program = lowbit_matmul.trace(weight=f"uint{width}", step=_STEP)
+    tile = next(
+        one.out
+        for one in walk(program.body)
+        if isinstance(one, LoadGlobal) and one.source.pointer.name == "tiles"
+    )
+    return math.prod(tile.shape) / dtype.packed_bytes(_STEP * _EDGE)
+
+
+def _wrong(types: Sequence[TileType], context: Context) -> list[str]:
+    """Names of the types of which a product is not what the interpreter says."""
+    found: list[str] = []
+    for first in range(0, len(types), _TOGETHER):
+        context.progress(f"types, {types[first]} and after", 0.4 * first / len(types))
+        found += _wrong_together(types[first : first + _TOGETHER], context.seed)
+    return found
+
+
+def _wrong_together(types: Sequence[TileType], seed: int) -> Iterable[str]:
+    import torch
+
+    from shoal.kernel.formats.bits import pack
+    from shoal.kernel.tile.host import build_host
+    from shoal.kernel.tile.interpret import interpret
+    from shoal.kernel.tile.programs import lowbit_matmul, lowbit_pack
+
+    programs = []
+    for dtype in types:
+        programs.append(lowbit_pack.trace(weight=str(dtype), name=f"pack_{dtype}"))
+        programs.append(
+            lowbit_matmul.trace(weight=str(dtype), rows=4, out="fp32", name=f"product_{dtype}")
+        )
+    functions = build_host(programs, name="claim")
+    for at, dtype in enumerate(types):
+        draw = generator(seed, purpose="codes", index=at)
+        good = np.flatnonzero(np.isfinite(dtype.values()))
+        # Every code at least once: there are more places than codes.
+        codes = np.resize(draw.permutation(good), (_EDGE, _EDGE)).astype(np.uint8)
+        stream = pack(torch.from_numpy(codes), dtype.bits)
+        small = torch.from_numpy(draw.integers(-2, 3, (4, _EDGE))).float()
+        # Rows of the identity ask for every weight; sums of small numbers are exact but for
+        # floats whose largest and smallest lie too far apart for any sum.
+        rows = [torch.eye(_EDGE)] + ([small] if dtype.exponent <= 4 else [])
+        x = torch.cat(rows).bfloat16()
+        seen = []
+        for native in (False, True):
+            tiles = torch.zeros(_EDGE * _EDGE * dtype.bits // 8, dtype=torch.uint8)
+            y = torch.zeros(len(x), _EDGE)
+            first = {"codes": stream, "tiles": tiles}
+            second = {
+                "x": x,
+                "tiles": tiles,
+                "scales": torch.full((_EDGE,), 0.5, dtype=torch.float16),
+                "bias": torch.zeros(_EDGE),
+                "y": y,
+            }
+            steps = _EDGE // _STEP
+            numbers = (
+                {"n": _EDGE, "k": _EDGE, "row_bits": _EDGE * dtype.bits, "steps": steps},
+                {"m": len(x), "n": _EDGE, "k": _EDGE, "groups": 1, "steps": steps},
+            )
+            for program, given, scalars in zip(
+                programs[2 * at : 2 * at + 2], (first, second), numbers, strict=True
+            ):
+                if native:
+                    places = [given[pointer.name].data_ptr() for pointer in program.pointers]
+                    functions[program.name](*places, *scalars.values())
+                else:
+                    interpret(program, given, scalars)
+            seen.append((tiles, y))
+        exact = dtype.values()[codes].T.astype(np.float32) * np.float32(0.5)
+        same = all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+        if not same or not np.array_equal(seen[1][1][:_EDGE].numpy(), exact):
+            yield str(dtype)
