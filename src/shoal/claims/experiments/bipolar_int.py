@@ -37,7 +37,7 @@ __all__ = ["BipolarIntClaim"]
 _BF16, _SPILLED = "torch bf16", "planes written"
 # Odd lengths around a word, and one longer than a tile.
 _LENGTHS = (1, 63, 65, 100, 200)
-_MODEL, _FORMAT, _ACTIVATIONS = "shoal-4m-h128", "bipolar3-g128", "bipolar8"
+_MODEL, _FORMAT, _ACTIVATIONS = "shoal-4m-h128", "bipolar3-g64", "bipolar8"
 _GPU = ("gpu_w2a2_over_bf16", "gpu_w1a2_over_int8")
 
 
