@@ -74,8 +74,16 @@ def check_w4a16(case: tuple[Packed, torch.Tensor, torch.Tensor | None, str]) -> 
     found = W4A16().prepare(call, packed, bias)(x)
     assert found.dtype == x.dtype
     assert found.shape == wanted.shape
-    # bf16 results are rounded to 8 bits; sums are not.
-    assert apart(found, wanted.to(x.dtype)) < (1e-3 if dtype == "bf16" else 2e-6)
+    close(found, wanted.to(x.dtype))
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Sums are right to fp32's rounding; bf16 results may fall to either neighbour."""
+    if found.dtype == torch.float32:
+        assert apart(found, wanted) < 3e-6
+    else:
+        size = float(wanted.float().abs().mean())
+        torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-3 * size)
 
 
 @pytest.mark.parametrize("library", ENGINES)
@@ -85,7 +93,7 @@ def test_w4a16_equals_the_reference(library: str) -> None:
     if library == "lowbit_amx" and not has_tiles():
         pytest.skip("this CPU has no tiles")
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(cases())
     def check(case: tuple[Packed, torch.Tensor, torch.Tensor | None, str]) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -101,7 +109,7 @@ def check_w4a8(case: tuple[Packed, torch.Tensor, torch.Tensor | None, str]) -> N
     call = call_of(packed, len(x), dtype, "int8")
     wanted = kernels_of("linear_lowbit")["integer"].prepare(call, packed, bias)(x)
     found = W4A8().prepare(call, packed, bias)(x)
-    assert apart(found, wanted) < (1e-3 if dtype == "bf16" else 2e-6)
+    close(found, wanted)
 
 
 @pytest.mark.parametrize("text", ["int4-g128", "int4-g32", "int4-2:4", "int4-channel"])

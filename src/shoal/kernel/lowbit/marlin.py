@@ -95,6 +95,8 @@ def blocks(weight: Packed) -> Blocks:
         KernelError: its groups cannot be cut in segments.
     """
     codes = weight.tensors["codes"]
+    if codes.is_inference():  # nobody counts their changes
+        return _repacked(weight)
     found: tuple[int, Blocks] | None = _MADE.get(codes)
     if found is not None and found[0] == codes._version:
         return found[1]
@@ -160,7 +162,8 @@ def quantize_rows(x_MK: Tensor, segment: int) -> tuple[Tensor, Tensor]:
     x_MSs = F.pad(x_MK.float(), (0, -x_MK.shape[-1] % segment)).unflatten(-1, (-1, segment))
     largest = x_MSs.abs().amax(-1)
     some = largest > 1e-30
-    inverse = torch.where(some, 127.0 / largest, 0.0)
+    # A number over a tensor would be its reciprocal times the number, rounded twice.
+    inverse = torch.where(some, torch.full_like(largest, 127.0) / largest, 0.0)
     codes = (x_MSs * inverse[..., None]).round().clamp(-128, 127).to(torch.int8)
     return codes, torch.where(some, largest / 127.0, 0.0)
 
