@@ -93,7 +93,7 @@ def test_bytes_by_count():
 
 
 def test_chosen_by_name():
-    assert str(table("kv_format").build("bfp", {"bits": 16, "block": 64})) == "bfp16-b64"
+    assert str(table("kv_format").build({"name": "bfp", "bits": 16, "block": 64})) == "bfp16-b64"
     assert str(table("kv_format").build("int8")) == "int8"
 
 

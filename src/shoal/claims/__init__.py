@@ -36,5 +36,6 @@ CLAIMS = PartTable(
         "bipolar_int": "shoal.claims.experiments.bipolar_int:BipolarIntClaim",
         "smash": "shoal.claims.experiments.smash:Smash",
         "parallel_algorithms": "shoal.claims.experiments.parallel_algorithms:ParallelAlgorithms",
+        "ksort": "shoal.claims.experiments.ksort:KSort",
     },
 )

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.app.commands.model_kv import kv
 from shoal.app.show import Format
 
 __all__ = ["app"]
@@ -200,6 +201,9 @@ def quantize(
         )
     table("", ("", ""), rows)
     typer.echo(f"wrote {out}")
+
+
+app.command("kv")(kv)
 
 
 @app.command("generate")

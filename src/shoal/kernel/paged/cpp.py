@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import KernelError
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Cpp"]
 
-_ARGUMENTS = "llppppppplpp" + "l" * 19 + "f"
 _KIND = 1 << 40
 
 
@@ -72,7 +72,9 @@ class Cpp(BaseKernel):
 
         form = kv_format(call.format)
         check = checked(call)
-        attention = function("paged", "paged_attention", _ARGUMENTS, "l")
+        attention = function(
+            "paged" if isinstance(form, Plain) else "paged_codes", "paged_attention", "p", "l"
+        )
         half = int(call.dtype == "bf16")
         kind, block = 0, 1
         if isinstance(form, Int8):
@@ -80,9 +82,8 @@ class Cpp(BaseKernel):
         elif isinstance(form, Bfp):
             kind, block = (2 if form.bits == 12 else 3), form.block
         heads, kv_heads, d, size = call.heads, call.kv_heads, call.head_dim, call.block_size
-        scale = d**-0.5
 
-        def side(name: str, cached: Cached) -> tuple[int, int, int, int, int, int]:
+        def side(name: str, cached: Cached) -> tuple[int, ...]:
             """Addresses of codes and scales, and their strides in bytes."""
             found: list[int] = []
             strides: list[int] = []
@@ -97,8 +98,8 @@ class Cpp(BaseKernel):
                 found.append(tensor.data_ptr())
                 strides += [slot * width, head * width]
             if len(found) == 1:
-                return found[0], 0, strides[0], strides[1], 0, 0
-            return found[0], found[1], strides[0], strides[1], strides[2], strides[3]
+                found, strides = [*found, 0], [*strides, 0, 0]
+            return *found, *strides
 
         def run(
             q_NHd: Tensor,
@@ -112,44 +113,20 @@ class Cpp(BaseKernel):
             q = q_NHd if q_NHd.stride(2) == 1 or d == 1 else q_NHd.contiguous()
             blocks, lengths = blocks_BW.contiguous(), lengths_N.contiguous()
             requests = None if requests_N is None else requests_N.contiguous()
-            k, ks, k_slot, k_head, ks_slot, ks_head = side("keys", keys)
-            v, vs, v_slot, v_head, vs_slot, vs_head = side("values", values)
             number = q.element_size()
             out = q.new_empty(q.shape)
-            problem = attention(
-                kind,
-                half,
-                q.data_ptr(),
-                out.data_ptr(),
-                k,
-                v,
-                ks,
-                vs,
-                blocks.data_ptr(),
-                blocks.element_size() == 8,
-                lengths.data_ptr(),
-                0 if requests is None else requests.data_ptr(),
-                len(q),
-                len(blocks),
-                heads,
-                kv_heads,
-                d,
-                q.stride(0) * number,
-                q.stride(1) * number,
-                blocks.shape[1],
-                size,
-                len(stored(keys)[0]),
-                k_slot,
-                k_head,
-                v_slot,
-                v_head,
-                ks_slot,
-                ks_head,
-                vs_slot,
-                vs_head,
-                block,
-                scale,
-            )
+            arguments = array(
+                "q",
+                (
+                    kind, half, q.data_ptr(), out.data_ptr(), q.stride(0) * number,
+                    q.stride(1) * number, *side("keys", keys), *side("values", values),
+                    blocks.data_ptr(), blocks.element_size(), lengths.data_ptr(),
+                    0 if requests is None else requests.data_ptr(),
+                    len(q), len(blocks), heads, kv_heads, d, blocks.shape[1], size,
+                    len(stored(keys)[0]), block,
+                ),
+            )  # fmt: skip
+            problem = attention(arguments.buffer_info()[0])
             if problem >= 0:
                 raise _wrong(problem, blocks, lengths, requests, size, len(stored(keys)[0]) // size)
             return out

@@ -149,7 +149,7 @@ def fold(
     top = tl.full((GP,), -3e38, tl.float32)
     total = tl.zeros((GP,), tl.float32)
     mixed = tl.zeros((GP, DP), tl.float32)
-    for chunk in range(0, tl.cdiv(seen, CHUNK)):
+    for chunk in range(tl.cdiv(seen, CHUNK)):
         place = ((row * heads + head) * most + chunk) * GP + member
         other = tl.load(tops + place)
         higher = tl.maximum(top, other)

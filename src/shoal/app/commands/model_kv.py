@@ -1,0 +1,93 @@
+"""``shoal model kv``: what formats of the cache would lose in a model."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.app.show import Format
+
+__all__ = ["kv"]
+
+
+class By(StrEnum):
+    """What tells the size of a channel."""
+
+    weight = "weight"
+    calibration = "calibration"
+
+
+def kv(
+    directory: Annotated[Path, typer.Argument(help="A Hugging Face directory or a .gguf file.")],
+    by: Annotated[
+        By, typer.Option(help="Size of a key channel: by its weights, or by its keys on text.")
+    ] = By.weight,
+    block: Annotated[
+        list[int] | None,
+        typer.Option(help="Numbers that share an exponent; may be given again.", min=2),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text to take keys from and to predict, a file or a directory; Python's standard "
+            "library, if not given."
+        ),
+    ] = None,
+    eval_tokens: Annotated[
+        int, typer.Option(help="Held-out tokens to predict with each format; 0 for none.", min=0)
+    ] = 8192,
+    picture: Annotated[
+        Path | None, typer.Option(help="SVG file for the sizes of all key channels.")
+    ] = None,
+    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+) -> None:
+    """Say what each format of the key/value cache takes and loses, channels sorted or not.
+
+    **Examples**
+
+        shoal model kv model
+
+        shoal model kv model --block 64 --picture keys.svg -o json
+    """
+    from shoal.app.show import WorkBar, as_json, human_bytes, table
+    from shoal.core.files import write_atomic
+    from shoal.train.kv import report_directory
+
+    data = "stdlib" if text is None else {"name": "text", "path": str(text)}
+    with WorkBar("looking at keys", quiet=output is Format.json) as bar:
+        found = report_directory(
+            directory,
+            data=data,
+            by=by.value,
+            blocks=tuple(block or (32, 64, 128)),
+            eval_tokens=eval_tokens,
+            progress=bar,
+        )
+    if picture is not None:
+        write_atomic(picture, found.picture())
+    if output is Format.json:
+        as_json(found.model_dump(mode="json"))
+        return
+    table(
+        f"{found.model}, heads of {found.head_dim}, errors of {found.keys}",
+        ("format", "channels sorted", "a token", "smaller", "score error", "perplexity"),
+        [
+            (
+                row.format,
+                row.order,
+                human_bytes(row.token_bytes),
+                f"{row.shrinks:.2f}x",
+                f"{row.mean_error:.3%}",
+                "" if row.perplexity is None else f"{row.perplexity:.3f}",
+            )
+            for row in found.rows
+        ],
+        numeric="  rrrr",
+    )
+    if found.note:
+        typer.echo(found.note)
+    if picture is not None:
+        typer.echo(f"wrote {picture}")

@@ -1,0 +1,401 @@
+"""[132] K-sort: do sorted key channels make 12-bit block floats as good as 16-bit ones?
+
+Source: Accurate Block Quantization in LLMs with Outliers, 2024.
+
+The keys of a trained model with heads of 128 go through block floats of 16 and of 12 bits, as
+they are and with their channels sorted by the weights. Once as trained; and once after every
+rotary pair of the key projection is multiplied by a lognormal factor and that of the queries
+divided by it, which changes no score and gives the keys the outliers that large models are
+known for. What is judged is the share of the loss between 16 and 12 bits that sorting takes
+away, of the scores and of held-out perplexity. The quick run has normal numbers in place of the
+model. The A/A run sorts nothing. The attention that reads such pages is timed beside PyTorch's
+over gathered ones, in bf16.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.measure import interleave
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.kernel.calls import PagedAttention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.model.transformer import Transformer
+
+__all__ = ["KSort"]
+
+_MODEL = "shoal-4m-h128"
+_HEAD = 128
+_BLOCKS = (32, 64, 128)
+_SIGMA = 1.0
+_CALL = PagedAttention(64, 1024, 32, 8, 128, 16, "bf16")
+# Caches in turn, so that none is still in the last level of the processor's own.
+_CACHES = 3
+
+
+def _metric(name: str, comparison: str, threshold: float, **fields: object) -> Metric:
+    return Metric.model_validate(
+        {
+            "name": name,
+            "unit": "1",
+            "statistic": "value",
+            "comparison": comparison,
+            "threshold": threshold,
+            "baseline": "channels in the model's order",
+            "evidence": "mechanism",
+            **fields,
+        }
+    )
+
+
+@part
+class KSort:
+    """Scores and perplexity with keys in block floats, channels sorted or not.
+
+    Args:
+        eval_tokens: held-out tokens that every format predicts.
+        samples: sequences of 256 tokens whose scores are compared.
+        pairs: rounds of the timing of attention.
+    """
+
+    eval_tokens: int = 16384
+    samples: int = 4
+    pairs: int = 15
+
+    rows: ClassVar[tuple[int, ...]] = (132,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        _metric(
+            "bytes_ratio",
+            ">=",
+            1.9,
+            unit="x",
+            baseline="bfp16",
+            evidence="same_regime",
+            paper="a cache of half the size",
+        ),
+        _metric("normal_gap_removed_32", ">=", 0.5),
+        _metric("normal_gap_removed_64", ">=", 0.3),
+        _metric("score_change", "<=", 1e-5, statistic="max", baseline="the model before"),
+        _metric("moved_codes_128", "<=", 0.0, statistic="max", paper="no gain at blocks of 128"),
+        _metric("gap_removed_32", ">=", 0.5, quick=False, evidence="same_regime"),
+        _metric("gap_removed_64", ">=", 0.3, quick=False, evidence="same_regime"),
+        _metric("perplexity_removed_32", ">=", 0.5, quick=False),
+        _metric("perplexity_change_128", "<=", 1e-3, quick=False),
+        _metric("logit_change", "<=", 1e-4, quick=False, baseline="the model before"),
+        _metric(
+            "attention_speedup",
+            ">=",
+            1.5,
+            unit="x",
+            statistic="speedup",
+            timing=True,
+            baseline="scaled_dot_product_attention of gathered pages",
+            evidence="same_regime",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("eval_tokens", 1024), ("samples", 1), ("pairs", 3)):
+            require(
+                getattr(self, name) >= least,
+                f"claim.ksort.{name}",
+                getattr(self, name),
+                expected=f"at least {least}",
+            )
+
+    def refuses(self, context: Context) -> str | None:
+        """It runs wherever torch does; attention is skipped where the kernel refuses."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Count; the full run also trains the model once, predicts and times, for minutes."""
+        metrics = _counted(context.seed, as_baseline)
+        if quick:
+            return Samples(metrics=metrics)
+        found, details = self._model(context, as_baseline)
+        metrics |= found
+        context.progress("timing attention", 0.9)
+        timed, skipped, bounds, more = self._attention(context, as_baseline)
+        return Samples(
+            metrics=metrics | timed, skipped=skipped, bounds=bounds, details=details | more
+        )
+
+    def _model(
+        self, context: Context, as_baseline: bool
+    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+        from shoal.corpora.files import from_path
+        from shoal.corpora.tokens import prepare
+        from shoal.model import huggingface
+        from shoal.train.quantize import calibration
+        from shoal.train.zoo import trained
+
+        directory = context.remember(
+            "model", lambda: Path(context.model) if context.model else trained(_MODEL)
+        )
+        data = from_path(str(context.data)) if context.data else "stdlib"
+        config = huggingface.read_config(directory)
+        require(
+            config.head_dim == _HEAD,
+            "claim.ksort model",
+            f"heads of {config.head_dim}",
+            expected=f"heads of {_HEAD}",
+        )
+        text = context.remember(
+            "text", lambda: prepare(data, str(directory / "tokenizer.json"), config.vocab_size)
+        )
+        tokens = calibration(
+            text.heldout, samples=self.samples, length=256, vocab_size=config.vocab_size
+        )
+        details: dict[str, JsonValue] = {}
+        perplexity: dict[tuple[str, str], float] = {}
+        errors: dict[tuple[str, str], list[float]] = {}
+        total = 2 * (1 + 3 * len(_BLOCKS))
+        done = 0
+        for kind in ("trained", "outliers"):
+            model, change = _read(directory, kind, tokens, context.seed)
+            sorted_, _ = _read(directory, kind, tokens, context.seed)
+            if not as_baseline:
+                _sort(sorted_)
+            if kind == "outliers":
+                logit_change = change
+            for name, form, each in _variants(model, sorted_):
+                context.progress(f"{kind}: {name}", 0.05 + 0.85 * done / total)
+                done += 1
+
+                def losses(
+                    form: str | None = form, each: Transformer = each
+                ) -> tuple[float, list[float]]:
+                    return _losses(each, form, tokens, text.heldout, self.eval_tokens)
+
+                # What is not sorted is the same in both runs.
+                key = f"{kind} {name}"
+                found = losses() if "sorted" in name else context.remember(key, losses)
+                perplexity[kind, name], errors[kind, name] = found
+                details[key] = {"perplexity": found[0], "score_error": found[1]}
+
+        def removed(table: dict[tuple[str, str], list[float]], n: int) -> tuple[float, ...]:
+            rows = (table["outliers", f"{name} {n}"] for name in ("bfp16", "bfp12", "sorted"))
+            return tuple((b - c) / (b - a) for a, b, c in zip(*rows, strict=True))
+
+        of_text = {key: [value] for key, value in perplexity.items()}
+        plain, moved = (perplexity["outliers", f"{name} 128"] for name in ("bfp12", "sorted"))
+        return {
+            "gap_removed_32": Paired(method=removed(errors, 32)),
+            "gap_removed_64": Paired(method=removed(errors, 64)),
+            "perplexity_removed_32": Paired(method=removed(of_text, 32)),
+            "perplexity_change_128": Paired(method=(abs(moved / plain - 1),)),
+            "logit_change": Paired(method=(logit_change,)),
+        }, details
+
+    def _attention(
+        self, context: Context, as_baseline: bool
+    ) -> tuple[dict[str, Paired], dict[str, str], dict[str, float], dict[str, JsonValue]]:
+        from shoal.kernel.base import roof_s
+        from shoal.kernel.dispatch import kernels_of
+
+        kernels = kernels_of(_CALL.op)
+        reason = kernels["cpp"].refuses(_CALL)
+        if reason is not None:
+            return {}, {"attention_speedup": f"cpp {reason}"}, {}, {}
+        runs = {
+            "cpp": kernels["torch" if as_baseline else "cpp"].prepare(_CALL),
+            "torch": kernels["torch"].prepare(_CALL),
+        }
+        rounds = _Rounds(context.seed)
+        timed = interleave(
+            {name: (lambda run=run: rounds(run)) for name, run in runs.items()},
+            self.pairs,
+            warmup=2,
+            seed=context.seed,
+        )
+        seconds = {name: timed.median(name).value for name in runs}
+        details: dict[str, JsonValue] = {
+            "attention_s": {**seconds},
+            "attention_bytes": _CALL.moved_bytes,
+        }
+        bounds = {}
+        if context.machine is not None:
+            bounds["attention_speedup"] = seconds["torch"] / roof_s(_CALL, context.machine)
+        pair = Paired(method=timed.seconds["cpp"], baseline=timed.seconds["torch"])
+        return {"attention_speedup": pair}, {}, bounds, details
+
+
+class _Rounds:
+    """Calls of attention, each over the next of several caches."""
+
+    def __init__(self, seed: int) -> None:
+        import torch
+
+        source = torch.Generator().manual_seed(seed)
+        call, width = _CALL, _CALL.context // _CALL.block_size
+        slots = call.batch * call.context
+        shape = (slots, call.kv_heads, call.head_dim)
+        self._q = torch.randn(call.batch, call.heads, call.head_dim, generator=source).bfloat16()
+        self._blocks = torch.randperm(call.batch * width, generator=source).view(-1, width)
+        self._lengths = torch.full((call.batch,), call.context)
+        row = torch.randn(2, call.block_size, *shape[1:], generator=source).bfloat16()
+        self._caches = [
+            tuple(side.repeat(slots // call.block_size, 1, 1) for side in row)
+            for _ in range(_CACHES)
+        ]
+        self._turn = 0
+
+    def __call__(self, run: object) -> None:
+        self._turn += 1
+        keys, values = self._caches[self._turn % _CACHES]
+        run(self._q, keys, values, self._blocks, self._lengths)  # type: ignore[operator]
+
+
+def _variants(
+    model: Transformer, sorted_: Transformer
+) -> list[tuple[str, str | None, Transformer]]:
+    found: list[tuple[str, str | None, Transformer]] = [("fp32", None, model)]
+    for n in _BLOCKS:
+        found += [
+            (f"bfp16 {n}", f"bfp16-b{n}", model),
+            (f"bfp12 {n}", f"bfp12-b{n}", model),
+            (f"sorted {n}", f"bfp12-b{n}", sorted_),
+        ]
+    return found
+
+
+def _sort(model: Transformer) -> None:
+    from shoal.model.ksort import ksort
+
+    ksort(model, by="weight", mode="pairs")
+
+
+def _read(directory: Path, kind: str, tokens_BT: Tensor, seed: int) -> tuple[Transformer, float]:
+    """The model in fp32, with outliers where asked, and how far that moved its logits."""
+    import torch
+
+    from shoal.model import huggingface
+
+    model = huggingface.read(directory, torch.float32, packed=False).eval()
+    if kind == "trained":
+        return model, 0.0
+    with torch.inference_mode():
+        before = model(tokens_BT[:1])
+        _give_outliers(model, seed)
+        return model, float((model(tokens_BT[:1]) - before).abs().max())
+
+
+def _give_outliers(model: Transformer, seed: int) -> None:
+    """Multiply rotary pairs of the keys by lognormal factors, and divide those of the queries."""
+    import torch
+
+    config = model.config
+    heads, kv_heads, half = config.num_heads, config.num_kv_heads, config.head_dim // 2
+    for layer, block in enumerate(model.blocks):
+        source = generator(seed, purpose="outliers", index=layer)
+        factor = torch.from_numpy(source.lognormal(0.0, _SIGMA, (kv_heads, half))).float()
+        whole_Kd = factor.repeat(1, 2)
+        each = torch.cat([1 / whole_Kd.repeat_interleave(heads // kv_heads, 0), whole_Kd])
+        projection = block.attention.qkv_proj  # type: ignore[union-attr]
+        for tensor in (projection.weight, projection.bias):  # type: ignore[union-attr]
+            if tensor is not None:
+                rows = tensor.data[: each.numel()]  # type: ignore[union-attr]
+                rows.mul_(each.view(-1, *[1] * (rows.dim() - 1)))
+
+
+def _losses(
+    model: Transformer, form: str | None, tokens_BT: Tensor, text: object, eval_tokens: int
+) -> tuple[float, list[float]]:
+    """Held-out perplexity with keys in a format, and the error of each layer's scores."""
+    import torch
+
+    from shoal.kernel.kv import kv_format
+    from shoal.kernel.kv.ksort import score_error
+    from shoal.model.ksort import captured, coded
+    from shoal.train.kv import held_out_perplexity
+
+    keys = None if form is None else kv_format(form)
+    with coded(model, keys):
+        perplexity = held_out_perplexity(model, text, max_tokens=eval_tokens)  # type: ignore[arg-type]
+    if keys is None:
+        return perplexity, [0.0] * len(model.blocks)
+    with torch.inference_mode(), captured(model) as seen:
+        model.hidden(tokens_BT)
+    return perplexity, [score_error(keys, q[::2], k[::2]) for q, k in seen]
+
+
+def _counted(seed: int, as_baseline: bool) -> dict[str, Paired]:
+    """Bytes, and errors of normal numbers with lognormal sizes; no model is trained for it."""
+    import torch
+
+    from shoal.kernel.kv import kv_format
+    from shoal.kernel.kv.ksort import channel_order, score_error
+
+    gaps: dict[int, list[float]] = {32: [], 64: []}
+    moved = []
+    for draw in range(5):
+        source = generator(seed, purpose="normal keys", index=draw)
+        factor = torch.from_numpy(source.lognormal(0.0, _SIGMA, (2, _HEAD // 2))).float()
+        size_Kd = factor.repeat(1, 2)
+        q = torch.from_numpy(source.standard_normal((128, 2, _HEAD), dtype="float32")) / size_Kd
+        k = torch.from_numpy(source.standard_normal((256, 2, _HEAD), dtype="float32")) * size_Kd
+        order = None if as_baseline else channel_order(size_Kd)
+        for n, found in gaps.items():
+            high, low = kv_format(f"bfp16-b{n}"), kv_format(f"bfp12-b{n}")
+            a, b = score_error(high, q, k), score_error(low, q, k)
+            found.append((b - score_error(low, q, k, order)) / (b - a))
+        whole = kv_format(f"bfp12-b{_HEAD}")
+        there = channel_order(size_Kd).expand_as(k)
+        plain = whole.decode(*whole.encode(k))
+        after = whole.decode(*whole.encode(k.gather(-1, there)))
+        moved.append(float((plain.gather(-1, there) != after).sum()))
+    size = {
+        name: sum(part.nbytes for part in kv_format(name).encode(k))
+        for name in ("bfp16-b32", "bfp12-b32")
+    }
+    small = size["bfp16-b32" if as_baseline else "bfp12-b32"]
+    return {
+        "bytes_ratio": Paired(method=(size["bfp16-b32"] / small,)),
+        "normal_gap_removed_32": Paired(method=tuple(gaps[32])),
+        "normal_gap_removed_64": Paired(method=tuple(gaps[64])),
+        "score_change": Paired(method=_score_changes(seed)),
+        "moved_codes_128": Paired(method=tuple(moved)),
+    }
+
+
+def _score_changes(seed: int) -> tuple[float, ...]:
+    """How far sorting moves the scores of small models, by mode; grouped queries, with biases."""
+    import torch
+
+    from shoal.model.config import ModelConfig
+    from shoal.model.ksort import captured, ksort
+    from shoal.model.transformer import Transformer
+
+    config = ModelConfig(
+        vocab_size=64, hidden=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
+        ffn_hidden=64, max_position=512, attention_bias=True, family="qwen2",
+    )  # fmt: skip
+    tokens = torch.from_numpy(generator(seed, purpose="tokens").integers(0, 64, (1, 300)))
+    found = []
+    for mode in ("pairs", "free"):
+        model = Transformer(config)
+        for parameter_seed, parameter in enumerate(model.parameters()):
+            source = generator(seed, purpose="weights", index=parameter_seed)
+            values = source.standard_normal(tuple(parameter.shape), dtype="float32")
+            parameter.data = torch.from_numpy(values) * 0.1
+        scores = []
+        with torch.inference_mode():
+            for _ in range(2):
+                with captured(model) as seen:
+                    model.hidden(tokens)
+                q, k = seen[0]
+                scores.append(torch.einsum("tkgd,skd->kgts", q.unflatten(1, (2, 2)), k))
+                if len(scores) == 1:
+                    ksort(model, mode=mode)  # type: ignore[arg-type]
+        found.append(float((scores[0] - scores[1]).abs().max() / scores[0].abs().max()))
+    return tuple(found)
