@@ -62,7 +62,7 @@ class LowBitLinear(nn.Module):
         self._activations, self._dense = activations, dense
         self._by_rows: dict[tuple[int, torch.dtype], Ready] = {}
         self._by_backend: dict[tuple[str, torch.dtype], Ready] = {}
-        self.register_load_state_dict_post_hook(_loaded)
+        self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, fmt: str, **options: Any) -> Self:
@@ -159,7 +159,7 @@ class LowBitLinear(nn.Module):
                 return moved
             return tensor.to(moved.device)
 
-        super()._apply(kept, recurse)
+        super()._apply(kept, recurse)  # type: ignore[no-untyped-call]
         self._forget()
         return self
 

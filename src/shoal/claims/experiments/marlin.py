@@ -196,7 +196,6 @@ class MarlinClaim:
         context.progress("a decoder", 0.8)
         decoded = self._decoder(context, as_baseline)
         metrics["decoder_m1"] = decoded
-        skipped = {}
         context.progress("quality", 0.9)
         quality = context.remember("quality", lambda: self._quality(context))
         plain, nearest, gptq = quality
@@ -209,7 +208,6 @@ class MarlinClaim:
         }
         return Samples(
             metrics=metrics,
-            skipped=skipped,
             bounds=found.bounds,
             profile=found.profile,
             details=details,
@@ -229,10 +227,9 @@ class MarlinClaim:
                 methods = layer.methods(m, as_baseline)
                 timed = interleave(methods, self.pairs, warmup=2, seed=context.seed + m)
                 seconds[m].append(timed.seconds)
-                table.append(
-                    {"n": n, "k": k, "m": m, "chosen": layer.chosen(m)}
-                    | {name: statistics.median(each) for name, each in timed.seconds.items()}
-                )
+                row: dict[str, JsonValue] = {"n": n, "k": k, "m": m, "chosen": layer.chosen(m)}
+                row |= {name: statistics.median(each) for name, each in timed.seconds.items()}
+                table.append(row)
         pairs = {m: _means(each) for m, each in seconds.items()}
         metrics = {
             f"speedup_m{m}": Paired(method=pairs[m][_INT4], baseline=pairs[m][_BF16])

@@ -13,6 +13,7 @@ Shapes: M rows, N outputs, K inputs, S segments of a row, s weights of a segment
 from __future__ import annotations
 
 import ctypes
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +70,7 @@ class Blocks:
 
 
 # Both kernels of a layer read the same memory. Tensor -> its version then, and the blocks.
-_MADE: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_MADE: MutableMapping[Tensor, tuple[int, Blocks]] = WeakIdKeyDictionary()
 
 
 def checked(weight: Packed, fmt: str, n: int, k: int) -> None:
@@ -97,7 +98,7 @@ def blocks(weight: Packed) -> Blocks:
     codes = weight.tensors["codes"]
     if codes.is_inference():  # nobody counts their changes
         return _repacked(weight)
-    found: tuple[int, Blocks] | None = _MADE.get(codes)
+    found = _MADE.get(codes)
     if found is not None and found[0] == codes._version:
         return found[1]
     made = _repacked(weight)
@@ -125,9 +126,9 @@ def _repacked(weight: Packed) -> Blocks:
     codes = rows(weight.tensors["codes"], segments * s // (4 if stored.keeps_half else 2))
     if stored.keeps_half:
         # 16 inputs: 4 bytes of kept codes, of four fours; fours 0 and 2 go to the lower half.
-        kept = codes.unflatten(-1, (segments, s // 16, 4))[..., [0, 2, 1, 3]] ^ 0x88
+        kept = codes.unflatten(-1, (segments, s // 16, 4))[..., [0, 2, 1, 3]] ^ 0x88  # type: ignore[no-untyped-call]
         places = rows(weight.tensors["places"], segments * s // 8)
-        fours = places.unflatten(-1, (segments, s // 16, 2))
+        fours = places.unflatten(-1, (segments, s // 16, 2))  # type: ignore[no-untyped-call]
         even = (fours[..., 0] & 15) | (fours[..., 1] & 15) << 4
         odd = (fours[..., 0] >> 4) | (fours[..., 1] & 0xF0)
         stood = torch.stack((even, odd), -1)
@@ -135,7 +136,7 @@ def _repacked(weight: Packed) -> Blocks:
         parts = [t.permute(0, 3, 4, 1, 2, 5).flatten(3) for t in (kept, stood)]
         lines = torch.cat(parts, -1)
     else:
-        lines = codes.unflatten(-1, (segments, s // 8, 4)).permute(0, 3, 4, 1, 2, 5)
+        lines = codes.unflatten(-1, (segments, s // 8, 4)).permute(0, 3, 4, 1, 2, 5)  # type: ignore[no-untyped-call]
     memory[..., :code_bytes] = lines.reshape(slices, segments, code_bytes)
     each = weight.tensors["scales"].repeat_interleave(-(-group // s), 1)
     scales = F.pad(each, (0, 0, 0, slices * _WIDE - n)).view(slices, _WIDE, segments)
@@ -159,7 +160,7 @@ def quantize_rows(x_MK: Tensor, segment: int) -> tuple[Tensor, Tensor]:
 
     K is filled up with zeros to a multiple of the segment.
     """
-    x_MSs = F.pad(x_MK.float(), (0, -x_MK.shape[-1] % segment)).unflatten(-1, (-1, segment))
+    x_MSs = F.pad(x_MK.float(), (0, -x_MK.shape[-1] % segment)).unflatten(-1, (-1, segment))  # type: ignore[no-untyped-call]
     largest = x_MSs.abs().amax(-1)
     some = largest > 1e-30
     # A number over a tensor would be its reciprocal times the number, rounded twice.
@@ -183,7 +184,7 @@ def product_w4a8(x_MK: Tensor, weight: Packed, bias_N: Tensor | None = None) -> 
     codes, scale = quantize_rows(x_MK, s)
     ones = {name: torch.ones_like(t) for name, t in stored.grid_of(weight).items()}
     exact = stored.dequantize(Packed(weight.format, weight.shape, {**weight.tensors, **ones}))
-    w_NSs = F.pad(exact, (0, -k % s)).unflatten(-1, (-1, s)).double()
+    w_NSs = F.pad(exact, (0, -k % s)).unflatten(-1, (-1, s)).double()  # type: ignore[no-untyped-call]
     sums = torch.einsum("mgs,ngs->mng", codes.double(), w_NSs).float() * scale[:, None, :]
     by = weight.tensors["scales"].double().repeat_interleave(-(-group // s), 1)
     out = (sums.double() * by).sum(-1).float()

@@ -49,7 +49,8 @@ def _code_order() -> npt.NDArray[np.int64]:
     column = thread // 4 + np.array((0, 8))[None, None, :, None]
     row = 2 * (thread % 4) + np.array((0, 1, 8, 9))[None, None, None, :]
     owned = (256 * tile + 16 * row + column).reshape(-1, 8)
-    return owned[:, _INTERLEAVED].reshape(-1)
+    order: npt.NDArray[np.int64] = owned[:, _INTERLEAVED].reshape(-1)
+    return order
 
 
 CODE_ORDER = _code_order()
@@ -93,7 +94,8 @@ def pack(codes_KN: _Codes) -> _Words:
     runs = tiles.reshape(-1, _RUN)[:, CODE_ORDER]
     shifts = np.arange(0, 32, 4, dtype=np.uint32)
     words = np.bitwise_or.reduce(runs.reshape(-1, 8).astype(np.uint32) << shifts, axis=1)
-    return words.view(np.int32).reshape(k // TILE, 2 * n)
+    packed: _Words = words.view(np.int32).reshape(k // TILE, 2 * n)
+    return packed
 
 
 def unpack(words: _Words) -> _Codes:
