@@ -62,23 +62,23 @@ class Solution(Mapping[str, int]):
     """An assignment that satisfies a system, and is the best where there is an objective.
 
     Args:
-        values: variable -> value, facts among them.
+        assignment: variable -> value, facts among them.
         objective: value of the objective, or None.
         nodes: nodes that the search visited.
     """
 
-    values: dict[str, int]
+    assignment: dict[str, int]
     objective: int | None = None
     nodes: int = 0
 
     def __getitem__(self, name: str) -> int:
-        return self.values[name]
+        return self.assignment[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.values)
+        return iter(self.assignment)
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.assignment)
 
 
 def solve(text: str | Sequence[str], *, max_nodes: int | None = None) -> Solution:

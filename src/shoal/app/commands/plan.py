@@ -16,6 +16,7 @@ from shoal.app.commands.plan_routes import routes
 from shoal.app.commands.plan_scaling import scaling
 from shoal.app.commands.plan_schedule import schedule
 from shoal.app.commands.plan_t3 import t3
+from shoal.app.commands.plan_tiles import tiles
 from shoal.app.commands.plan_tune import tune
 from shoal.app.counts import count
 from shoal.app.emitting import write_emitted
@@ -380,4 +381,5 @@ app.command("context")(context)
 app.command("paths")(paths)
 app.command("autotp")(autotp)
 app.command("gemm")(gemm)
+app.command("tiles")(tiles)
 app.command("tune")(tune)

@@ -1,0 +1,44 @@
+"""The meaning of ``recurrence``: a loop over time, which PyTorch differentiates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.kernel.rnn.base import RecurrenceKernel, Trace
+from shoal.kernel.rnn.call import Recurrence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Reference"]
+
+
+@part
+class Reference(RecurrenceKernel):
+    """Plain torch in fp32 (fp64 for fp64): one batched product and the function, step by step."""
+
+    backend: ClassVar[str] = "reference"
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
+    memory_share: ClassVar[float] = 0.1
+    compute_share: ClassVar[float] = 0.1
+    step_s: ClassVar[float] = 1.5e-4
+    traced: ClassVar[bool] = True
+
+    def forward(
+        self,
+        call: Recurrence,
+        wx: Tensor,
+        R: Tensor,
+        bias: Tensor,
+        states: Tensor,
+        *,
+        keep: bool = False,
+        out: Tensor | None = None,
+    ) -> Trace:
+        """See :class:`~shoal.kernel.rnn.base.RecurrenceKernel`."""
+        from shoal.kernel.rnn.loop import loop
+
+        found = loop(call.function, wx, R, bias, states)
+        return Trace(found[0], found[1:])

@@ -1,0 +1,84 @@
+"""The fused recurrence on GPUs: heads of up to 128 units, whose matrices stay on chip.
+
+Source: Pöppel et al., FlashRNN: Optimizing Traditional RNNs on Modern Hardware, 2024 (the Triton
+kernel).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.core.parts import part
+from shoal.kernel.rnn.base import Gradients, RecurrenceKernel, Trace
+from shoal.kernel.rnn.call import Recurrence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Triton"]
+
+# Units of a head in fp32 and in types of 16 bits: four matrices must stay on chip.
+_MOST = {"fp32": 64, "bf16": 128}
+
+
+@part
+class Triton(RecurrenceKernel):
+    """One program a head and 16 rows of the batch, for all steps."""
+
+    backend: ClassVar[str] = "triton"
+    devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
+    memory_share: ClassVar[float] = 0.4
+    compute_share: ClassVar[float] = 0.1
+    step_s: ClassVar[float] = 2e-6
+
+    def forward(
+        self,
+        call: Recurrence,
+        wx: Tensor,
+        R: Tensor,
+        bias: Tensor,
+        states: Tensor,
+        *,
+        keep: bool = False,
+        out: Tensor | None = None,
+    ) -> Trace:
+        """See :class:`~shoal.kernel.rnn.base.RecurrenceKernel`."""
+        from shoal.kernel.rnn.triton_calls import forward
+
+        return forward(call, wx, R, bias, states, keep=keep, out=out)
+
+    def backward(
+        self,
+        call: Recurrence,
+        wx: Tensor,
+        R: Tensor,
+        bias: Tensor,
+        states: Tensor,
+        trace: Trace,
+        dh: Tensor | None,
+        drest: Tensor | None,
+        dlast: Tensor | None,
+        clip: float,
+    ) -> Gradients:
+        """See :class:`~shoal.kernel.rnn.base.RecurrenceKernel`."""
+        from shoal.kernel.rnn.triton_calls import backward
+
+        return backward(call, wx, R, states, trace, dh, drest, dlast, clip)
+
+    def _refuses(self, call: Any) -> str | None:
+        reason = super()._refuses(call)
+        if reason is not None:
+            return reason
+        if importlib.util.find_spec("triton") is None:
+            return "needs the package triton (pip install triton)"
+        if call.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "runs on GPUs, or interpreted where TRITON_INTERPRET=1 is set"
+        if call.units > _MOST[call.dtype]:
+            return (
+                f"keeps the matrices of a head on chip: at most {_MOST[call.dtype]} units in "
+                f"{call.dtype}, not {call.units}; use more heads"
+            )
+        return None
