@@ -19,13 +19,13 @@ constexpr int64_t kPage = 4096;   // bytes gathered before they are streamed
 constexpr int64_t kLong = 1024;   // blocks from here on are moved one by one
 constexpr int64_t kLine = 64;
 
-// What is moved: dims; from how many packed bytes past the caches; blocks to fetch ahead;
-// whether on all threads; counts and strides of each dimension, the dense one first.
+// What is moved: dims; from how many packed bytes past the caches; whether on all threads;
+// counts and strides of each dimension, the dense one first.
 struct Plan {
-  int64_t dims, stream, ahead, threads;
+  int64_t dims, stream, threads;
   const int64_t *counts, *strides;
   explicit Plan(const int64_t* p)
-      : dims(p[0]), stream(p[1]), ahead(p[2]), threads(p[3]), counts(p + 4), strides(p + 4 + p[0]) {}
+      : dims(p[0]), stream(p[1]), threads(p[2]), counts(p + 3), strides(p + 3 + p[0]) {}
 };
 
 template <int S>
@@ -58,7 +58,7 @@ inline void block(Byte* to, const Byte* from, int64_t n) {
 }
 
 struct Plane {
-  int64_t length, n1, s1, n2, s2, ahead;
+  int64_t length, n1, s1, n2, s2;
 };
 
 using Move = void (*)(Byte* packed, Byte* strided, const Plane& p);
@@ -68,16 +68,8 @@ void plane(Byte* packed, Byte* strided, const Plane& p) {
   const int64_t length = Exact ? S : p.length, s1 = p.s1;
   for (int64_t j = 0; j < p.n2; j++, strided += p.s2) {
     Byte* at = strided;
-    if (p.ahead) {
-      const Byte* next = at + p.ahead * s1;
-      for (int64_t i = 0; i < p.n1; i++, at += s1, next += s1, packed += length) {
-        __builtin_prefetch(next, Pack ? 0 : 1);
-        Pack ? block<S, Exact>(packed, at, length) : block<S, Exact>(at, packed, length);
-      }
-    } else {
-      for (int64_t i = 0; i < p.n1; i++, at += s1, packed += length)
-        Pack ? block<S, Exact>(packed, at, length) : block<S, Exact>(at, packed, length);
-    }
+    for (int64_t i = 0; i < p.n1; i++, at += s1, packed += length)
+      Pack ? block<S, Exact>(packed, at, length) : block<S, Exact>(at, packed, length);
   }
 }
 
@@ -172,7 +164,7 @@ void short_blocks(Byte* strided, Byte* packed, const Plan& p, int64_t first, int
       room = room < fits ? room : fits;
     }
     const int64_t i1 = p.dims > 1 ? place.index[1] : 0;
-    Plane part{length, n1 - i1 < room ? n1 - i1 : room, s1, 1, 0, p.ahead};
+    Plane part{length, n1 - i1 < room ? n1 - i1 : room, s1, 1, 0};
     int64_t dim = 1, steps = part.n1;
     if (i1 == 0 && p.dims > 2 && part.n1 == n1) {
       const int64_t rows = room / n1, left = p.counts[2] - place.index[2];

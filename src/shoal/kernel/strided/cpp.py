@@ -21,16 +21,12 @@ __all__ = ["CppPack", "CppUnpack"]
 _STREAM = 4 * 2**20
 # Bytes of lines below which a second thread costs more than it saves.
 _THREADS = 256 * 2**10
-# Blocks that lie a page's part apart are fetched ahead; nearer ones the processor foresees.
-_FAR, _AHEAD = 512, 24
-_CACHED = 2**20
 
 
 def _plan(layout: StridedBlock) -> ctypes.Array[ctypes.c_int64]:
     dims = len(layout.counts)
-    far = dims > 1 and abs(layout.strides[1]) >= _FAR and layout.touched >= _CACHED
-    head = (dims, _STREAM, _AHEAD if far else 0, int(layout.touched >= _THREADS))
-    return (ctypes.c_int64 * (4 + 2 * dims))(*head, *layout.counts, *layout.strides)
+    head = (dims, _STREAM, int(layout.touched >= _THREADS))
+    return (ctypes.c_int64 * (3 + 2 * dims))(*head, *layout.counts, *layout.strides)
 
 
 def _mover(layout: Layout, op: str) -> Ready:
