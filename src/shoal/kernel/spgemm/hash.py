@@ -1,0 +1,176 @@
+"""Row by row, merged in a hash table that stays in the core's own cache.
+
+Source: Kheradmand et al., SMASH: Sparse Matrix Atomic Scratchpad Hashing, 2021; Gustavson, Two
+Fast Algorithms for Sparse Matrices: Multiplication and Permuted Transposition, 1978.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoal.core.errors import KernelError, require
+from shoal.core.parts import part
+from shoal.kernel.protocols import Ready
+from shoal.kernel.spgemm.base import SparseKernel
+from shoal.kernel.spgemm.call import SEMIRINGS, Semiring, SpGemm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.kernel.spgemm.csr import Csr
+
+__all__ = ["Hash", "HashV1", "HashV2"]
+
+_VERSION = {"v1": 1, "v2": 2, "v3": 3}
+
+
+@part
+class Hash(SparseKernel):
+    """Scaled rows of B are merged as they are made; no matrix of products ever exists.
+
+    Rows are worked on in windows. A row whose columns span little is summed in a dense range
+    instead, and one too long for the table in ranges of columns. Sums are taken in the order of
+    A's row: the same bits with any number of threads, windows and other rows.
+
+    Args:
+        version: v1 gives each thread equally many rows; v2 gives out windows of equal work and
+            spreads neighbouring columns; v3 also copies a finished window while the next is
+            hashed and fetches rows of B ahead.
+        budget_bytes: of a thread's tables; three quarters of its second cache if not given.
+        dense_ratio: a row is summed in a dense range if that spans at most so many columns for
+            each product; 0 for never.
+        exact: count the entries first, and allocate just those; otherwise room for the most that
+            there can be is reserved, and given back unused.
+    """
+
+    version: Literal["v1", "v2", "v3"] = "v3"
+    budget_bytes: int | None = None
+    dense_ratio: int = 32
+    exact: bool = False
+
+    backend: ClassVar[str] = "hash"
+    invariant: ClassVar[bool] = True
+    compiled: ClassVar[bool] = True
+    dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "int64", "bool")
+    semirings: ClassVar[tuple[Semiring, ...]] = SEMIRINGS
+    masks: ClassVar[bool] = True
+    multiply_s: ClassVar[float] = 2.5e-9
+    call_s: ClassVar[float] = 5e-5
+
+    def __post_init__(self) -> None:
+        where = "kernel.spgemm.hash"
+        require(
+            self.version in _VERSION,
+            f"{where}.version",
+            self.version,
+            expected=f"one of {', '.join(_VERSION)}",
+            error=KernelError,
+        )
+        require(
+            self.budget_bytes is None or self.budget_bytes >= 4096,
+            f"{where}.budget_bytes",
+            self.budget_bytes,
+            expected="4096 bytes or more",
+            error=KernelError,
+        )
+        require(
+            self.dense_ratio >= 0,
+            f"{where}.dense_ratio",
+            self.dense_ratio,
+            expected="0 or more columns",
+            error=KernelError,
+        )
+
+    def _refuses(self, call: SpGemm) -> str | None:
+        if (call.semiring == "or_and") != (call.dtype == "bool"):
+            return "takes bool for or_and, and numbers otherwise"
+        return SparseKernel._refuses(self, call)
+
+    def _prepare(self, call: SpGemm, *constants: object) -> Ready:
+        import torch
+
+        from shoal.kernel.spgemm import native
+        from shoal.kernel.spgemm.csr import Csr, multiplies
+
+        product = native.product(call.semiring, call.dtype)
+        options = {
+            "version": _VERSION[self.version],
+            "sort": call.sort,
+            "budget": self.budget_bytes or native.cache_budget(),
+            "dense_ratio": self.dense_ratio,
+            "keep": call.keep,
+        }
+
+        def run(A: Csr, B: Csr, mask: Csr | None = None, alpha: Tensor | None = None) -> Csr:
+            each_M, total = multiplies(A, B)
+            ptr_M = torch.empty(A.shape[0] + 1, dtype=torch.int64)
+            counts = native.no_counts()
+            given = functools.partial(
+                native.job, A, B, multiplies_M=each_M, ptr_M=ptr_M, mask=mask, **options
+            )
+            exact, most = self.exact, _most(each_M, B.shape[1], mask, call.keep)
+            if not exact:
+                try:
+                    col = native.Pages(most, torch.int32)
+                    val = native.Pages(most, A.val.dtype)
+                except OSError:
+                    # The system promises no more than there is: count first.
+                    exact = True
+            if exact:
+                count = native.product("pattern", "none")
+                unread = native.no_counts()
+                _check(count(given(col=0, val=0, counts=unread)), most)
+                col = native.Pages(int(ptr_M[-1]), torch.int32)
+                val = native.Pages(int(ptr_M[-1]), A.val.dtype)
+            made = given(col=col.address, val=val.address, counts=counts, alpha=alpha, exact=exact)
+            _check(product(made), most)
+            nnz = int(ptr_M[-1])
+            return Csr(
+                (A.shape[0], B.shape[1]),
+                ptr_M,
+                col.tensor(nnz),
+                val.tensor(nnz),
+                native.counters(counts, A, B, nnz, total),
+            )
+
+        return run
+
+
+@part
+class HashV1(Hash):
+    """The first version: equally many rows a thread."""
+
+    version: Literal["v1", "v2", "v3"] = "v1"
+
+    backend: ClassVar[str] = "hash_v1"
+    multiply_s: ClassVar[float] = 4e-9
+
+
+@part
+class HashV2(Hash):
+    """The second: windows of equal work."""
+
+    version: Literal["v1", "v2", "v3"] = "v2"
+
+    backend: ClassVar[str] = "hash_v2"
+    multiply_s: ClassVar[float] = 2.6e-9
+
+
+def _most(each_M: Tensor, columns: int, mask: Csr | None, keep: bool) -> int:
+    """Entries that the result can have."""
+    import torch
+
+    bound_M = each_M.clamp(max=columns)
+    if mask is not None:
+        of_mask_M = mask.ptr.diff()
+        bound_M = of_mask_M if keep else torch.minimum(bound_M, of_mask_M)
+    return int(bound_M.sum())
+
+
+def _check(failed: int, most: int) -> None:
+    if failed:
+        raise KernelError(
+            f"kernel.spgemm: no memory left for a product of at most {most} entries; multiply "
+            "fewer rows of A at a time"
+        )
