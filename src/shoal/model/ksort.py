@@ -72,20 +72,21 @@ class SortedAttention(Attention):
         turned, dim = self.num_heads + self.num_kv_heads, self.head_dim
         for tensor in (self.qkv_proj.weight, self.qkv_proj.bias):
             if tensor is not None:
-                heads = tensor[: turned * dim].unflatten(0, (turned, dim))
+                heads = tensor[: turned * dim].view(turned, dim, *tensor.shape[1:])
                 index = self._channel.view(turned, dim, *[1] * (tensor.dim() - 1))
                 heads.copy_(heads.gather(1, index.expand_as(heads)))
 
     def rotated(self, qkv_BTR: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, T, H, d] and keys, and values [B, T, K, d], of projected tokens."""
         heads, turned = self.num_heads, self.num_heads + self.num_kv_heads
-        qkv = qkv_BTR.unflatten(-1, (turned + self.num_kv_heads, self.head_dim))
+        every = turned + self.num_kv_heads
+        qkv = qkv_BTR.view(*qkv_BTR.shape[:2], every, self.head_dim)
         x = qkv[:, :, :turned]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = x[:, :, :heads], x[:, :, heads:]
             x = torch.cat([self._normed(q, self.q_norm, 0), self._normed(k, self.k_norm, heads)], 2)
         if self._adjacent:
-            partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+            partner = x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:
             partner = x.gather(-1, self._partner.expand_as(x))
         cos_THd = cos[:, 0][:, self._pair]

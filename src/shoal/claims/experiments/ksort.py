@@ -14,8 +14,9 @@ over gathered ones, in bf16.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
@@ -29,6 +30,7 @@ from shoal.kernel.calls import PagedAttention
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shoal.kernel.protocols import Ready
     from shoal.model.transformer import Transformer
 
 __all__ = ["KSort"]
@@ -181,7 +183,7 @@ class KSort:
                 key = f"{kind} {name}"
                 found = losses() if "sorted" in name else context.remember(key, losses)
                 perplexity[kind, name], errors[kind, name] = found
-                details[key] = {"perplexity": found[0], "score_error": found[1]}
+                details[key] = {"perplexity": found[0], "score_error": [*found[1]]}
 
         def removed(table: dict[tuple[str, str], list[float]], n: int) -> tuple[float, ...]:
             rows = (table["outliers", f"{name} {n}"] for name in ("bfp16", "bfp12", "sorted"))
@@ -213,7 +215,7 @@ class KSort:
         }
         rounds = _Rounds(context.seed)
         timed = interleave(
-            {name: (lambda run=run: rounds(run)) for name, run in runs.items()},
+            {name: functools.partial(rounds, run) for name, run in runs.items()},
             self.pairs,
             warmup=2,
             seed=context.seed,
@@ -250,10 +252,10 @@ class _Rounds:
         ]
         self._turn = 0
 
-    def __call__(self, run: object) -> None:
+    def __call__(self, run: Ready) -> None:
         self._turn += 1
         keys, values = self._caches[self._turn % _CACHES]
-        run(self._q, keys, values, self._blocks, self._lengths)  # type: ignore[operator]
+        run(self._q, keys, values, self._blocks, self._lengths)
 
 
 def _variants(
@@ -301,10 +303,10 @@ def _give_outliers(model: Transformer, seed: int) -> None:
         factor = torch.from_numpy(source.lognormal(0.0, _SIGMA, (kv_heads, half))).float()
         whole_Kd = factor.repeat(1, 2)
         each = torch.cat([1 / whole_Kd.repeat_interleave(heads // kv_heads, 0), whole_Kd])
-        projection = block.attention.qkv_proj  # type: ignore[union-attr]
-        for tensor in (projection.weight, projection.bias):  # type: ignore[union-attr]
+        projection: Any = block.attention.qkv_proj  # type: ignore[union-attr]
+        for tensor in (projection.weight, projection.bias):
             if tensor is not None:
-                rows = tensor.data[: each.numel()]  # type: ignore[union-attr]
+                rows = tensor.data[: each.numel()]
                 rows.mul_(each.view(-1, *[1] * (rows.dim() - 1)))
 
 
@@ -394,8 +396,8 @@ def _score_changes(seed: int) -> tuple[float, ...]:
                 with captured(model) as seen:
                     model.hidden(tokens)
                 q, k = seen[0]
-                scores.append(torch.einsum("tkgd,skd->kgts", q.unflatten(1, (2, 2)), k))
+                scores.append(torch.einsum("tkgd,skd->kgts", q.view(-1, 2, 2, 32), k))
                 if len(scores) == 1:
-                    ksort(model, mode=mode)  # type: ignore[arg-type]
+                    ksort(model, mode=mode)
         found.append(float((scores[0] - scores[1]).abs().max() / scores[0].abs().max()))
     return tuple(found)

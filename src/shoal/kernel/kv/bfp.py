@@ -130,7 +130,7 @@ class Bfp:
             return codes, exponents
         if not bool(torch.isfinite(x_NKd).all()):
             raise not_finite(x_NKd)
-        codes_NKbn, e_NKb = self._codes(x_NKd.float().unflatten(-1, (-1, self.block)))
+        codes_NKbn, e_NKb = self._codes(x_NKd.float().reshape(*rows, -1, self.block))
         exponents = (e_NKb + 127).to(torch.uint8)
         if self.mantissa == 8:
             return codes_NKbn.flatten(-2).to(torch.int8).view(torch.uint8), exponents
@@ -174,9 +174,9 @@ class Bfp:
             )
             return out
         if self.mantissa == 8:
-            q = codes.view(torch.int8).unflatten(-1, (blocks, self.block)).double()
+            q = codes.view(torch.int8).reshape(*rows, blocks, self.block).double()
         else:
-            pairs = codes.unflatten(-1, (blocks, self.block // 2))
+            pairs = codes.reshape(*rows, blocks, self.block // 2)
             q = torch.cat([pairs & 15, pairs >> 4], -1).double() - 8
         by = powers_of_two(exponents.long() - 127 - (self.mantissa - 2))
         return (q * by.unsqueeze(-1)).float().flatten(-2)

@@ -92,7 +92,7 @@ def score_error(
     stored = form.decode(*form.encode(sorted_))
     if channel_Kd is not None:
         stored = stored.gather(-1, channel_Kd.argsort(-1).expand_as(stored))
-    q = q_SHd.float().unflatten(1, (kv_heads, group))
+    q = q_SHd.float().reshape(len(q_SHd), kv_heads, group, -1)
     wrong, right = (torch.einsum("tkgd,skd->kgts", q, keys) for keys in (stored - k, k))
     total = [(x - x.mean(-1, keepdim=True)).square().mean() for x in (wrong, right)]
     return float((total[0] / total[1]).sqrt())

@@ -48,7 +48,7 @@ class Library(BaseKernel):
         def gathered(side: Cached, blocks_NW: Tensor, dtype: torch.dtype) -> Tensor:
             rows, width = blocks_NW.shape
             found = [
-                part.unflatten(0, (-1, size))
+                part.view(-1, size, *part.shape[1:])
                 .index_select(0, blocks_NW.reshape(-1))
                 .view(rows, width * size, kv_heads, -1)
                 for part in stored(side)
