@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.core.measure import interleave
 from shoal.kernel.strided.api import layout_of, pack, unpack
-from shoal.kernel.strided.datatype import hvector, named
+from shoal.kernel.strided.datatype import contiguous, hvector, named, resized
 from shoal.kernel.strided.method import MESSAGES, MethodModel
 from shoal.parallel.protocols import Comm
 from shoal.parallel.strided import receive, send
@@ -191,7 +191,7 @@ def _mpi_differences(mpi: Any) -> int:
         ),
         (
             mpi.BYTE.Create_hvector(3, 5, 9).Create_resized(0, 40).Create_contiguous(6),
-            hvector(6, 1, 40, hvector(3, 5, 9, named(1))),
+            contiguous(6, resized(hvector(3, 5, 9, named(1)), 0, 40)),
         ),
     ]
     wrong = 0
