@@ -114,7 +114,7 @@ class Anybit(BaseKernel):
     invariant: ClassVar[bool] = True
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
     needs: ClassVar[frozenset[str]] = frozenset(
-        {"avx512f", "avx512bw", "avx512dq", "avx512_bf16", "avx512vbmi", "f16c"}
+        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "f16c"}
     )
     compiled: ClassVar[bool] = True
     memory_share: ClassVar[float] = 0.6

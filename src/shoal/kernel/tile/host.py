@@ -42,7 +42,7 @@ __all__ = ["NEEDS", "Unpack", "build_host", "host_source"]
 
 Unpack = Literal["recipe", "generic"]
 
-NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512_bf16", "avx512vbmi"})
+NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"})
 """Flags of the CPU that the recipe needs."""
 
 _AHEAD = 2048  # bytes of weights that are fetched before they are needed
@@ -1032,14 +1032,21 @@ class _Emit:
         lookup = self.lookup(dtype)
         straight = stream.index == list(range(64))
         whole = bits == 8
-        mask = (1 << (max(stream.index) + 1)) - 1
+        size = max(stream.index) + 1
+        mask = (1 << size) - 1
 
         def chunk(c: int) -> None:
             at = f"{base} + {stream.bases[c]}"
             self.put(f"  _mm_prefetch((const char*)({at}) + {_AHEAD}, _MM_HINT_T0);")
-            load = f"_mm512_maskz_loadu_epi8(0x{mask:x}ull, {at})"
-            if mask == (1 << 64) - 1:
+            # No more bytes than there are: fewer loads then cross a line of the cache.
+            if size == 64:
                 load = f"_mm512_loadu_si512({at})"
+            elif size > 32:
+                load = f"_mm512_maskz_loadu_epi8(0x{mask:x}ull, {at})"
+            elif size == 32:
+                load = f"_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)({at})))"
+            else:
+                load = f"_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(0x{mask:x}u, {at}))"
             lanes = load if straight else f"_mm512_permutexvar_epi8({index}, {load})"
             codes = lanes if whole else f"_mm512_multishift_epi64_epi8({control}, {lanes})"
             self.put(f"  const __m512i code = {codes};")
