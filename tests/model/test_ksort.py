@@ -7,8 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError, KernelError, ModelError  # noqa: E402
+from shoal.kernel.calls import PagedAttention as Call  # noqa: E402
+from shoal.kernel.dispatch import dispatch  # noqa: E402
 from shoal.kernel.kv import kv_format  # noqa: E402
 from shoal.kernel.kv.ksort import channel_order, rotary, score_error  # noqa: E402
+from shoal.model import huggingface  # noqa: E402
 from shoal.model.attention import KVCache  # noqa: E402
 from shoal.model.ksort import captured, channel_sizes, coded, ksort  # noqa: E402
 from shoal.model.kv_report import kv_report  # noqa: E402
@@ -131,8 +134,34 @@ def test_report(config, make):
         assert 0 < (near - model(ids)).norm() / near.norm() < 0.1
 
 
-def test_bad_input_is_named(config, make):
+def test_served_from_pages_of_block_floats(config, make):
+    """Sorted keys through a paged cache and its attention: the logits of the plain model."""
+    from shoal.serve.attention import Context, PagedAttention
+    from shoal.serve.cache import PagedCache
+
+    model, ids = make(config), tokens(config)
+    form = kv_format("bfp16-b16")
+    with torch.no_grad():
+        wanted = model.hidden(ids)[0]
+        ksort(model)
+        cache = PagedCache(config, 8, 8, form=form)
+        call = Call(1, 40, config.num_heads, config.num_kv_heads, config.head_dim, 8, "fp32",
+                    str(form))  # fmt: skip
+        kernel = dispatch(call).prepare(call)
+        place = torch.arange(40)
+        for part in place.split([25, 1, 14]):
+            context = Context(int(part[0]), len(part), [5, 2, 7, 1, 0])
+            slots = torch.tensor(context.blocks)[part // 8] * 8 + part % 8
+            mixer = PagedAttention(cache, [context], slots, torch.float32, kernel, exact=True)
+            found = model.flat(ids[0, part], part, mixer)
+            # As much as 8 bits of keys, values and queries cost.
+            assert (found - wanted[part]).norm() < 0.05 * wanted[part].norm()
+
+
+def test_bad_input_is_named(config, make, tmp_path):
     model = ksort(make(config))
+    with pytest.raises(ModelError, match="sort it when it is loaded"):
+        huggingface.write(tmp_path / "out", model)
     with pytest.raises(ModelError, match="layer 0 are sorted already"):
         ksort(model)
     with pytest.raises(ModelError, match="no text; give tokens, or sort by weight"):

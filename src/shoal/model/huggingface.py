@@ -351,8 +351,14 @@ def write(
 
     See :func:`write_state`.
     """
+    from shoal.model.ksort import SortedAttention
     from shoal.model.quantize.layers import packed_of
 
+    if any(isinstance(module, SortedAttention) for module in model.modules()):
+        raise ModelError(
+            f"{directory}: the channels of the model's keys are sorted, and no directory can say "
+            "so; write the model as it was read, and sort it when it is loaded"
+        )
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     write_state(
         directory,
