@@ -45,7 +45,7 @@ Unpack = Literal["recipe", "generic"]
 NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"})
 """Flags of the CPU that the recipe needs."""
 
-_AHEAD = 2048  # bytes of weights that are fetched before they are needed
+_AHEAD = 4096  # bytes of weights that are fetched before they are needed
 _UNROLLED = 64  # statements beyond which a loop is written instead
 
 _ELEMENT = {
