@@ -247,6 +247,7 @@ def test_catalogue_has_every_system_once() -> None:
         103: "galvatron",
         109: "tilus",
         113: "vocab_parallel",
+        116: "flash_rnn",
         117: "marlin",
         120: "sequence_parallel",
         124: "smash",

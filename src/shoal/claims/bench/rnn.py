@@ -128,7 +128,8 @@ def wrong(
             strict=True,
         )
         found += any(
-            float((a.double() - b).abs().max() / (1 + b.abs().max())) > tolerance for a, b in pairs
+            float(((a.double() - b).abs().max() / (1 + b.abs().max())).detach()) > tolerance
+            for a, b in pairs
         )
     return found
 
