@@ -91,7 +91,7 @@ def same(found: Csr, expected: Csr, *, exact: bool = True) -> None:
     torch.testing.assert_close(found.val, expected.val, rtol=0 if exact else 1e-12, atol=0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sizes=st.tuples(*[st.integers(0, 9)] * 3),
     shares=st.tuples(*[st.sampled_from([0.0, 0.2, 0.6, 1.0])] * 2),
@@ -112,7 +112,7 @@ def test_reference_is_brute_force(
 
 
 @needs_compiler
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sizes=st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([0, 1, 7, 300, 3000])),
     shares=st.tuples(*[st.sampled_from([0.0, 0.02, 0.3, 1.0])] * 2),

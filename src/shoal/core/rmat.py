@@ -54,8 +54,8 @@ def rmat(
         row_E, col_E = 2 * row_E + (quarter_E >> 1), 2 * col_E + (quarter_E & 1)
     place_E = np.unique(row_E * size + col_E)
     weight_E = random.random(place_E.size) + 0.5
-    row_E, col_E = (part.astype(np.int32) for part in (place_E // size, place_E % size))
-    return coo_array((weight_E, (row_E, col_E)), shape=(size, size)).tocsr()
+    ends = tuple(part.astype(np.int32) for part in (place_E // size, place_E % size))
+    return coo_array((weight_E, ends), shape=(size, size)).tocsr()
 
 
 def grid(edge: int) -> csr_array:

@@ -163,18 +163,26 @@ extern "C" int64_t algorithm_run(const Call* call, Task task,
   if (n && plan.chunking == kAuto && !plan.fixed && plan.executor != kInline) {
     using Clock = std::chrono::steady_clock;
     const int64_t probe = std::min(n, std::max(kProbe, n / 100));
-    const auto before = Clock::now();
-    const char* what = task(call, 0, probe, partial.data());
-    const std::chrono::duration<double> taken = Clock::now() - before;
-    if (what) failures.add(0, probe, what);
-    const double each = std::max(1e-12, taken.count() / double(probe));
-    const int64_t rest = n - probe, cores = plan.team(), even = (rest + cores - 1) / cores;
+    // What is slow may only have been cold or interrupted: it is timed again, and again.
+    double each = 1e9;
+    int64_t at = 0;
+    partial.resize(size_t(std::max<int64_t>(1, 3 * size)));
+    cuts.at = {0};
+    for (; done < 3 && at < n && double(n - at) * each >= kWorthwhile; done++) {
+      const int64_t first = at;
+      at = std::min(n, at + probe);
+      const auto before = Clock::now();
+      const char* what = task(call, first, at, partial.data() + done * size);
+      const std::chrono::duration<double> taken = Clock::now() - before;
+      if (what) failures.add(first, at, what);
+      each = std::max(1e-12, std::min(each, taken.count() / double(at - first)));
+      if (at < n) cuts.at.push_back(at);
+    }
+    const int64_t rest = n - at, cores = plan.team(), even = (rest + cores - 1) / cores;
     int64_t chunk = double(even) * each > kTask ? int64_t(kTask / each) : even;
     if (double(rest) * each < kWorthwhile) chunk = rest;
-    cuts.at = {0};
-    for (int64_t i = probe; i < n; i += std::max<int64_t>(1, chunk)) cuts.at.push_back(i);
+    for (int64_t i = at + chunk; i < n; i += std::max<int64_t>(1, chunk)) cuts.at.push_back(i);
     cuts.at.push_back(n);
-    done = 1;
   } else if (n && (plan.executor != kInline || plan.fixed)) {
     cuts = cut(plan, n);
   }

@@ -133,7 +133,8 @@ def from_any(name: str, matrix: Any) -> Csr:
     if isinstance(matrix, Csr):
         found = matrix
     elif scipy.sparse.issparse(matrix):
-        rows = matrix.tocsr()
+        given: Any = matrix
+        rows = given.tocsr()
         values = _shared(rows.data)
         if values.dtype not in _NAMES and not values.dtype.is_complex:
             values = values.to(torch.int64)
@@ -268,8 +269,11 @@ def _first_bad(matrix: Csr) -> tuple[int, int]:
         ptr, col = matrix.ptr.data_ptr(), matrix.col.data_ptr()
         bad = check(rows, columns, matrix.nnz, ptr, col, what.data_ptr())
         return int(bad), int(what)
-    ptr, col = matrix.ptr.numpy(), matrix.col.numpy()
-    if ptr[0] != 0 or ptr[-1] != matrix.nnz or (np.diff(ptr) < 0).any():
+    return _first_bad_numpy(matrix.ptr.numpy(), matrix.col.numpy(), rows, columns)
+
+
+def _first_bad_numpy(ptr: Any, col: Any, rows: int, columns: int) -> tuple[int, int]:
+    if ptr[0] != 0 or ptr[-1] != col.size or (np.diff(ptr) < 0).any():
         return rows, 1
     row_of = np.repeat(np.arange(rows), np.diff(ptr))
     outside = (col < 0) | (col >= columns)

@@ -7,7 +7,7 @@ Fast Algorithms for Sparse Matrices: Multiplication and Permuted Transposition, 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.core.errors import KernelError, require
 from shoal.core.parts import part
@@ -94,7 +94,7 @@ class Hash(SparseKernel):
         from shoal.kernel.spgemm.csr import Csr, multiplies
 
         product = native.product(call.semiring, call.dtype)
-        options = {
+        options: dict[str, Any] = {
             "version": _VERSION[self.version],
             "sort": call.sort,
             "budget": self.budget_bytes or native.cache_budget(),

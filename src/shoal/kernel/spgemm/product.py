@@ -131,7 +131,7 @@ def multiply(
     )
     A, B, scale = _same_numbers(A, B, semiring, alpha)
     dtype = dtype_name(A.val.dtype)
-    sizes = {
+    sizes: dict[str, Any] = {
         "m": A.shape[0],
         "k": A.shape[1],
         "n": B.shape[1],
@@ -139,8 +139,9 @@ def multiply(
         "nnz_b": B.nnz,
         "multiplies": multiplies(A, B)[1],
     }
+    about: dict[str, Any] = {name: _about(size) for name, size in sizes.items()}
     call = SpGemm(
-        **{name: _about(size) for name, size in sizes.items()},
+        **about,
         semiring=semiring,
         sort=sort,
         masked=mask is not None,

@@ -41,12 +41,12 @@ class Reference(SparseKernel):
             if mask is not None:
                 mask_E = _rows(mask) * N + mask.col.long()
                 if call.keep:
-                    sums = _merged(mask_E.unique(), place_P, val_P, call.semiring)
+                    sums = _merged(_distinct(mask_E), place_P, val_P, call.semiring)
                     kept = sums[1][torch.searchsorted(sums[0], mask_E)]
                     return mask.with_values(kept)
                 inside = torch.isin(place_P, mask_E)
                 place_P, val_P = place_P[inside], val_P[inside]
-            place_E, val_E = _merged(place_P.unique(), place_P, val_P, call.semiring)
+            place_E, val_E = _merged(_distinct(place_P), place_P, val_P, call.semiring)
             ptr_M = torch.searchsorted(place_E, torch.arange(A.shape[0] + 1) * N)
             size = val_P.element_size()
             return Csr(
@@ -65,6 +65,13 @@ def _rows(A: Csr) -> Tensor:
     import torch
 
     return torch.repeat_interleave(torch.arange(A.shape[0]), A.ptr.diff())
+
+
+def _distinct(place_P: Tensor) -> Tensor:
+    import torch
+
+    found: Tensor = torch.unique(place_P)
+    return found
 
 
 def _products(
