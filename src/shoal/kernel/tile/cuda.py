@@ -313,7 +313,7 @@ class _Emit:
                 f"{n} + {int(m)} < {limit}"
                 for n, m, limit in zip(names, more[p], view.shape, strict=True)
             )
-            zero = f"{_element(value.dtype)}(0)"
+            zero = f"({_element(value.dtype)})0"
             if bits % 8 or view.in_bits:
                 unit = f"({at})" if view.in_bits else f"({at}) * {bits}"
                 text = f"get_bits((const unsigned char*){view.name}, {unit}, {bits})"
@@ -414,7 +414,7 @@ class _Emit:
                 for d, offset in enumerate(one.offsets)
             )
             keep = f"{inside} ? " if one.masked else ""
-            tail = f" : {_element(one.target.dtype)}(0)" if one.masked else ""
+            tail = f" : ({_element(one.target.dtype)})0" if one.masked else ""
             self.put(f"  {one.target.name}[{to}] = {keep}{one.source.name}[{source}]{tail};")
         self.put("}")
 
@@ -436,7 +436,7 @@ class _Emit:
         elif str(dtype) in ("bf16", "fp16"):
             value = f"to_{dtype}({float(one.fill)!r}f)"
         else:
-            value = f"{_element(dtype)}({one.fill!r})"
+            value = f"({_element(dtype)})({one.fill!r})"
         self.loop(one.out.held.num_local, f"{name}[l] = {value};")
 
     def on_view(self, one: ir.View) -> None:
@@ -521,7 +521,7 @@ class _Emit:
         terms = []
         for value in one.inputs:
             if not isinstance(value, Register):
-                terms.append((f"{_element(out.dtype)}({value!r})", None))
+                terms.append((f"({_element(out.dtype)})({value!r})", None))
                 continue
             at = places(value.held, out.held)
             if at is None or (at != at[:1]).any():
