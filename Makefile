@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 # Torch first and by its pin: a looser request pulls the CUDA libraries.
 TORCH   = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+# A test runs in one thread, and as many tests at a time as there are processors.
+PYTEST  = OMP_NUM_THREADS=1 $(BIN)/pytest -n logical
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MINUTES ?= 3
 
@@ -27,10 +29,10 @@ demo: $(VENV)/run.stamp  ## probe, plan, train, lose a rank, resume, generate, s
 	$(BIN)/shoal demo --dir demo --minutes $(MINUTES)
 
 test: $(VENV)/dev.stamp  ## the quick tests
-	$(BIN)/pytest -m "not slow and not soak and not claim and not gpu"
+	$(PYTEST) -m "not slow and not soak and not claim and not gpu"
 
 slow: $(VENV)/dev.stamp  ## the tests that `make test` leaves out
-	$(BIN)/pytest -m "slow and not soak and not claim and not gpu"
+	$(PYTEST) -m "slow and not soak and not claim and not gpu"
 
 check: $(VENV)/dev.stamp  ## format, lint, types, floors, spelling, docs
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check

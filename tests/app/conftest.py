@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from starlette.testclient import TestClient
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 @pytest.fixture(scope="module")

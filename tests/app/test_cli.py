@@ -1,7 +1,6 @@
-"""The command line as a user meets it: in a process of its own, by output and status."""
+"""The command line as a user meets it, by output and status."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import shoal_command
 from shoal.machine.described import load
 
 
@@ -20,17 +20,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def shoal(home: Path, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "SHOAL_HOME": str(home), **environment},
-    )
+def shoal(home: Path, *words: object, **environment: str) -> shoal_command.Completed:
+    return shoal_command.shoal(*words, SHOAL_HOME=str(home), **environment)
 
 
-def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+def refused(done: shoal_command.Completed, *parts: str) -> None:
     """One clear line, no traceback, status 2."""
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
@@ -55,7 +49,9 @@ def test_help_and_version(home: Path) -> None:
         "demo",
     ):
         assert f" {verb} " in done.stdout
-    assert shoal(home, "--version").stdout.startswith("shoal 0.")
+    # In a process of its own, once.
+    words = [sys.executable, "-m", "shoal", "--version"]
+    assert subprocess.run(words, capture_output=True, text=True).stdout.startswith("shoal 0.")
 
 
 def test_plan_ranks_and_saves(home: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import shoal_command
 from shoal.ir import ServePlan
 from shoal.machine.described import load
 
@@ -24,14 +25,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def shoal(home: Path, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = {key: value for key, value in os.environ.items() if key != "SHOAL_DATA"}
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", "plan", "serve", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**given, "SHOAL_HOME": str(home), **environment},
+def shoal(home: Path, *words: object, **environment: str) -> shoal_command.Completed:
+    return shoal_command.shoal(
+        "plan", "serve", *words, without=("SHOAL_DATA",), SHOAL_HOME=str(home), **environment
     )
 
 

@@ -59,6 +59,7 @@ def test_the_largest_that_fits_is_found_from_any_guess(guess: int) -> None:
     assert largest(lambda n: n <= 0, guess) == 0
 
 
+@pytest.mark.slow
 def test_baseline_in_its_place_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     # An eighth of the layer, and of the budget a 64th, with every ratio as it was.

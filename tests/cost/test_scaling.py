@@ -37,6 +37,7 @@ def points(law, values, sizes, noise=0.0, seed=0):
     return [Point(size=m, value=v) for m, v in zip(sizes, noisy, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", PLANTED)
 def test_planted_parameters_lie_in_the_interval(law):
     values, sizes = PLANTED[law]

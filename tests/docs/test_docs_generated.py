@@ -15,6 +15,7 @@ from shoal.claims.record import Record, verdict_of
 from shoal.plan.strategy import PLANNERS
 
 
+@pytest.mark.slow
 def test_the_reference_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert script("reference").main(["--check"]) == 0, capsys.readouterr().err
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
+import sys
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,7 @@ __all__ = [
     "load_average",
     "memory_available",
     "memory_total",
+    "peak_memory",
     "ticks",
 ]
 
@@ -50,6 +53,16 @@ def memory_available() -> int:
     if limit.isdigit() and used.isdigit():
         free = min(free, max(0, int(limit) - int(used)))
     return free
+
+
+def peak_memory() -> int:
+    """Most bytes of memory that this process had."""
+    # What getrusage says begins, on Linux, with the peak of the process that started this one.
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", _read(Path("/proc/self/status")), re.MULTILINE)
+    if found:
+        return 1024 * int(found[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def caches() -> Caches:

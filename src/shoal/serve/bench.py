@@ -6,8 +6,6 @@ same cache bookkeeping and the fitted cost, and then the workload is served in r
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from shoal.core.measure import check_quiet
 from shoal.core.parts import Choice, options_of, table
 from shoal.cost.serve_sim import Served, quantities, request_of
 from shoal.ir import Arrival, Machine, ServeJob, ServeReport
+from shoal.machine import host
 from shoal.serve.engine import Engine
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def bench_serve(
     if told is not None:
         told(plan)
     measured = quantities(replay(engine, arrivals, progress=bar("requests")))
-    measured["memory_bytes"] = float(_peak_bytes())
+    measured["memory_bytes"] = float(host.peak_memory())
     stats = engine.stats()
     measured["step_s"] = stats["step_seconds_total"] / max(1.0, stats["steps_total"])
     measured["preemptions"] = stats["preemptions_total"]
@@ -166,12 +165,6 @@ def bench_serve(
         },
         versions=versions(),
     )
-
-
-def _peak_bytes() -> int:
-    """Most memory that this process ever had."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def replay(

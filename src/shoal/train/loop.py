@@ -9,7 +9,6 @@ and every random number are functions of the seed and the step.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from shoal.checkpoint.store import Piece
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
+from shoal.machine import host
 from shoal.parallel.actor import prefetch
 from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
@@ -229,7 +229,7 @@ class Trainer:
         """Peak memory of this rank: of the device on a GPU, else of the process."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return host.peak_memory()
 
 
 def pieces_of(engine: Engine, updater: Updater) -> dict[str, list[Piece]]:

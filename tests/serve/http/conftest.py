@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ import urllib.request
 
 import pytest
 
+import shoal_command
+
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.multi
@@ -46,13 +48,7 @@ def model_directory(tmp_path_factory):
 
 
 def shoal(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", "serve", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **options},
-    )
+    return shoal_command.shoal("serve", *arguments, **options)
 
 
 def test_serves_until_it_is_stopped(model_directory):

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import JsonValue
-from scipy.stats import spearmanr
 
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
@@ -206,6 +205,8 @@ class GalvatronClaim:
         predicted = [_predicted(job, machine, config.shape(), priced) for job in jobs]
         middle = [statistics.median(seconds) for seconds in measured]
         chosen, best = int(np.argmin(predicted)), int(np.argmin(middle))
+        from scipy.stats import spearmanr  # a second of imports, which a list of claims is spared
+
         correlation = float(spearmanr(predicted, middle).statistic)
         errors = [abs(p / m - 1) for p, m in zip(predicted, middle, strict=True)]
         # The fastest of many that were timed was lucky, too: both are timed again, in turns.

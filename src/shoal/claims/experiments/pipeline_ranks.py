@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import resource
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,6 +11,7 @@ from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.ir import TrainJob
 from shoal.ir.schedule import Event, Op
+from shoal.machine import host
 from shoal.parallel.legal import check_split
 from shoal.parallel.processes import run_processes
 from shoal.train.allocator import keep_freed_memory
@@ -138,19 +135,7 @@ def peak_of_steps(
         _clear(engine)
         _step(engine, rows)
         updater.step(1.0)
-    return _peak_bytes()
-
-
-def _peak_bytes() -> int:
-    """Most bytes that this process had in memory."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        # What getrusage says would begin with the peak of the process that started this one.
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
-        if found:
-            return 1024 * int(found.group(1))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    return host.peak_memory()
 
 
 def profile(events: Sequence[Event], *, title: str) -> str:

@@ -25,6 +25,8 @@ __all__ = ["Steps"]
 _WARM = 2
 # All rehearsals are gone through so often: a host that others use is slow for minutes at a time.
 _ROUNDS = 2
+# Ranks of a rehearsal a core: in a fast probe every rank has a core of its own.
+_CROWDED = 2
 
 
 @part
@@ -32,8 +34,9 @@ class Steps:
     """Steps of the rehearsals of :mod:`shoal.machine.rehearsals`.
 
     Args:
-        names: which rehearsals; empty for all that have at most twice as many ranks as cores.
-        repeats: measured steps of each of two rounds; 0 for 2 (fast) or 8.
+        names: which rehearsals; empty for all that have at most twice as many ranks as cores,
+            or, fast, as many.
+        repeats: measured steps of each round; 0 for two rounds of 8 or, fast, one of 2.
     """
 
     names: tuple[str, ...] = ()
@@ -53,7 +56,9 @@ class Steps:
         repeats = self.repeats or (2 if context.fast else 8)
         cores = len(host.cpus())
         names = self.names or [
-            name for name, job in REHEARSALS.items() if job.parallel.world <= 2 * cores
+            name
+            for name, job in REHEARSALS.items()
+            if job.parallel.world <= cores * (1 if context.fast else _CROWDED)
         ]
         workers: list[Worker] = []
         took: dict[str, list[float]] = {name: [] for name in names}
@@ -65,7 +70,7 @@ class Steps:
             most = max(REHEARSALS[name].parallel.world for name in names)
             workers = [Worker() for _ in range(most - 1)]
             with tempfile.TemporaryDirectory(prefix="shoal-") as place:
-                for turn, name in itertools.product(range(_ROUNDS), names):
+                for turn, name in itertools.product(range(1 if context.fast else _ROUNDS), names):
                     job = REHEARSALS[name]
                     ranks = [first, *workers][: job.parallel.world]
                     for rank, worker in enumerate(ranks):
