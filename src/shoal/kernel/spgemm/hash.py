@@ -46,7 +46,7 @@ class Hash(SparseKernel):
 
     version: Literal["v1", "v2", "v3"] = "v3"
     budget_bytes: int | None = None
-    dense_ratio: int = 32
+    dense_ratio: int = 128
     exact: bool = False
 
     backend: ClassVar[str] = "hash"
