@@ -5,6 +5,7 @@ Usage: python benchmarks/kernels.py
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -91,7 +92,13 @@ def attention() -> list[Row]:
     rows = []
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         call = PagedAttention(
-            BATCH, CONTEXT, HEADS, KV_HEADS, DIM, BLOCK, name  # type: ignore[arg-type]
+            BATCH,
+            CONTEXT,
+            HEADS,
+            KV_HEADS,
+            DIM,
+            BLOCK,
+            name,  # type: ignore[arg-type]
         )
         slots = 2 * BATCH * CONTEXT
         keys, values = (torch.randn(slots, KV_HEADS, DIM).to(dtype) for _ in range(2))
@@ -104,7 +111,7 @@ def attention() -> list[Row]:
         }
         paired = interleave(
             {
-                backend: lambda run=run: run(q, keys, values, blocks, lengths)
+                backend: functools.partial(run, q, keys, values, blocks, lengths)
                 for backend, run in ready.items()
             },
             PAIRS,

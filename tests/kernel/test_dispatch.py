@@ -77,14 +77,14 @@ def test_exact_takes_only_what_does_not_depend_on_company():
     call = Linear(512, 4096, 4096, "fp32")
     if kernels_of("linear")["cpp"].refuses(call) is None:
         assert dispatch(call, machine=machine(), exact=True).invariant
-    with pytest.raises(KernelError, match="torch.*exact is asked"):
+    with pytest.raises(KernelError, match=r"torch.*exact is asked"):
         dispatch(call, wanted="torch", exact=True)
 
 
 def test_what_is_wanted_must_exist_and_be_able():
     call = Linear(1, 8, 8, "bf16")
     assert dispatch(call, wanted="reference").backend == "reference"
-    with pytest.raises(KernelError, match="expected one of .*did you mean 'torch'"):
+    with pytest.raises(KernelError, match=r"expected one of .*did you mean 'torch'"):
         dispatch(call, wanted="troch")
     with pytest.raises(KernelError, match=r"cpp.*takes fp32, bf16; these can: .*torch"):
         dispatch(Linear(1, 8, 8, "fp64"), wanted="cpp")

@@ -74,7 +74,7 @@ def test_what_cannot_run_says_why(monkeypatch):
     assert "takes fp32, bf16" in str(KERNELS["cpp"].refuses(Linear(1, 5, 8, "fp64")))
     assert "runs on cpu only" in str(KERNELS["cpp"].refuses(Linear(1, 5, 8, "bf16", "cuda")))
     monkeypatch.setattr(base, "cpu_flags", lambda: frozenset({"avx2"}))
-    with pytest.raises(KernelError, match="avx512f.*choose another"):
+    with pytest.raises(KernelError, match=r"avx512f.*choose another"):
         KERNELS["cpp"].prepare(call, torch.ones(5, 8, dtype=torch.bfloat16))
     monkeypatch.undo()
     monkeypatch.setattr(base, "compiler", lambda: None)

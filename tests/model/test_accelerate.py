@@ -80,7 +80,7 @@ def test_wanted_backends_are_taken_and_equal():
     plain = model("qwen3")
     slow = accelerate(
         copy.deepcopy(plain),
-        {op: "reference" for op in ("linear", "rms_norm", "rope", "swiglu")},
+        dict.fromkeys(("linear", "rms_norm", "rope", "swiglu"), "reference"),
     )
     assert torch.allclose(logits(slow), logits(plain), atol=1e-4)
 

@@ -33,7 +33,9 @@ def test_ragged_step(block_size, heads, way):
     kernel = None
     if way != "copies":
         call = Call(8, 100, num_heads, kv_heads, 8, block_size, "fp32")
-        kernel = dispatch(call, wanted=None if way == "exact" else "reference", exact=way == "exact")
+        kernel = dispatch(
+            call, wanted=None if way == "exact" else "reference", exact=way == "exact"
+        )
         kernel = kernel.prepare(call)
     config = ModelConfig(
         vocab_size=8,

@@ -85,7 +85,9 @@ class BaseKernel:
         spread = _MEASURED
         if seconds is None:
             spread = _STATED
-            memory, compute = _roofs(call, machine, self.rate or getattr(call, "dtype", "fp32"))
+            memory, compute = _roofs(
+                call, machine, self.rate or str(getattr(call, "dtype", "fp32"))
+            )
             seconds = max(memory / self.memory_share, compute / self.compute_share)
         seconds += self.call_s
         return Estimate(
@@ -150,7 +152,7 @@ class TritonKernel(BaseKernel):
 
 def roof_s(call: Call, machine: Machine, rate: str | None = None) -> float:
     """Seconds below which no kernel can compute the call on this machine."""
-    return max(_roofs(call, machine, rate or getattr(call, "dtype", "fp32")))
+    return max(_roofs(call, machine, rate or str(getattr(call, "dtype", "fp32"))))
 
 
 def _roofs(call: Call, machine: Machine, rate: str) -> tuple[float, float]:
@@ -173,7 +175,7 @@ def _measured_s(name: str, call: Any, machine: Machine) -> float | None:
     place = math.log(rows)
     if place >= sizes[-1]:
         # Beyond the last: as many operations a second as there.
-        return call.moved_bytes / math.exp(rates[-1]) * max(1.0, rows / points[-1][0])
+        return float(call.moved_bytes / math.exp(rates[-1]) * max(1.0, rows / points[-1][0]))
     index = max(1, next(i for i, size in enumerate(sizes) if size >= place))
     share = (place - sizes[index - 1]) / (sizes[index] - sizes[index - 1]) if len(sizes) > 1 else 0
     rate = rates[index - 1] + max(0.0, share) * (rates[index] - rates[index - 1])

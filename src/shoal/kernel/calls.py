@@ -9,7 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-__all__ = ["BYTES", "Device", "Dtype", "Linear", "LinearLowbit", "MatmulPlanes", "PagedAttention", "Pointwise"]
+__all__ = [
+    "BYTES",
+    "Device",
+    "Dtype",
+    "Linear",
+    "LinearLowbit",
+    "MatmulPlanes",
+    "PagedAttention",
+    "Pointwise",
+]
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]

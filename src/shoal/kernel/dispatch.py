@@ -82,7 +82,7 @@ def dispatch(
         KernelError: the wanted backend does not exist or refuses, or nothing can.
     """
     if machine is None:
-        return _remembered(call, wanted, exact)
+        return _remembered(call, wanted, exact)  # type: ignore[arg-type]  # calls are frozen
     return _dispatch(call, wanted, machine, exact)
 
 

@@ -17,7 +17,7 @@ from shoal.ir import Estimate, Machine
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Call", "Kernel", "KVFormat", "Packed", "Ready", "WeightFormat"]
+__all__ = ["Call", "KVFormat", "Kernel", "Packed", "Ready", "WeightFormat"]
 
 Ready = Callable[..., Any]
 """A kernel with what is constant between its calls: tensors in, tensors out."""
@@ -33,7 +33,7 @@ class Call(Protocol):
 
     @property
     def device(self) -> str:
-        """cpu or cuda."""
+        """Cpu or cuda."""
         ...
 
     @property

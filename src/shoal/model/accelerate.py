@@ -81,9 +81,7 @@ class _Pieces:
             self._tables = cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> DispatchedLinear:
-        return DispatchedLinear(
-            weight, bias, wanted=self._wanted.get("linear"), exact=self._exact
-        )
+        return DispatchedLinear(weight, bias, wanted=self._wanted.get("linear"), exact=self._exact)
 
     def norm(self, module: RMSNorm) -> Ready:
         width = len(module.weight)

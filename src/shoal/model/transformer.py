@@ -104,6 +104,7 @@ class Transformer(nn.Module):
 
     @functools.cached_property
     def unstretched(self) -> tuple[Tensor, float]:
+        """Frequencies and factor of the rotation where nothing depends on the context's length."""
         # A tensor made in inference mode could never again take part in training.
         with torch.inference_mode(False):
             return frequencies(self.config, 1)

@@ -154,9 +154,7 @@ class PagedAttention:
         )
         counts = [context.length for context in contexts]
         requests = np.repeat(np.arange(len(contexts)), counts)
-        return _Paged(
-            rows, self._tensor(blocks_BW), self._tensor(lengths), self._tensor(requests)
-        )
+        return _Paged(rows, self._tensor(blocks_BW), self._tensor(lengths), self._tensor(requests))
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._cache.device)

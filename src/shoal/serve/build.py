@@ -10,7 +10,7 @@ from shoal.core.errors import ServeError, require
 from shoal.core.measure import num_cores
 from shoal.core.parts import table
 from shoal.ir import KVManager, KVPart, Limits, SchedulerPart, ServeJob
-from shoal.kernel.calls import Linear, PagedAttention
+from shoal.kernel.calls import Device, Linear, PagedAttention
 from shoal.kernel.dispatch import dispatch
 from shoal.kernel.kv.bfp import Bfp
 from shoal.kernel.protocols import Ready
@@ -72,12 +72,14 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
         model = ksort(model, by=form.by, mode=form.ksort)
     if job.weights != "plain":
         model = pack(model, job.weights)
-    few_rows = dispatch(Linear(1, 64, 64, name_of(dtype), model.embed.weight.device.type))
+    few_rows = dispatch(Linear(1, 64, 64, name_of(dtype), _device(model)))
     if dtype == torch.float32 and few_rows.backend == "torch" and not model.embed.weight.is_cuda:
         _store_by_columns(model)
-    return accelerate(
-        model, job.kernel, positions=positions(job, model.config), exact=job.exact
-    )
+    return accelerate(model, job.kernel, positions=positions(job, model.config), exact=job.exact)
+
+
+def _device(model: Transformer) -> Device:
+    return "cuda" if model.embed.weight.is_cuda else "cpu"
 
 
 def attention_kernel(job: ServeJob, model: Transformer, cache: PagedCache) -> Ready | None:

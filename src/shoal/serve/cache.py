@@ -87,9 +87,7 @@ class PagedCache:
             for layer in range(config.num_layers)
         ]
         # The same memory by blocks, one row each: whole blocks are copied fastest.
-        self._blocks = [
-            store.view(config.num_layers, 2, num_blocks, -1) for store in self.stores
-        ]
+        self._blocks = [store.view(config.num_layers, 2, num_blocks, -1) for store in self.stores]
 
     @property
     def nbytes(self) -> int:

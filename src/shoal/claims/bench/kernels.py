@@ -144,7 +144,13 @@ def _paged(options: Options) -> Iterator[Case]:
     size, context, heads, kv_heads, dim = 16, 1024, 16, 4, 64
     for rows in options.rows:
         call = PagedAttention(
-            rows, context, heads, kv_heads, dim, size, options.dtype  # type: ignore[arg-type]
+            rows,
+            context,
+            heads,
+            kv_heads,
+            dim,
+            size,
+            options.dtype,  # type: ignore[arg-type]
         )
         blocks = context // size
         need = rows * blocks
@@ -183,15 +189,21 @@ def _pointwise(op: str) -> Callable[[Options], Iterator[Case]]:
     return cases
 
 
-def _norm_case(rows: int, dtype: torch.dtype) -> tuple[int, int, tuple[object, ...], tuple[object, ...]]:
+def _norm_case(
+    rows: int, dtype: torch.dtype
+) -> tuple[int, int, tuple[object, ...], tuple[object, ...]]:
     return 4096, 4096, (torch.ones(4096, dtype=dtype), 1e-6), ()
 
 
-def _swiglu_case(rows: int, dtype: torch.dtype) -> tuple[int, int, tuple[object, ...], tuple[object, ...]]:
+def _swiglu_case(
+    rows: int, dtype: torch.dtype
+) -> tuple[int, int, tuple[object, ...], tuple[object, ...]]:
     return 22016, 11008, (), ()
 
 
-def _rope_case(rows: int, dtype: torch.dtype) -> tuple[int, int, tuple[object, ...], tuple[object, ...]]:
+def _rope_case(
+    rows: int, dtype: torch.dtype
+) -> tuple[int, int, tuple[object, ...], tuple[object, ...]]:
     heads, kv_heads, half = 32, 8, 64
     angle = torch.rand(2048, half)
     constants = (angle.cos(), angle.sin(), None, None, heads, kv_heads, 1e-6)
@@ -199,7 +211,9 @@ def _rope_case(rows: int, dtype: torch.dtype) -> tuple[int, int, tuple[object, .
     return width, width, constants, (torch.arange(rows),)
 
 
-def _sample_case(rows: int, dtype: torch.dtype) -> tuple[int, int, tuple[object, ...], tuple[object, ...]]:
+def _sample_case(
+    rows: int, dtype: torch.dtype
+) -> tuple[int, int, tuple[object, ...], tuple[object, ...]]:
     one = torch.ones(rows, dtype=torch.float64)
     settings = (0.8 * one, torch.zeros(rows, dtype=torch.int64), 0.95 * one, 0.5 * one)
     return 32000, 1, (), settings
@@ -241,7 +255,8 @@ def bench(
         if op not in OPERATORS:
             hint = nearest(op, OPERATORS)
             raise ConfigError(
-                f"--op {op}: expected some of {', '.join(OPERATORS)}" + (f"; {hint}" if hint else "")
+                f"--op {op}: expected some of {', '.join(OPERATORS)}"
+                + (f"; {hint}" if hint else "")
             )
     target = machine or here()
     ops = options.ops or tuple(OPERATORS)
@@ -312,8 +327,8 @@ def told(rows: Sequence[Row]) -> str:
         ratio = "" if row.speedup is None else f"{row.speedup.value:.2f}"
         lines.append(
             f"{row.op:16} {row.text:34} {row.rows:5d} {row.backend:12} "
-            f"{1e6 * row.seconds.value:9.1f} {row.bytes_per_s / 1e9:7.1f} {row.roof:8.0%} {ratio:>8}"
-            + ("  above the roof: wrong" if row.wrong else "")
+            f"{1e6 * row.seconds.value:9.1f} {row.bytes_per_s / 1e9:7.1f} {row.roof:8.0%} "
+            f"{ratio:>8}" + ("  above the roof: wrong" if row.wrong else "")
         )
     return "\n".join(lines)
 

@@ -134,7 +134,8 @@ class Sample(TritonKernel):
         ) -> Tensor:
             limited = ((top_k > 0) & (top_k < width)) | (top_p < 1) | (hot == 0)
             if bool(limited.any()):
-                return reference(logits, hot, top_k, top_p, uniform)
+                chosen: Tensor = reference(logits, hot, top_k, top_p, uniform)
+                return chosen
             out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
             # By falling score, as the reference counts.
             scores, order = logits.double().sort(descending=True, stable=True)

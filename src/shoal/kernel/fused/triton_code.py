@@ -43,16 +43,14 @@ def rope(
     here = at < half
     a = tl.load(row + at, mask=here, other=0.0).to(tl.float32)
     b = tl.load(row + half + at, mask=here, other=0.0).to(tl.float32)
-    if Q_NORM:
-        if head < heads:
-            scale = 1.0 / tl.sqrt((tl.sum(a * a) + tl.sum(b * b)) / (2 * half) + eps)
-            a *= scale * tl.load(q_norm + at, mask=here, other=0.0).to(tl.float32)
-            b *= scale * tl.load(q_norm + half + at, mask=here, other=0.0).to(tl.float32)
-    if K_NORM:
-        if head >= heads:
-            scale = 1.0 / tl.sqrt((tl.sum(a * a) + tl.sum(b * b)) / (2 * half) + eps)
-            a *= scale * tl.load(k_norm + at, mask=here, other=0.0).to(tl.float32)
-            b *= scale * tl.load(k_norm + half + at, mask=here, other=0.0).to(tl.float32)
+    if Q_NORM and head < heads:
+        scale = 1.0 / tl.sqrt((tl.sum(a * a) + tl.sum(b * b)) / (2 * half) + eps)
+        a *= scale * tl.load(q_norm + at, mask=here, other=0.0).to(tl.float32)
+        b *= scale * tl.load(q_norm + half + at, mask=here, other=0.0).to(tl.float32)
+    if K_NORM and head >= heads:
+        scale = 1.0 / tl.sqrt((tl.sum(a * a) + tl.sum(b * b)) / (2 * half) + eps)
+        a *= scale * tl.load(k_norm + at, mask=here, other=0.0).to(tl.float32)
+        b *= scale * tl.load(k_norm + half + at, mask=here, other=0.0).to(tl.float32)
     place = tl.load(position + tl.program_id(0)) * half
     c = tl.load(cos + place + at, mask=here, other=0.0)
     s = tl.load(sin + place + at, mask=here, other=0.0)
@@ -73,9 +71,7 @@ def swiglu(x: Any, y: Any, f: Any, BLOCK: tl.constexpr) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def sample(
-    scores: Any, hot: Any, uniform: Any, out: Any, v: Any, BLOCK: tl.constexpr
-) -> None:
+def sample(scores: Any, hot: Any, uniform: Any, out: Any, v: Any, BLOCK: tl.constexpr) -> None:
     """The place in a row of falling scores on which the number falls."""
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
