@@ -224,6 +224,7 @@ BLOCKED = """
 TORCH_FREE = ("shoal.core", "shoal.ir", "shoal.machine", "shoal.cost", "shoal.plan")
 ROOMS = (
     *TORCH_FREE,
+    "shoal.kernel",
     "shoal.model",
     "shoal.parallel",
     "shoal.checkpoint",

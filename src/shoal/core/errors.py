@@ -12,6 +12,7 @@
     │   └── CorruptError       bytes that are not the bytes that were written
     ├── MachineError           a machine that cannot be, or cannot be measured
     │   └── NoisyMachineError  a measurement that nobody should trust
+    ├── KernelError            a kernel or a number format that cannot do what is asked
     ├── PlanError              no legal plan, or a plan that cannot run here
     ├── RankError              a rank that died or hangs
     ├── ServeError             a request or a server that cannot be

@@ -86,17 +86,17 @@ def one_head(
         weight = theirs.weight_ih_l0.clone().requires_grad_()
         R = theirs.weight_hh_l0.view(4, 1, D, D).clone().requires_grad_()
         b = (theirs.bias_ih_l0 + theirs.bias_hh_l0).view(4, 1, D).clone().requires_grad_()
-    dout = torch.ones(B, T, D)
+    d_out = torch.ones(B, T, D)
     weights = list(theirs.parameters())
 
     def ours() -> None:
         wx = F.linear(x, weight).view(B, T, 4, 1, D)
         out, _ = rnn(wx, R, b, function="lstm", backend=backend, outputs="hidden")
-        torch.autograd.grad(out.view(B, T, D), (x, weight, R, b), dout)
+        torch.autograd.grad(out.view(B, T, D), (x, weight, R, b), d_out)
 
     def peer() -> None:
         out, _ = theirs(x)
-        torch.autograd.grad(out, (x, *weights), dout)
+        torch.autograd.grad(out, (x, *weights), d_out)
 
     return ours, peer
 

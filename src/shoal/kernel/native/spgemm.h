@@ -57,7 +57,7 @@ struct Pattern {
 };
 
 // Not a character type: a store through it changes nothing else.
-enum Mark : uint8_t { kNo, kYes, kTouched };
+enum Mark : uint8_t { kAbsent, kYes, kTouched };
 
 constexpr int32_t kEmpty = std::numeric_limits<int32_t>::min();
 constexpr int64_t kSlack = 64;
@@ -215,7 +215,7 @@ template <class S> class Worker {
     if constexpr (sizeof(V) == 8)
       if (__builtin_popcountll(bits) > 12) return collect8(bits, at, lo, out);
 #else
-    for (int64_t b = 0; b < 64; b++) bits |= uint64_t(marks[at + b] != kNo) << b;
+    for (int64_t b = 0; b < 64; b++) bits |= uint64_t(marks[at + b] != kAbsent) << b;
     if (!bits) return;
     std::memset((void*)(marks + at), 0, 64);
 #endif
@@ -381,7 +381,7 @@ template <class S> class Worker {
     for (int64_t m = p; m < q; m++) mark[job.mask_col[m] - lo] = kYes;
     products(i, nullptr, [=](int32_t column, V x) {
       const uint32_t c = uint32_t(column - lo);
-      if (c < span && mark[c] != kNo) sum[c] = S::add(sum[c], x), mark[c] = kTouched;
+      if (c < span && mark[c] != kAbsent) sum[c] = S::add(sum[c], x), mark[c] = kTouched;
     });
     for (int64_t m = p; m < q; m++) {
       const int64_t c = job.mask_col[m] - lo;
@@ -390,7 +390,7 @@ template <class S> class Worker {
     }
     for (int64_t m = p; m < q; m++) {
       const int64_t c = job.mask_col[m] - lo;
-      mark[c] = kNo, sum[c] = S::none;
+      mark[c] = kAbsent, sum[c] = S::none;
     }
   }
 
