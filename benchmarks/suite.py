@@ -52,7 +52,7 @@ def main() -> None:
                 value=whole / 60,
                 unit="min",
                 comparison="<=",
-                threshold=16,
+                threshold=18,
                 note=told,
             ),
         ]

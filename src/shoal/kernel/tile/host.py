@@ -196,7 +196,7 @@ class _Emit:
             )
         self.program, self.unpack, self.threads = program, unpack, program.threads
         self.lines: list[str] = []
-        self.statics: list[str] = []
+        self.constants: list[str] = []
         self.indent = "  "
         self.count = 0
         self.made_by = {id(v): one for one in walk(program.body) for v in writes(one)}
@@ -362,7 +362,7 @@ class _Emit:
                 )
             return _array(int(x) for x in part)
 
-        self.statics.append(f"alignas(64) static const {kind} {name}{shape} = {text(values)};")
+        self.constants.append(f"alignas(64) static const {kind} {name}{shape} = {text(values)};")
         return name
 
     def joined(self, value: Register) -> str:
@@ -386,7 +386,7 @@ class _Emit:
         blocks = [f"block{d}" for d in range(len(program.grid))]
         self.body(program.body)
         head = ", ".join([*given, *(f"int64_t {block}" for block in blocks)])
-        inner = [*self.statics, f"static void {program.name}_block({head}) {{"]
+        inner = [*self.constants, f"static void {program.name}_block({head}) {{"]
         if program.shared_bytes:
             inner.append(f"  alignas(64) unsigned char shared[{program.shared_bytes}];")
         inner += [*self.lines, "}", ""]
