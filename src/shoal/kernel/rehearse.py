@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 __all__ = ["ROWS", "rehearse"]
@@ -11,16 +10,13 @@ __all__ = ["ROWS", "rehearse"]
 ROWS = (1, 4, 16, 64)
 """Rows at which kernels of products are timed; between them their rates are interpolated."""
 
-# Weights that are gone through in turn, so that none is found in a cache.
-_ROTATED_BYTES = 512 * 2**20
+# Weights that are gone through in turn, so that few are found in a cache.
+_ROTATED_BYTES = 256 * 2**20
 _N = _K = 4096
-_FORMAT = "int4-g128"
-# Meanings, not ways to compute.
-_SLOW = ("reference", "integer")
 
 
 def rehearse(repeats: int, rotated_bytes: int = _ROTATED_BYTES) -> list[dict[str, Any]]:
-    """Bytes a second that each kernel of a product moves, at several numbers of rows.
+    """Bytes a second that each kernel of ``linear`` moves, at several numbers of rows.
 
     Args:
         repeats: passes over all weights.
@@ -32,63 +28,32 @@ def rehearse(repeats: int, rotated_bytes: int = _ROTATED_BYTES) -> list[dict[str
     """
     import torch
 
-    from shoal.kernel.calls import Linear, LinearLowbit
-    from shoal.kernel.formats import weight_format
-    from shoal.kernel.tensors import dtype_of
-
-    form = weight_format(_FORMAT)
-    found: list[dict[str, Any]] = []
-    with torch.inference_mode():
-        for dtype in ("bf16", "fp32"):
-            weight = torch.randn(_N, _K).to(dtype_of(dtype))
-
-            def dense(rows: int, dtype: Any = dtype) -> Linear:
-                return Linear(rows, _N, _K, dtype)
-
-            def packed(rows: int, dtype: Any = dtype) -> LinearLowbit:
-                return LinearLowbit(rows, _N, _K, _FORMAT, form.bits, dtype)
-
-            found += _rates(dense, weight, repeats, rotated_bytes)
-            found += _rates(packed, form.quantize(weight.float()), repeats, rotated_bytes)
-    return found
-
-
-def _rates(
-    call_of: Callable[[int], Any], constant: Any, repeats: int, rotated_bytes: int
-) -> list[dict[str, Any]]:
-    """All kernels of one operator with as many copies of one weight as exceed the caches."""
-    import torch
-
-    from shoal.core.errors import KernelError
+    from shoal.kernel.calls import Dtype, Linear
     from shoal.kernel.dispatch import kernels_of
     from shoal.kernel.tensors import dtype_of
 
     found: list[dict[str, Any]] = []
-    call = call_of(1)
-    copies = max(2, int(rotated_bytes / (call.moved_bytes)))
-    for backend, kernel in kernels_of(call.op).items():
-        if backend in _SLOW or kernel.refuses(call):
-            continue
-        try:
-            ready = [kernel.prepare(call, _copied(constant)) for _ in range(copies)]
-        except KernelError:  # it cannot take these weights, which no call tells
-            continue
-        for rows in ROWS:
-            x = torch.randn(rows, _K).to(dtype_of(call.dtype))
-            ready[0](x)
-            rates = []
-            for _ in range(repeats):
-                begin = time.perf_counter()
-                for run in ready:
-                    run(x)
-                taken = time.perf_counter() - begin
-                rates.append(call_of(rows).moved_bytes * copies / taken)
-            name = f"{call.op}.{backend}"
-            found.append({"name": name, "dtype": call.dtype, "at": rows, "rates": rates})
-        del ready
+    dtypes: tuple[Dtype, ...] = ("bf16", "fp32")
+    with torch.inference_mode():
+        for dtype in dtypes:
+            weight = torch.randn(_N, _K).to(dtype_of(dtype))
+            copies = max(2, rotated_bytes // (weight.numel() * weight.element_size()))
+            weights = [weight, *(weight.clone() for _ in range(copies - 1))]
+            for backend, kernel in kernels_of("linear").items():
+                call = Linear(1, _N, _K, dtype)
+                if backend == "reference" or kernel.refuses(call):
+                    continue
+                ready = [kernel.prepare(call, one) for one in weights]
+                for rows in ROWS:
+                    x = torch.randn(rows, _K).to(dtype_of(dtype))
+                    moved = Linear(rows, _N, _K, dtype).moved_bytes * copies
+                    ready[0](x)
+                    rates = []
+                    for _ in range(repeats):
+                        begin = time.perf_counter()
+                        for run in ready:
+                            run(x)
+                        rates.append(moved / (time.perf_counter() - begin))
+                    name = f"linear.{backend}"
+                    found.append({"name": name, "dtype": dtype, "at": rows, "rates": rates})
     return found
-
-
-def _copied(constant: Any) -> Any:
-    """Memory of its own, for kernels that take weights as they are."""
-    return constant.clone() if hasattr(constant, "clone") else constant

@@ -18,7 +18,7 @@ class Kernels:
     """Bytes a second of each kernel at several numbers of rows, weights in main memory.
 
     Args:
-        repeats: passes over half a gibibyte of weights; 0 for 2 (fast) or 6.
+        repeats: passes over a quarter of a gibibyte of weights; 0 for 2 (fast) or 6.
     """
 
     repeats: int = 0
