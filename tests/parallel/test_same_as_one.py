@@ -72,7 +72,7 @@ def _agrees(parallel: dict[str, Any], extra: dict[str, Any], **model: Any) -> No
     assert found.same, f"{parallel} {extra} {model}: {found}"
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_splits(4), st.booleans(), st.booleans())
 def test_random_splits(split, tied, documents):
     parallel, extra = split

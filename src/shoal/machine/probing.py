@@ -40,7 +40,7 @@ def probe(
     """Measure this machine.
 
     Args:
-        fast: about a minute on 2 cores, instead of 4 minutes.
+        fast: about half a minute on 2 cores, instead of 4 minutes.
         probes: names or choices of the probes to run; None for all that are not on request.
         strict: refuse a noisy machine instead of warning.
         save: write the result there; :func:`saved_path` makes it the machine ``local``.

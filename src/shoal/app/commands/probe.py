@@ -46,7 +46,7 @@ def probe(
 
     **Examples**
 
-        shoal probe                                # about a minute
+        shoal probe                                # about half a minute
 
         shoal probe --full --picture roofline.svg
 
