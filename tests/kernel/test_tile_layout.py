@@ -39,11 +39,10 @@ def test_product_is_the_documented_formula(f: Layout, g: Layout) -> None:
     assert h.shape == tuple(a * b for a, b in zip(f.shape, g.shape, strict=True))
     assert h.num_threads == f.num_threads * g.num_threads
     assert h.num_local == f.num_local * g.num_local
-    outer, inner = f.table(), g.table()
+    found, outer, inner = h.table(), f.table(), g.table()
     for tf, tg in product(range(f.num_threads), range(g.num_threads)):
-        for lf, lg in product(range(f.num_local), range(g.num_local)):
-            found = h.table()[tf * g.num_threads + tg, lf * g.num_local + lg]
-            assert (found == outer[tf, lf] * g.shape + inner[tg, lg]).all()
+        thread = found[tf * g.num_threads + tg].reshape(f.num_local, g.num_local, -1)
+        assert (thread == (outer[tf] * g.shape)[:, None] + inner[tg]).all()
 
 
 @quick
