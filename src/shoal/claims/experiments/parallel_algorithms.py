@@ -235,7 +235,7 @@ def _wrong(seed: int) -> int:
     return wrong
 
 
-def _threads(as_baseline: bool) -> int:
+def _threads(as_baseline: bool) -> float:
     """Threads that take part in a range of 4096 elements, in most of the calls.
 
     The first elements are timed to decide it: a call that is interrupted there takes them all.
