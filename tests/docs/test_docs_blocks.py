@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shlex
 import sys
@@ -37,12 +38,18 @@ def test_the_documentation_has_such_blocks() -> None:
     assert JOBS and MACHINES and len(RUNNABLE) > 3
 
 
+@functools.cache
+def _command() -> Any:
+    """All commands, made once: parsing changes nothing in them."""
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_parse(line: str) -> None:
     words = shlex.split(line, comments=True)[1:]
     if words[-1] == "&":  # goes on in the background
         words = words[:-1]
-    command: Any = typer.main.get_command(app)
+    command: Any = _command()
     while words and words[0].startswith("-"):
         assert any(words[0] in option.opts for option in command.params), words[0]
         words = words[1:]

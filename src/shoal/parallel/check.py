@@ -8,6 +8,7 @@ says it holds; what several ranks hold must agree, and every element must be hel
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -66,7 +67,7 @@ class Fresh:
         values = torch.from_numpy(source.standard_normal(shape)) * 0.05
         return (values + name.endswith("norm.weight")).to(self._dtype)
 
-    @property
+    @functools.cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         from shoal.model.initialise import empty
 

@@ -6,6 +6,8 @@ would do, so that a wrong split is one error at start and never a hang.
 
 from __future__ import annotations
 
+import math
+
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.training import microbatch_of
@@ -20,7 +22,9 @@ _MOST_LISTED = 12
 
 def _divisors(number: int, *others: int) -> str:
     """Divisors that all the numbers share, as text."""
-    found = [n for n in range(1, number + 1) if all(other % n == 0 for other in (number, *others))]
+    shared = math.gcd(number, *others)
+    small = [n for n in range(1, math.isqrt(shared) + 1) if shared % n == 0]
+    found = sorted({*small, *(shared // n for n in small)})
     shown = ", ".join(map(str, found[:_MOST_LISTED]))
     return shown + (" ..." if len(found) > _MOST_LISTED else "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -110,7 +111,8 @@ def rank(found: Sequence[Judged], machine: Machine) -> list[Judged]:
     out: list[Judged] = []
     while good:
         limit = 1.01 * worth_of(good[0])
-        equal = [item for item in good if worth_of(item) <= limit]
+        # In order of worth: the equal ones come first.
+        equal = list(itertools.takewhile(lambda item: worth_of(item) <= limit, good))
         out.extend(sorted(equal, key=lambda item: (_complexity(item[0]), worth_of(item))))
         good = good[len(equal) :]
     return out + [item for item in ordered if not fits(item[0], machine, item[1])]
