@@ -108,7 +108,7 @@ def test_equals_the_reference(case):
     given_ = make(call, lengths, requests, seed=seed, wide=flag, strided=not flag)
     wanted = BACKENDS["reference"].prepare(call)(*given_)
     for backend, kernel in BACKENDS.items():
-        if backend == "reference" or kernel.refuses(call) is not None:
+        if backend == "reference" or kernel.interpreted(call) or kernel.refuses(call) is not None:
             continue
         # Padded tokens have no weight, but NaN times zero is NaN: the peer needs zeros there.
         args = [x.nan_to_num() if torch.is_tensor(x) and x.is_floating_point() else x

@@ -97,6 +97,10 @@ class BaseKernel:
             bound="memory" if call.flops < 16 * call.moved_bytes else "compute",
         )
 
+    def interpreted(self, call: Any) -> bool:
+        """Whether it would run in an interpreter there: right, but never fast."""
+        return False
+
     def prepare(self, call: Any, *constants: Any) -> Ready:
         """The kernel for calls like this one.
 
@@ -124,7 +128,10 @@ def _triton() -> bool:
 
 
 class TritonKernel(BaseKernel):
-    """Base of the kernels in Triton: on a GPU, and for tests in its interpreter."""
+    """Base of the kernels in Triton: on a GPU, and for tests in its interpreter.
+
+    Named before the base of an operator's kernels, where there is one.
+    """
 
     backend: ClassVar[str] = "triton"
     devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
@@ -139,13 +146,17 @@ class TritonKernel(BaseKernel):
         if reason is None and not _triton():
             return "needs Triton (pip install triton)"
         if reason is None and call.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "runs on a CPU in Triton's interpreter only (TRITON_INTERPRET=1)"
+            return "runs on a GPU, and on a CPU in Triton's interpreter only (TRITON_INTERPRET=1)"
         return reason
+
+    def interpreted(self, call: Any) -> bool:
+        """On a CPU."""
+        return bool(call.device == "cpu")
 
     def estimate(self, call: Any, machine: Machine) -> Estimate:
         """Interpreted on a CPU, nothing is slower."""
         found = super().estimate(call, machine)
-        if call.device == "cuda":
+        if not self.interpreted(call):
             return found
         return found.model_copy(update={"step_s": Interval.around(1.0, _STATED)})
 

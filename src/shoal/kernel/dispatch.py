@@ -57,12 +57,15 @@ def here() -> Machine:
 
 
 def candidates(call: Call, machine: Machine | None = None) -> list[tuple[str, float]]:
-    """Backends that can compute the call, fastest first, with their estimated seconds."""
+    """Backends that can compute the call, fastest first, with their estimated seconds.
+
+    Those that would be interpreted are not among them: they are taken by name only.
+    """
     target = machine or here()
     able = [
         (backend, kernel.estimate(call, target).step_s.value)
         for backend, kernel in kernels_of(call.op).items()
-        if kernel.refuses(call) is None
+        if not kernel.interpreted(call) and kernel.refuses(call) is None
     ]
     return sorted(able, key=lambda pair: pair[1])
 

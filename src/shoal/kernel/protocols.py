@@ -65,6 +65,10 @@ class Kernel(Protocol):
         """Why it cannot compute that here, or None if it can."""
         ...
 
+    def interpreted(self, call: Any) -> bool:
+        """Whether it would run in an interpreter there, so that it is taken by name only."""
+        ...
+
     def estimate(self, call: Any, machine: Machine) -> Estimate:
         """What the call costs, its operands in main memory; allocates nothing."""
         ...

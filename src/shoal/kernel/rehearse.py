@@ -41,7 +41,7 @@ def rehearse(repeats: int, rotated_bytes: int = _ROTATED_BYTES) -> list[dict[str
             weights = [weight, *(weight.clone() for _ in range(copies - 1))]
             for backend, kernel in kernels_of("linear").items():
                 call = Linear(1, _N, _K, dtype)
-                if backend == "reference" or kernel.refuses(call):
+                if backend == "reference" or kernel.interpreted(call) or kernel.refuses(call):
                     continue
                 ready = [kernel.prepare(call, one) for one in weights]
                 for rows in ROWS:

@@ -286,6 +286,8 @@ def _measured(op: str, case: Case, options: Options, machine: Machine) -> list[R
             continue
         if options.wanted and backend not in options.wanted:
             continue
+        if kernel.interpreted(case.call) and not options.wanted:
+            continue
         try:
             run = case.made(kernel)
         except KernelError:  # it refuses these constants, which no call tells

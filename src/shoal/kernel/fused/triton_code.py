@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -12,7 +10,7 @@ __all__ = ["rms_norm", "rope", "sample", "swiglu"]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def rms_norm(
-    x: Any, delta: Any, weight: Any, y: Any, n: Any, eps: Any,
+    x: tl.tensor, delta: tl.tensor, weight: tl.tensor, y: tl.tensor, n: tl.tensor, eps: tl.tensor,
     ADDS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row of y = norm(x + delta) * weight; x becomes x + delta."""
@@ -32,8 +30,8 @@ def rms_norm(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def rope(
-    x: Any, cos: Any, sin: Any, position: Any, q_norm: Any, k_norm: Any,
-    every: Any, heads: Any, half: Any, eps: Any,
+    x: tl.tensor, cos: tl.tensor, sin: tl.tensor, position: tl.tensor, q_norm: tl.tensor,
+    k_norm: tl.tensor, every: tl.tensor, heads: tl.tensor, half: tl.tensor, eps: tl.tensor,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """One head of one token, in place."""
@@ -59,7 +57,7 @@ def rope(
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def swiglu(x: Any, y: Any, f: Any, BLOCK: tl.constexpr) -> None:
+def swiglu(x: tl.tensor, y: tl.tensor, f: tl.tensor, BLOCK: tl.constexpr) -> None:
     """A piece of one row of silu(gate) * up."""
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -71,16 +69,30 @@ def swiglu(x: Any, y: Any, f: Any, BLOCK: tl.constexpr) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def sample(scores: Any, hot: Any, uniform: Any, out: Any, v: Any, BLOCK: tl.constexpr) -> None:
-    """The place in a row of falling scores on which the number falls."""
+def sample(
+    scores: tl.tensor,
+    hot: tl.tensor,
+    uniform: tl.tensor,
+    out: tl.tensor,
+    v: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The place in a row of falling scores on which the number falls, a block at a time."""
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
-    here = at < v
     heat = tl.load(hot + row)
-    x = tl.load(scores + row * v + at, mask=here, other=-float("inf")) / heat
-    weight = tl.where(here, tl.exp(x - tl.max(x)), 0.0)
-    sums = tl.cumsum(weight)
-    total = tl.sum(weight)
+    top = tl.load(scores + row * v) / heat
+    total = top * 0
+    for first in range(0, v, BLOCK):
+        x = tl.load(scores + row * v + first + at, mask=first + at < v, other=-float("inf"))
+        total += tl.sum(tl.exp(x / heat - top))
     aim = tl.load(uniform + row) * total
-    passed = tl.sum(((sums <= aim) & here).to(tl.int32))
-    tl.store(out + row, tl.minimum(passed, v - 1).to(tl.int64))
+    before = top * 0
+    passed = tl.zeros((BLOCK,), tl.int64)
+    for first in range(0, v, BLOCK):
+        here = first + at < v
+        x = tl.load(scores + row * v + first + at, mask=here, other=-float("inf"))
+        weight = tl.exp(x / heat - top)
+        passed += ((before + tl.cumsum(weight) <= aim) & here).to(tl.int64)
+        before += tl.sum(weight)
+    tl.store(out + row, tl.minimum(tl.sum(passed), v - 1))

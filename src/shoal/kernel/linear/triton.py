@@ -44,9 +44,10 @@ class Triton(TritonKernel):
             rows = x.numel() // k
             out = x.new_empty(*x.shape[:-1], n)
             grid = (-(-rows // 16), -(-n // self.block_n))
+            # Triton's interpreter does not multiply bf16.
             product[grid](
                 x.contiguous(), weight, weight if bias is None else bias, out, rows, n, k,
-                bias is not None, 16, self.block_n, self.block_k,
+                bias is not None, self.interpreted(call), 16, self.block_n, self.block_k,
             )  # fmt: skip
             return out
 

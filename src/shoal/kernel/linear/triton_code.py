@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -12,19 +10,20 @@ __all__ = ["product"]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def product(
-    x: Any,
-    w: Any,
-    bias: Any,
-    y: Any,
-    m: Any,
-    n: Any,
-    k: Any,
+    x: tl.tensor,
+    w: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
     HAS_BIAS: tl.constexpr,
+    WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """y[M, N] = x[M, K] @ w[N, K].T + bias[N], one tile."""
+    """y[M, N] = x[M, K] @ w[N, K].T + bias[N], one tile; products in fp32 if WIDEN."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
@@ -41,6 +40,8 @@ def product(
             mask=(outs[None, :] < n) & here[:, None],
             other=0.0,
         )
+        if WIDEN:
+            a, b = a.to(tl.float32), b.to(tl.float32)
         total += tl.dot(a, b, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias + outs, mask=outs < n, other=0.0)[None, :]

@@ -10,14 +10,11 @@ order afterwards: results do not depend on how programs are scheduled.
 
 from __future__ import annotations
 
-import functools
-import os
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import KernelError
 from shoal.core.parts import part
-from shoal.kernel.base import BaseKernel
+from shoal.kernel.base import TritonKernel
 from shoal.kernel.calls import LinearLowbit
 from shoal.kernel.formats import weight_format
 from shoal.kernel.formats.integer import Int
@@ -26,19 +23,9 @@ from shoal.kernel.protocols import Packed, Ready
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Triton", "interpreted", "split_of"]
+__all__ = ["Triton", "split_of"]
 
 _GROUPS = (32, 64, 128, 256)
-
-
-@functools.cache
-def _installed() -> bool:
-    return find_spec("triton") is not None
-
-
-def interpreted() -> bool:
-    """Triton's interpreter runs the kernels, on a CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def split_of(m: int, n: int, groups: int, programs: int) -> int:
@@ -48,7 +35,7 @@ def split_of(m: int, n: int, groups: int, programs: int) -> int:
 
 
 @part
-class Triton(BaseKernel):
+class Triton(TritonKernel):
     """``tl.dot`` on unpacked codes, a group of K at a time.
 
     Args:
@@ -57,21 +44,12 @@ class Triton(BaseKernel):
     """
 
     op: ClassVar[str] = "linear_lowbit"
-    backend: ClassVar[str] = "triton"
-    devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
-    dtypes: ClassVar[tuple[str, ...]] = ("bf16", "fp16", "fp32")
-    memory_share: ClassVar[float] = 0.6
     compute_share: ClassVar[float] = 0.4
-    call_s: ClassVar[float] = 3e-5
 
     block_n: int = 64
     programs: int = 256
 
     def _refuses(self, call: LinearLowbit) -> str | None:
-        if not _installed():
-            return "needs Triton (pip install triton)"
-        if call.device == "cpu" and not interpreted():
-            return "runs on a CPU in Triton's interpreter only (TRITON_INTERPRET=1)"
         try:
             stored = weight_format(call.format)
             if not isinstance(stored, Int) or stored.width != 4 or stored.keeps_half:
@@ -113,6 +91,8 @@ class Triton(BaseKernel):
                 rows.stride(0),
                 rows.stride(1),
                 -(-groups // split),
+                # Triton's interpreter does not multiply bf16.
+                WIDEN=self.interpreted(call),
                 GROUP=group,
                 BLOCK_N=self.block_n,
             )

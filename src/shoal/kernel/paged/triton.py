@@ -6,14 +6,10 @@ depend on what else is in the batch.
 
 from __future__ import annotations
 
-import functools
-import os
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.ir import Estimate, Interval, Machine
-from shoal.kernel.base import BaseKernel
+from shoal.kernel.base import TritonKernel
 from shoal.kernel.calls import PagedAttention
 from shoal.kernel.kv import kv_format
 from shoal.kernel.kv.bfp import Bfp
@@ -29,13 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Triton"]
 
 
-@functools.cache
-def _installed() -> bool:
-    return find_spec("triton") is not None
-
-
 @part
-class Triton(BaseKernel):
+class Triton(TritonKernel):
     """A program for each row, key/value head and chunk; another folds the chunks.
 
     Args:
@@ -44,9 +35,6 @@ class Triton(BaseKernel):
     """
 
     op: ClassVar[str] = "paged_attention"
-    backend: ClassVar[str] = "triton"
-    devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
-    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
     invariant: ClassVar[bool] = True
     memory_share: ClassVar[float] = 0.5
     compute_share: ClassVar[float] = 0.1
@@ -55,18 +43,7 @@ class Triton(BaseKernel):
     chunk: int = 512
     step: int = 64
 
-    def estimate(self, call: PagedAttention, machine: Machine) -> Estimate:
-        """On a CPU, where it is interpreted, nothing is slower."""
-        found = super().estimate(call, machine)
-        if call.device == "cuda":
-            return found
-        return found.model_copy(update={"step_s": Interval.around(1.0, 0.6)})
-
     def _refuses(self, call: PagedAttention) -> str | None:
-        if not _installed():
-            return "needs Triton (pip install triton)"
-        if call.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "runs on a CPU in Triton's interpreter only (TRITON_INTERPRET=1)"
         form = kv_format(call.format)
         reason = form.refuses(call.head_dim)
         if reason is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -12,20 +10,20 @@ __all__ = ["chunks", "fold"]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _decoded(
-    codes: Any,
-    scales: Any,
-    slot: Any,
-    some: Any,
-    head: Any,
-    slot_stride: Any,
-    head_stride: Any,
-    scale_slot: Any,
-    scale_head: Any,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    slot: tl.tensor,
+    some: tl.tensor,
+    head: tl.tensor,
+    slot_stride: tl.tensor,
+    head_stride: tl.tensor,
+    scale_slot: tl.tensor,
+    scale_head: tl.tensor,
     D: tl.constexpr,
     DP: tl.constexpr,
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Keys or values [tokens, DP] of one head, in fp32."""
     dims = tl.arange(0, DP)[None, :]
     here = some[:, None] & (dims < D)
@@ -53,30 +51,30 @@ def _decoded(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def chunks(
-    q: Any,
-    k: Any,
-    v: Any,
-    k_scales: Any,
-    v_scales: Any,
-    blocks: Any,
-    lengths: Any,
-    requests: Any,
-    sums: Any,
-    tops: Any,
-    totals: Any,
-    scale: Any,
-    most: Any,
-    width: Any,
-    q_row: Any,
-    q_head: Any,
-    k_slot: Any,
-    k_head: Any,
-    v_slot: Any,
-    v_head: Any,
-    ks_slot: Any,
-    ks_head: Any,
-    vs_slot: Any,
-    vs_head: Any,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
+    blocks: tl.tensor,
+    lengths: tl.tensor,
+    requests: tl.tensor,
+    sums: tl.tensor,
+    tops: tl.tensor,
+    totals: tl.tensor,
+    scale: tl.tensor,
+    most: tl.tensor,
+    width: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    k_slot: tl.tensor,
+    k_head: tl.tensor,
+    v_slot: tl.tensor,
+    v_head: tl.tensor,
+    ks_slot: tl.tensor,
+    ks_head: tl.tensor,
+    vs_slot: tl.tensor,
+    vs_head: tl.tensor,
     GROUP: tl.constexpr,
     GP: tl.constexpr,
     D: tl.constexpr,
@@ -128,12 +126,12 @@ def chunks(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def fold(
-    out: Any,
-    lengths: Any,
-    sums: Any,
-    tops: Any,
-    totals: Any,
-    most: Any,
+    out: tl.tensor,
+    lengths: tl.tensor,
+    sums: tl.tensor,
+    tops: tl.tensor,
+    totals: tl.tensor,
+    most: tl.tensor,
     GROUP: tl.constexpr,
     GP: tl.constexpr,
     D: tl.constexpr,

@@ -6,12 +6,10 @@ few of them still have, are not counted on.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.ir import Estimate, Interval, Machine
+from shoal.kernel.base import TritonKernel
 from shoal.kernel.calls import MatmulPlanes
 from shoal.kernel.planes.base import PlanesKernel, checked
 from shoal.kernel.protocols import Ready
@@ -27,29 +25,11 @@ _SMALL = (16, 16, 64)
 
 
 @part
-class Triton(PlanesKernel):
+class Triton(TritonKernel, PlanesKernel):
     """One launch; the result of a tile is recovered where it was computed."""
 
-    backend: ClassVar[str] = "triton"
-    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     rate: ClassVar[str | None] = "int8"
-    memory_share: ClassVar[float] = 0.6
-    compute_share: ClassVar[float] = 0.3
     call_s: ClassVar[float] = 2e-5
-
-    def _refuses(self, call: MatmulPlanes) -> str | None:
-        if importlib.util.find_spec("triton") is None:
-            return "needs Triton (pip install triton)"
-        if call.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "runs on a GPU (on a CPU only to be tested, with TRITON_INTERPRET=1)"
-        return super()._refuses(call)
-
-    def estimate(self, call: MatmulPlanes, machine: Machine) -> Estimate:
-        """On a CPU, where it is interpreted, nothing is slower."""
-        found = super().estimate(call, machine)
-        if call.device == "cuda":
-            return found
-        return found.model_copy(update={"step_s": Interval.around(1.0, 0.6)})
 
     def _prepare(self, call: MatmulPlanes, planes_NwW: Tensor) -> Ready:
         import torch
@@ -69,9 +49,10 @@ class Triton(PlanesKernel):
             x = checked("x", planes_MaW, None, a, k).view(torch.int32)
             out = torch.empty(x.shape[0], n, dtype=dtype, device=x.device)
             grid = (-(-x.shape[0] // bm), -(-n // bn))
+            # Loads ahead of every plane's words would not fit into the memory on chip.
             planes_product[grid](
                 x, weights, out, x.shape[0], n, k, words,
-                A=a, W=w, BM=bm, BN=bn, BK=bk, WIDE=wide,
+                A=a, W=w, BM=bm, BN=bn, BK=bk, WIDE=wide, num_stages=1,
             )  # fmt: skip
             return out
 

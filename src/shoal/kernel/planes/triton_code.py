@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -12,16 +10,16 @@ __all__ = ["planes_product"]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _values(
-    planes: Any,
-    rows: Any,
-    some: Any,
-    k: Any,
-    inside: Any,
-    words: Any,
+    planes: tl.tensor,
+    rows: tl.tensor,
+    some: tl.tensor,
+    k: tl.tensor,
+    inside: tl.tensor,
+    words: tl.tensor,
     FROM: tl.constexpr,
     TO: tl.constexpr,
     ALL: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """int8 [rows, k]: the sum of planes FROM to TO - 1, the first counted as 1; 0 outside."""
     value = tl.zeros((rows.shape[0], k.shape[0]), tl.int32)
     for i in tl.static_range(FROM, TO):
@@ -34,13 +32,13 @@ def _values(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def planes_product(
-    x: Any,
-    w: Any,
-    out: Any,
-    m: Any,
-    n: Any,
-    k: Any,
-    words: Any,
+    x: tl.tensor,
+    w: tl.tensor,
+    out: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    words: tl.tensor,
     A: tl.constexpr,
     W: tl.constexpr,
     BM: tl.constexpr,

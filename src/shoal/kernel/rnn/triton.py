@@ -6,11 +6,10 @@ kernel).
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.parts import part
+from shoal.kernel.base import TritonKernel
 from shoal.kernel.rnn.base import Gradients, RecurrenceKernel, Trace
 from shoal.kernel.rnn.call import Recurrence
 
@@ -24,11 +23,9 @@ _MOST = {"fp32": 64, "bf16": 128}
 
 
 @part
-class Triton(RecurrenceKernel):
+class Triton(TritonKernel, RecurrenceKernel):
     """One program a head and 16 rows of the batch, for all steps."""
 
-    backend: ClassVar[str] = "triton"
-    devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
     memory_share: ClassVar[float] = 0.4
     compute_share: ClassVar[float] = 0.1
@@ -72,10 +69,6 @@ class Triton(RecurrenceKernel):
         reason = super()._refuses(call)
         if reason is not None:
             return reason
-        if importlib.util.find_spec("triton") is None:
-            return "needs the package triton (pip install triton)"
-        if call.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "runs on GPUs, or interpreted where TRITON_INTERPRET=1 is set"
         if call.units > _MOST[call.dtype]:
             return (
                 f"keeps the matrices of a head on chip: at most {_MOST[call.dtype]} units in "

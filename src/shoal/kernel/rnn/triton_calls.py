@@ -18,12 +18,18 @@ _NUMBER = {"lstm": 0, "gru": 1, "elman": 2, "slstm": 3}
 _ROWS = 16
 
 
-def _cut(call: Recurrence, batch: int) -> tuple[tuple[int, int], dict[str, int]]:
+def _cut(call: Recurrence, wx: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     width = 16
     while width < call.units:
         width *= 2
-    grid = (call.heads, -(-batch // _ROWS))
-    return grid, {"FN": _NUMBER[call.function], "BB": _ROWS, "DP": width}
+    grid = (call.heads, -(-wx.shape[0] // _ROWS))
+    # Triton's interpreter, on a CPU, does not multiply bf16.
+    return grid, {
+        "FN": _NUMBER[call.function],
+        "WIDEN": not wx.is_cuda,
+        "BB": _ROWS,
+        "DP": width,
+    }
 
 
 def forward(
@@ -38,7 +44,7 @@ def forward(
 ) -> Trace:
     """See :meth:`shoal.kernel.rnn.base.RecurrenceKernel.forward`."""
     trace = buffers(call, wx, torch.float32, keep, out)
-    grid, cut = _cut(call, wx.shape[0])
+    grid, cut = _cut(call, wx)
     gates = trace.gates if trace.gates is not None else trace.h
     triton_code.forward[grid](
         wx.detach().contiguous(),
@@ -79,7 +85,7 @@ def backward(
     extra = len(what.gates) - len(what.inputs)
     dextra = dwx.new_empty(*wx.shape[:2], extra, *wx.shape[3:])
     dstates = torch.empty_like(begin)
-    grid, cut = _cut(call, wx.shape[0])
+    grid, cut = _cut(call, wx)
     gates = trace.gates
     assert gates is not None
     triton_code.backward[grid](
@@ -96,6 +102,8 @@ def backward(
         *wx.shape[:2],
         call.heads,
         call.units,
+        # Beside the matrices there is no room for loads ahead.
+        num_stages=1,
         **cut,
     )
     bias = torch.cat([dextra.sum((0, 1)), dwx.sum((0, 1))])

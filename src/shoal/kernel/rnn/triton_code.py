@@ -7,8 +7,6 @@ A program owns one head and a block of rows of the batch. ``FN`` is the function
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -16,37 +14,50 @@ __all__ = ["backward", "forward"]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _tanh(x: Any) -> Any:
+def _tanh(x: tl.tensor) -> tl.tensor:
     return 2 * tl.sigmoid(2 * x) - 1
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _log_sigmoid(x: Any) -> Any:
+def _log_sigmoid(x: tl.tensor) -> tl.tensor:
     return tl.minimum(x, 0.0) - tl.log(1 + tl.exp(-tl.abs(x)))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _matrix(r: Any, g: Any, n: Any, N: Any, D: Any, across: tl.constexpr, DP: tl.constexpr) -> Any:
-    """[inputs, outputs] of gate g, or the other way round."""
+def _matrix(
+    r: tl.tensor,
+    g: tl.tensor,
+    n: tl.tensor,
+    N: tl.tensor,
+    D: tl.tensor,
+    across: tl.constexpr,
+    WIDEN: tl.constexpr,
+    DP: tl.constexpr,
+) -> tl.tensor:
+    """[inputs, outputs] of gate g, or the other way round; in fp32 if WIDEN."""
     a, b = tl.arange(0, DP)[:, None], tl.arange(0, DP)[None, :]
     out, inner = (b, a) if across else (a, b)
-    return tl.load(r + ((g * N + n) * D + out) * D + inner, mask=(a < D) & (b < D), other=0.0)
+    found = tl.load(r + ((g * N + n) * D + out) * D + inner, mask=(a < D) & (b < D), other=0.0)
+    if WIDEN:
+        found = found.to(tl.float32)
+    return found
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def forward(
-    wx: Any,
-    r: Any,
-    bias: Any,
-    s0: Any,
-    h: Any,
-    rest: Any,
-    gates: Any,
-    B: Any,
-    T: Any,
-    N: Any,
-    D: Any,
+    wx: tl.tensor,
+    r: tl.tensor,
+    bias: tl.tensor,
+    s0: tl.tensor,
+    h: tl.tensor,
+    rest: tl.tensor,
+    gates: tl.tensor,
+    B: tl.tensor,
+    T: tl.tensor,
+    N: tl.tensor,
+    D: tl.tensor,
     FN: tl.constexpr,
+    WIDEN: tl.constexpr,
     KEEP: tl.constexpr,
     BB: tl.constexpr,
     DP: tl.constexpr,
@@ -60,17 +71,17 @@ def forward(
     at = n * D + cols
     plane = B * T * ND
     IN: tl.constexpr = 3 if FN == 1 else (1 if FN == 2 else 4)
-    r0 = _matrix(r, 0, n, N, D, True, DP)
+    r0 = _matrix(r, 0, n, N, D, True, WIDEN, DP)
     b0 = tl.load(bias + at, mask=cols < D, other=0.0)
     now = tl.load(s0 + rows * ND + at, mask=real, other=0.0)
     if FN != 2:
-        r1 = _matrix(r, 1, n, N, D, True, DP)
-        r2 = _matrix(r, 2, n, N, D, True, DP)
+        r1 = _matrix(r, 1, n, N, D, True, WIDEN, DP)
+        r2 = _matrix(r, 2, n, N, D, True, WIDEN, DP)
         b1 = tl.load(bias + ND + at, mask=cols < D, other=0.0)
         b2 = tl.load(bias + 2 * ND + at, mask=cols < D, other=0.0)
         b3 = tl.load(bias + 3 * ND + at, mask=cols < D, other=0.0)
     if FN == 0 or FN == 3:
-        r3 = _matrix(r, 3, n, N, D, True, DP)
+        r3 = _matrix(r, 3, n, N, D, True, WIDEN, DP)
         c = tl.load(s0 + (B + rows) * ND + at, mask=real, other=0.0)
     if FN == 3:
         norm = tl.load(s0 + (2 * B + rows) * ND + at, mask=real, other=0.0)
@@ -125,33 +136,45 @@ def forward(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _before(
-    s0: Any, all_states: Any, s: Any, t: Any, rows: Any, T: Any, B: Any, ND: Any, at: Any, real: Any
-) -> Any:
+    s0: tl.tensor,
+    all_states: tl.tensor,
+    s: tl.tensor,
+    t: tl.tensor,
+    rows: tl.tensor,
+    T: tl.tensor,
+    B: tl.tensor,
+    ND: tl.tensor,
+    at: tl.tensor,
+    real: tl.tensor,
+) -> tl.tensor:
     """A state before step t."""
-    first = tl.load(s0 + (s * B + rows) * ND + at, mask=real & (t == 0), other=0.0)
-    later = tl.load(all_states + (rows * T + t - 1) * ND + at, mask=real & (t > 0), other=0.0)
-    return first + later
+    if t == 0:
+        found = tl.load(s0 + (s * B + rows) * ND + at, mask=real, other=0.0)
+    else:
+        found = tl.load(all_states + (rows * T + t - 1) * ND + at, mask=real, other=0.0)
+    return found
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def backward(
-    r: Any,
-    s0: Any,
-    h: Any,
-    rest: Any,
-    gates: Any,
-    dh: Any,
-    drest: Any,
-    dlast: Any,
-    dwx: Any,
-    dextra: Any,
-    ds0: Any,
-    clip: Any,
-    B: Any,
-    T: Any,
-    N: Any,
-    D: Any,
+    r: tl.tensor,
+    s0: tl.tensor,
+    h: tl.tensor,
+    rest: tl.tensor,
+    gates: tl.tensor,
+    dh: tl.tensor,
+    drest: tl.tensor,
+    dlast: tl.tensor,
+    dwx: tl.tensor,
+    dextra: tl.tensor,
+    ds0: tl.tensor,
+    clip: tl.tensor,
+    B: tl.tensor,
+    T: tl.tensor,
+    N: tl.tensor,
+    D: tl.tensor,
     FN: tl.constexpr,
+    WIDEN: tl.constexpr,
     BB: tl.constexpr,
     DP: tl.constexpr,
 ) -> None:
@@ -164,12 +187,12 @@ def backward(
     at = n * D + cols
     plane = B * T * ND
     IN: tl.constexpr = 3 if FN == 1 else (1 if FN == 2 else 4)
-    r0 = _matrix(r, 0, n, N, D, False, DP)
+    r0 = _matrix(r, 0, n, N, D, False, WIDEN, DP)
     if FN != 2:
-        r1 = _matrix(r, 1, n, N, D, False, DP)
-        r2 = _matrix(r, 2, n, N, D, False, DP)
+        r1 = _matrix(r, 1, n, N, D, False, WIDEN, DP)
+        r2 = _matrix(r, 2, n, N, D, False, WIDEN, DP)
     if FN == 0 or FN == 3:
-        r3 = _matrix(r, 3, n, N, D, False, DP)
+        r3 = _matrix(r, 3, n, N, D, False, WIDEN, DP)
     d0 = tl.load(dlast + rows * ND + at, mask=real, other=0.0)
     if FN == 0 or FN == 3:
         d1 = tl.load(dlast + (B + rows) * ND + at, mask=real, other=0.0)

@@ -6,13 +6,11 @@ as the type allows. One launch moves up to three dimensions.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.parts import part
-from shoal.ir import Estimate, Interval, Machine
+from shoal.kernel.base import TritonKernel
 from shoal.kernel.protocols import Ready
 from shoal.kernel.strided.base import StridedKernel, byte_tensor, checked_out, checked_room
 from shoal.kernel.strided.calls import Pack, Unpack
@@ -26,29 +24,17 @@ __all__ = ["TritonPack", "TritonUnpack"]
 _BLOCK = 1024
 
 
-class _Triton(StridedKernel):
-    backend: ClassVar[str] = "triton"
+class _Triton(TritonKernel, StridedKernel):
     invariant: ClassVar[bool] = True
-    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    dtypes: ClassVar[tuple[str, ...]] = StridedKernel.dtypes
     memory_share: ClassVar[float] = 0.7
     block_s: ClassVar[float] = 0.0
     call_s: ClassVar[float] = 2e-5
 
     def _refuses(self, call: Any) -> str | None:
-        if importlib.util.find_spec("triton") is None:
-            return "needs Triton (pip install triton)"
-        if call.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "runs on a GPU (on a CPU only to be tested, with TRITON_INTERPRET=1)"
         if not isinstance(call.layout, StridedBlock):
             return "copies strided blocks, not lists of blocks"
         return None
-
-    def estimate(self, call: Any, machine: Machine) -> Estimate:
-        """On a CPU, where it is interpreted, nothing is slower."""
-        found = super().estimate(call, machine)
-        if call.device == "cuda":
-            return found
-        return found.model_copy(update={"step_s": Interval.around(1.0, 0.6)})
 
 
 @part

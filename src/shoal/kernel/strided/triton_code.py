@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -12,13 +10,13 @@ __all__ = ["move"]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def move(
-    strided: Any,
-    packed: Any,
-    total: Any,
-    c0: Any,
-    c1: Any,
-    s1: Any,
-    s2: Any,
+    strided: tl.tensor,
+    packed: tl.tensor,
+    total: tl.tensor,
+    c0: tl.tensor,
+    c1: tl.tensor,
+    s1: tl.tensor,
+    s2: tl.tensor,
     BLOCK: tl.constexpr,
     PLANES: tl.constexpr,
     PACK: tl.constexpr,
