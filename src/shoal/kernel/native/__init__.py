@@ -10,12 +10,14 @@ import ctypes
 import functools
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from shoal.core.measure import num_cores
 from shoal.core.native import build
 
-__all__ = ["FLAGS", "function", "library"]
+__all__ = ["FLAGS", "build_all", "function", "library"]
 
 FLAGS = ("-fopenmp", "-ffp-contract=fast")
 
@@ -46,6 +48,22 @@ def library(name: str) -> ctypes.CDLL:
     import torch  # noqa: F401 - brings the OpenMP runtime that the library shares
 
     return build(_text(name), name=f"kernel-{name}", flags=FLAGS)
+
+
+def build_all() -> tuple[str, ...]:
+    """Build and load every library of this room, as many at a time as there are cores.
+
+    Returns:
+        Their names; the largest sources, which take longest, come first.
+
+    Raises:
+        BuildError: there is no compiler, or it refuses a source.
+    """
+    names = [path.stem for path in Path(__file__).parent.glob("*.cpp")]
+    names.sort(key=lambda name: (-len(_text(name)), name))
+    with ThreadPoolExecutor(num_cores()) as pool:
+        list(pool.map(library, names))
+    return tuple(names)
 
 
 _TYPES = {

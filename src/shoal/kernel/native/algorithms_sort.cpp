@@ -19,10 +19,11 @@ template <class K> struct Keyed {
   K key;
   int64_t place;
 };
-template <bool kDown> struct ByKey {
+struct ByKey {
+  bool down;
   template <class K> bool operator()(const Keyed<K>& x, const Keyed<K>& y) const {
-    if (kDown ? x.key > y.key : x.key < y.key) return true;
-    if (kDown ? x.key < y.key : x.key > y.key) return false;
+    if (x.key < y.key) return !down;
+    if (x.key > y.key) return down;
     const bool a = x.key != x.key, b = y.key != y.key;
     return a != b ? b : x.place < y.place;
   }
@@ -87,8 +88,7 @@ SORT(int32, int32_t)
                                int64_t threads) {                                        \
     std::vector<Keyed<K>> from(static_cast<size_t>(n)), to(static_cast<size_t>(n));      \
     for (int64_t i = 0; i < n; i++) from[size_t(i)] = {key[i], i};                       \
-    if (down) sort(from.data(), to.data(), n, threads, ByKey<true>());                   \
-    else sort(from.data(), to.data(), n, threads, ByKey<false>());                       \
+    sort(from.data(), to.data(), n, threads, ByKey{down != 0});                          \
     for (int64_t i = 0; i < n; i++) place[i] = from[size_t(i)].place;                    \
   }
 ORDER(float64, double)

@@ -421,15 +421,14 @@ struct Item {
   int64_t place;  // of its partial results, where more than one thread computes it; else -1
 };
 
-template <class F>
-struct Run {
-  using P = typename F::P;
+// What the threads share out, whatever the format.
+struct Work {
   const Problem& p;
   std::vector<Tile> tiles;
   std::vector<Item> items;
   int64_t record, total = 0, threads = 1, kept = 0;
 
-  explicit Run(const Problem& problem) : p(problem), record(kHead + problem.pad) {
+  explicit Work(const Problem& problem) : p(problem), record(kHead + problem.pad) {
     const int64_t most = std::max<int64_t>(1, kVectors / p.group);
     int64_t chunks = 0;
     for (int64_t row = 0; row < p.rows; row++) {
@@ -474,6 +473,15 @@ struct Run {
     std::memset(to, 0, vectors * record * sizeof(float));
     for (int64_t i = 0; i < vectors; i++) to[i * record] = kNone;
   }
+  void fold_all(float* to, const float* from, int64_t vectors) const {
+    for (int64_t i = 0; i < vectors; i++) fold(to + i * record, from + i * record, p.pad);
+  }
+};
+
+template <class F>
+struct Run : Work {
+  using P = typename F::P;
+  using Work::Work;
 
   // One chunk of an item, into `to` [heads, rows, group] records.
   void chunk(const Item& item, int64_t c, const char* q, char* space, float* to) const {
@@ -513,10 +521,6 @@ struct Run {
           const int64_t first = (row * p.heads + g * p.group + j) * p.d;
           F::result(p, records + kHead, records[1], p.out + first * p.number());
         }
-  }
-
-  void fold_all(float* to, const float* from, int64_t vectors) const {
-    for (int64_t i = 0; i < vectors; i++) fold(to + i * record, from + i * record, p.pad);
   }
 
   void share(int64_t thread, float* partial, Buffer& buffer) const {

@@ -571,8 +571,9 @@ void unpointwise(const T* s0, const T* h, const T* rest, const T* gates, const T
                    dpre + (n * z.B + b) * F::REC * z.D + j, z.D, z, t, n, b, j);
 }
 
-// Tiles of four vectors where a head has as many.
-template <class T> inline bool wide(const Shape& z) { return z.D > 2 * W<T>; }
+// Tiles of four vectors where a head has as many; fp64 checks gradients, in tiles of one.
+template <class T> constexpr bool kWide = sizeof(T) == 4;
+template <class T> inline bool wide(const Shape& z) { return kWide<T> && z.D > 2 * W<T>; }
 
 }  // namespace
 
@@ -584,7 +585,8 @@ template <class T> inline bool wide(const Shape& z) { return z.D > 2 * W<T>; }
     if (F::JV == 1 || !wide<T>(shape))                                                            \
       forward<F, 1, T, S>(wx, r, bias, s0, h, rest, gates, scratch, shape);                       \
     else                                                                                          \
-      forward<F, F::JV, T, S>(wx, r, bias, s0, h, rest, gates, scratch, shape);                   \
+      forward<F, kWide<T> ? F::JV : 1, T, S>(wx, r, bias, s0, h, rest, gates, scratch,            \
+                                             shape);                                              \
   }                                                                                               \
   extern "C" void name##_backward_##type(                                                         \
       const S* r, const T* s0, const T* h, const T* rest, const T* gates, const T* dh,            \
@@ -593,8 +595,8 @@ template <class T> inline bool wide(const Shape& z) { return z.D > 2 * W<T>; }
     Shape shape;                                                                                  \
     std::memcpy(&shape, z, sizeof(shape));                                                        \
     if (wide<T>(shape))                                                                           \
-      backward<F, 4, T, S>(r, s0, h, rest, gates, dh, drest, dlast, dwx, dextra, dbias, ds0,      \
-                           scratch, shape, T(clip));                                              \
+      backward<F, kWide<T> ? 4 : 1, T, S>(r, s0, h, rest, gates, dh, drest, dlast, dwx,           \
+                                          dextra, dbias, ds0, scratch, shape, T(clip));           \
     else                                                                                          \
       backward<F, 1, T, S>(r, s0, h, rest, gates, dh, drest, dlast, dwx, dextra, dbias, ds0,      \
                            scratch, shape, T(clip));                                              \
