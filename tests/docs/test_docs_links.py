@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from docs_pages import DOCS, PAGES, ROOT, prose
 
-from shoal.claims.gallery.publish import gallery_files
+from shoal.claims.gallery.publish import gallery_names
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`[^`\n]*`")
 HEADING = re.compile(r"^#{1,6} (.+?)(?: \{#([\w-]+)\})?$", re.M)
 # Written into the site by docs/hooks.py.
-GALLERY = {name for name, _ in gallery_files(ROOT / "results")}
+GALLERY = frozenset(gallery_names(ROOT / "results"))
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 

@@ -5,6 +5,7 @@ Whoever has a results file can compute it again, and gets the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
@@ -103,8 +104,11 @@ def wanted(metrics: Iterable[Metric], quick: bool) -> list[Metric]:
     return [metric for metric in metrics if metric.quick or not quick]
 
 
+@functools.lru_cache(maxsize=4096)
 def measure(metric: Metric, paired: Paired, seed: int = 0) -> Spread:
     """The number of one metric with its 90 % bootstrap interval.
+
+    It follows from the arguments alone, and pages ask for the same ones again and again.
 
     Raises:
         ConfigError: the baseline column is missing or has a zero where it divides.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from shoal.claims.gallery.pages import GROUPS, Places, facets, render_index, render_row
@@ -15,7 +16,7 @@ from shoal.claims.gallery.scoreboard import SCOREBOARD, render_scoreboard
 from shoal.core.errors import ConfigError, require
 from shoal.core.files import write_dir_atomic
 
-__all__ = ["MARKER", "gallery_files", "write_gallery"]
+__all__ = ["MARKER", "gallery_files", "gallery_names", "write_gallery"]
 
 MARKER = "gallery.json"
 
@@ -29,21 +30,25 @@ def gallery_files(results: Path) -> Iterator[tuple[str, bytes]]:
     Raises:
         ConfigError: there is no such directory.
     """
-    require(
-        results.is_dir(),
-        "results",
-        str(results),
-        expected="a directory with results files",
-        hint="run a claim first, or name the directory with --results",
-    )
-    papers = index_rows(results)
-    places = Places()
+    papers = _papers(results)
     names = []
-    for name, content in _files(papers, places, results):
+    for name, content in _files(papers, Places(), results):
         names.append(name)
-        yield name, content
+        yield name, content()
     about = {"format": 1, "papers": len(papers), "files": sorted(names)}
     yield MARKER, (json.dumps(about, indent=1) + "\n").encode()
+
+
+def gallery_names(results: Path) -> list[str]:
+    """Paths of all files of the gallery inside it; no page is written.
+
+    Args:
+        results: directory of the results files.
+
+    Raises:
+        ConfigError: there is no such directory.
+    """
+    return [*(name for name, _ in _files(_papers(results), Places(), results)), MARKER]
 
 
 def write_gallery(results: Path, out: Path) -> Path:
@@ -87,22 +92,43 @@ def write_gallery(results: Path, out: Path) -> Path:
     return out / Places().index
 
 
-def _files(papers: list[Paper], places: Places, results: Path) -> Iterator[tuple[str, bytes]]:
-    yield places.index, render_index(papers).encode()
+def _papers(results: Path) -> list[Paper]:
+    require(
+        results.is_dir(),
+        "results",
+        str(results),
+        expected="a directory with results files",
+        hint="run a claim first, or name the directory with --results",
+    )
+    return index_rows(results)
+
+
+def _files(
+    papers: list[Paper], places: Places, results: Path
+) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Path of each file, and what makes its content."""
+    yield places.index, lambda: render_index(papers).encode()
     by_kind = facets(papers)
     for kind in GROUPS:
         for value in by_kind[kind]:
-            chosen = [paper for paper in papers if _value(paper, kind) == value]
-            page = render_index(chosen, every=papers, group=(kind, value))
-            yield places.of_group(kind, value), page.encode()
+            yield places.of_group(kind, value), partial(_group, papers, kind, value)
     for paper in papers:
-        yield places.of_paper(paper), render_row(paper).encode()
-    yield SCOREBOARD, render_scoreboard(gallery_site()).encode()
+        yield places.of_paper(paper), partial(_row, paper)
+    yield SCOREBOARD, lambda: render_scoreboard(gallery_site()).encode()
     claims = {paper.row.claim: paper for paper in papers if paper.linked}
     for claim, paper in sorted(claims.items(), key=str):
-        yield places.of_results(paper), (results / f"{claim}.json").read_bytes()
+        yield places.of_results(paper), (results / f"{claim}.json").read_bytes
     for name in gallery_site().assets():
-        yield f"assets/{name}", gallery_site().asset(name)
+        yield f"assets/{name}", partial(gallery_site().asset, name)
+
+
+def _group(papers: list[Paper], kind: str, value: str) -> bytes:
+    chosen = [paper for paper in papers if _value(paper, kind) == value]
+    return render_index(chosen, every=papers, group=(kind, value)).encode()
+
+
+def _row(paper: Paper) -> bytes:
+    return render_row(paper).encode()
 
 
 def _value(paper: Paper, kind: str) -> str | None:
