@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.app.commands.bench_compile import compile_, planes
 from shoal.app.show import Format
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ __all__ = ["app", "show_serve_plan", "show_serve_report"]
 app = typer.Typer(
     help="Predict a workload and run it for real; compare kernels.", no_args_is_help=True
 )
+
+app.command("compile")(compile_)
+app.command("planes")(planes)
 
 _DEFAULT_MODEL = "shoal-4m"
 

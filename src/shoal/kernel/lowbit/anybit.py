@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
     from shoal.kernel.tile.host import Unpack
 
-__all__ = ["ROWS", "Anybit", "compiled", "type_of"]
+__all__ = ["ROWS", "Anybit", "compiled", "step_of", "type_of"]
 
 COLUMNS = 32
 """Outputs of a tile: four vectors of eight, which share the activations that are loaded."""
+
+_STEPS = (128, 64, 32, 16)
 
 ROWS = (4, 2, 1)
 """Rows that one function multiplies; more are taken in pieces."""
@@ -65,6 +67,17 @@ def type_of(format_: Any) -> _Type | None:
     if isinstance(format_, Float) and format_.code_bits >= 3:
         return _Type(f"float{format_.code_bits}_e{format_.exponent}m{format_.mantissa}")
     return None
+
+
+def step_of(k: int, group: int) -> int:
+    """Weights along K of a tile: the most that fill a group.
+
+    Args:
+        k: of a row.
+        group: that share a scale; a row of one group is filled up with zeros, to 16.
+    """
+    whole = [step for step in _STEPS if group % step == 0]
+    return whole[0] if whole else 16 if group == k else 8
 
 
 @functools.cache
@@ -114,7 +127,16 @@ class Anybit(BaseKernel):
     invariant: ClassVar[bool] = True
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
     needs: ClassVar[frozenset[str]] = frozenset(
-        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "f16c"}
+        {
+            "avx512f",
+            "avx512bw",
+            "avx512dq",
+            "avx512vl",
+            "avx512_bf16",
+            "avx512vbmi",
+            "avx512_vbmi2",
+            "f16c",
+        }
     )
     compiled: ClassVar[bool] = True
     memory_share: ClassVar[float] = 0.6
@@ -152,6 +174,7 @@ def prepare(
     import torch.nn.functional as F
 
     from shoal.kernel.formats.bits import pack
+    from shoal.kernel.pages import large_pages
     from shoal.kernel.tensors import constant, finite
 
     n, k = call.n, call.k
@@ -165,7 +188,7 @@ def prepare(
     kind = type_of(chosen)
     assert kind is not None, "refused"
     group = chosen.group_of(k)
-    step = 16 if group % 16 == 0 or group == k else 8
+    step = step_of(k, group)
     steps = -(-group // step)
     groups = k // group
     tiles_n = -(-n // COLUMNS)
@@ -178,7 +201,7 @@ def prepare(
         codes = codes ^ pack(every, chosen.code_bits)
     row_bytes = codes.shape[1]
     size = step * COLUMNS * chosen.code_bits // 8
-    tiles = torch.empty(tiles_n * groups * steps * size, dtype=torch.uint8)
+    tiles = large_pages(torch.empty(tiles_n * groups * steps * size, dtype=torch.uint8))
     functions["lowbit_pack"](
         codes.data_ptr(), tiles.data_ptr(), n, k, row_bytes * 8, groups * steps
     )

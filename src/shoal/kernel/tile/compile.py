@@ -19,7 +19,7 @@ def compile_kernel(name: str | TileKernel, emit: Emit = "cpp", **options: Any) -
     Args:
         name: of one of :data:`shoal.kernel.tile.programs.PROGRAMS`, or a function marked with
             ``@tile.kernel``.
-        emit: ``ir``, the checked program; ``cpp``, for the host; ``cuda``.
+        emit: ``ir``, the checked program; ``cpp``, for this host; ``cuda``.
         options: of the program, such as ``weight="uint3"``; and ``target`` and ``warps``.
 
     Raises:
@@ -44,9 +44,9 @@ def compile_kernel(name: str | TileKernel, emit: Emit = "cpp", **options: Any) -
     if emit == "ir":
         return str(traced)
     if emit == "cpp":
-        from shoal.kernel.tile.host import host_source
+        from shoal.kernel.tile.host import has_tiles, host_source
 
-        return host_source([traced])
+        return host_source([traced], tiles=has_tiles())
     from shoal.kernel.tile.cuda import cuda_source
 
     return cuda_source(traced)

@@ -16,12 +16,17 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from shoal.core.errors import KernelError
+from shoal.core.native import cpu_flags
+from shoal.kernel.planes.engines import tiles_granted
 from shoal.kernel.tile import ir
 from shoal.kernel.tile.ir import (
     Expr,
@@ -42,7 +47,10 @@ __all__ = ["NEEDS", "Unpack", "build_host", "host_source"]
 
 Unpack = Literal["recipe", "generic"]
 
-NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"})
+_Weights = Callable[[int], Callable[[int], list[str]]]
+"""Of chunks a turn: begins a turn, and gives of each of its chunks the text that makes it."""
+
+NEEDS = frozenset("avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512vbmi avx512_vbmi2".split())
 """Flags of the CPU that the recipe needs."""
 
 _AHEAD = 4096  # bytes of weights that are fetched before they are needed
@@ -150,6 +158,33 @@ inline __m512 split(__m256 x) {
   return _mm512_castsi512_ps(_mm512_cvtepu32_epi64(_mm256_castps_si256(x)));
 }
 #endif
+#ifdef __AMX_BF16__
+// The intrinsics of tiles do not tell the compiler what memory they touch.
+inline void fence() { asm volatile("" ::: "memory"); }
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+// Tiles 0 to 3 are sums, 4 activations, 5 to 7 weights.
+inline void configure(int wide, int high) {
+  TileConfig config;
+  for (int i = 0; i < 8; i++) {
+    config.rows[i] = uint8_t(i < 5 ? wide : high);
+    config.bytes[i] = uint16_t(i == 4 ? 4 * high : 64);
+  }
+  _tile_loadconfig(&config);
+}
+// Pairs of numbers, by turns.
+template <int N> inline void deal(const uint16_t* x, uint32_t* even, uint32_t* odd) {
+  for (int i = 0; i < N; i += 8) {
+    const __mmask8 some = __mmask8(N - i < 8 ? (1 << (N - i)) - 1 : 255);
+    const __m512i pairs = _mm512_maskz_loadu_epi64(some, x + 4 * i);
+    _mm512_mask_cvtepi64_storeu_epi32(even + i, some, pairs);
+    _mm512_mask_cvtepi64_storeu_epi32(odd + i, some, _mm512_srli_epi64(pairs, 32));
+  }
+}
+#endif
 
 }  // namespace
 """
@@ -174,17 +209,42 @@ class _Stream:
 
     Args:
         bases: first byte of each chunk, from the tile's first.
-        index: byte permutation to the eight lanes.
+        index: byte permutation to the eight lanes; None where a thread's bytes are words of 64
+            bits, and the words of the eight threads lie side by side.
     """
 
     bases: list[int]
-    index: list[int]
+    index: list[int] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Room:
+    """Names of the memory of a product: activations and weights as tiles, and sums."""
+
+    rows: str
+    weights: str
+    sums: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ahead:
+    """A product whose operands are made a round ahead: in which slot it finds them, and where."""
+
+    slot: str
+    room: _Room
+
+
+def _names(size: Expr) -> set[str]:
+    """Names that a number depends on."""
+    if size.op == "name":
+        return {str(size)}
+    return set().union(*(_names(x) for x in size.args if isinstance(x, Expr)))
 
 
 class _Emit:
     """Writes the C++ of one program."""
 
-    def __init__(self, program: Program, unpack: Unpack) -> None:
+    def __init__(self, program: Program, unpack: Unpack, tiles: bool) -> None:
         if program.target != "host":
             raise KernelError(
                 f"tile program {program.name} is for {program.target}; expected one for the host"
@@ -209,27 +269,32 @@ class _Emit:
         self.fast: dict[int, tuple[ir.LoadGlobal | None, _Stream | None]] = {}
         self.split: set[int] = set()
         self.home: dict[int, int] = {}  # value -> the body in which it is made
-        self._plan(program.body)
+        self.nests: dict[int, tuple[ir.For, ...]] = {}  # product -> the loops around it
+        self._plan(program.body, ())
         self._plan_split()
+        self.tiles = self._plan_tiles() if tiles else None
+        self.ahead: dict[int, _Ahead] = {}
 
     # What is written in a better form.
 
-    def _plan(self, body: list[ir.Instruction]) -> None:
+    def _plan(self, body: list[ir.Instruction], nest: tuple[ir.For, ...] | None) -> None:
         for at, one in enumerate(body):
             self.home |= {id(value): id(body) for value in writes(one)}
             if isinstance(one, ir.For | ir.While | ir.If):
                 for c in one.carried:
                     if not isinstance(one, ir.If):
                         self.home[id(c.argument)] = id(one.body)
-                self._plan(one.body)
+                inner = nest is not None and isinstance(one, ir.For)
+                self._plan(one.body, (*nest, one) if inner else None)
             if isinstance(one, ir.If):
-                self._plan(one.otherwise)
+                self._plan(one.otherwise, None)
             if isinstance(one, ir.Dot) and self._is_fast(one):
                 before = body[:at]
                 left = self._fusable(one.a, before)
                 if left is not None:
                     self.fused.add(id(left))
                 self.fast[id(one)] = (left, self._plan_weights(one.b, before))
+                self.nests[id(one)] = nest or ()
 
     def _is_fast(self, one: ir.Dot) -> bool:
         bf16, fp32 = tile_type("bf16"), tile_type("fp32")
@@ -275,12 +340,17 @@ class _Emit:
         chunks = table.reshape(8, -1, bits)
         bases = chunks.min(axis=(0, 2))
         inside = chunks - bases[None, :, None]
-        if inside.max() >= 64 or (inside != inside[:, :1]).any():
-            return None
-        index = np.zeros((8, 8), dtype=np.int64)
-        index[:, :bits] = inside[:, 0]
+        thread, place = np.indices(table.shape)
+        index = None
+        if (table != place // 8 * 64 + thread * 8 + place % 8).any():
+            if inside.max() >= 64 or (inside != inside[:, :1]).any():
+                return None
+            index = np.zeros((8, 8), dtype=np.int64)
+            index[:, :bits] = inside[:, 0]
         self.fused |= {id(cast), id(load)} | ({id(view)} if view is not None else set())
-        return _Stream([int(b) for b in bases], [int(i) for i in index.ravel()])
+        return _Stream(
+            [int(b) for b in bases], None if index is None else [int(i) for i in index.ravel()]
+        )
 
     def _plan_split(self) -> None:
         """Sums of fast products stay two to a thread for as long as only products use them."""
@@ -313,6 +383,37 @@ class _Emit:
             if not fits:
                 good.discard(root(at))
         self.split = {at for at in members if root(at) in good}
+
+    def _plan_tiles(self) -> tuple[int, int] | None:
+        """Lines of activations and of weights of a matrix tile, the same for all products."""
+        shapes = set()
+        for one in walk(self.program.body):
+            if isinstance(one, ir.Dot) and id(one) in self.fast:
+                m, k = one.a.shape
+                high = max(h for h in range(1, 17) if k // 4 % h == 0)
+                shapes.add((2 * m, high))
+        found = shapes.pop() if len(shapes) == 1 else (0, 0)
+        return found if 0 < found[0] <= 16 and found[1] % 4 == 0 else None
+
+    def _may_run_ahead(self, one: ir.Dot) -> bool:
+        """Whether the operands of the next round are known in this one."""
+        nest, (left, stream) = self.nests[id(one)], self.fast[id(one)]
+        if not nest or left is None or stream is None:
+            return False
+        views = {id(x.out) for x in self.program.body if isinstance(x, ir.GlobalView)}
+        loads = (left, self.weight_load(one))
+        known = {*self.program.scalars, *(f"block{d}" for d in range(len(self.program.grid)))}
+        variables = {str(loop.variable) for loop in nest}
+        return (
+            all(id(load.source) in views for load in loads)
+            and all(_names(loop.count) <= known for loop in nest)
+            and all(
+                _names(size) <= known | variables
+                for load in loads
+                for size in (*load.offsets, *load.source.strides)
+            )
+            and not any(isinstance(x, ir.StoreGlobal) for x in walk(nest[0].body))
+        )
 
     # Pieces of text.
 
@@ -392,10 +493,18 @@ class _Emit:
         inner += [*self.lines, "}", ""]
         calls = ", ".join([*(f"p_{p.name}" for p in program.pointers), *program.scalars, *blocks])
         outer = [f'extern "C" void {program.name}({", ".join(given)}) {{']
-        outer.append("#pragma omp parallel for schedule(static)")
+        if self.tiles:
+            wide, high = self.tiles
+            outer += ["#pragma omp parallel", "  {", f"  configure({wide}, {high});"]
+            outer.append("#pragma omp for schedule(static)")
+        else:
+            outer.append("#pragma omp parallel for schedule(static)")
         for d, (block, count) in enumerate(zip(blocks, program.grid, strict=True)):
             outer.append(f"{'  ' * (d + 1)}for (int64_t {block} = 0; {block} < {count}; {block}++)")
-        outer += [f"{'  ' * (len(blocks) + 1)}{program.name}_block({calls});", "}", ""]
+        outer.append(f"{'  ' * (len(blocks) + 1)}{program.name}_block({calls});")
+        if self.tiles:
+            outer += ["  _tile_release();", "  }"]
+        outer += ["}", ""]
         return "\n".join([*inner, *outer])
 
     def body(self, body: list[ir.Instruction]) -> None:
@@ -467,6 +576,13 @@ class _Emit:
                 self.put(f"const int64_t {c.result} = {c.argument};")
 
     def on_for(self, one: ir.For) -> None:
+        for inner in walk(one.body) if self.tiles else ():
+            if (
+                isinstance(inner, ir.Dot)
+                and self.nests.get(id(inner), ())[:1] == (one,)
+                and self._may_run_ahead(inner)
+            ):
+                self.run_ahead(inner)
         for c in one.carried:
             self.begin(c.argument, c.init)
         i = one.variable
@@ -907,11 +1023,95 @@ class _Emit:
     # The better form of a product.
 
     def fast_dot(self, one: ir.Dot) -> None:
+        name = self.sums(one)
+        if self.tiles:
+            self.tile_dot(one, name)
+        else:
+            self.vector_dot(one, name)
+        if id(one.out) not in self.split:
+            result = self.declare(one.out)
+            vector = self.vector(one.out.dtype)
+            self.each(
+                one.out.held.num_local, lambda p: f"{result}[{p}] = ({vector})join({name}[{p}]);"
+            )
+
+    def vector_dot(self, one: ir.Dot, name: str) -> None:
+        """Each chunk of weights is multiplied as soon as it is made."""
+        rows, weights, per = self.operands(one)
+        vectors = one.b.shape[1] // 8
+        self.turn(one.a.shape[1] // 8 // per)
+        chunk = weights(per * vectors)
+        for c in range(per):
+            for i, row in enumerate(rows):
+                at = f"{row} + {8 * per} * q + {8 * c}"
+                self.put(f"const __m512i e{c}_{i} = four({at}), o{c}_{i} = four({at} + 4);")
+            for v in range(vectors):
+                text = chunk(c * vectors + v)
+                for i in range(len(rows)):
+                    s = f"{name}[{i * vectors + v}]"
+                    text.append(f"{s} = dot(dot({s}, even, e{c}_{i}), odd, o{c}_{i});")
+                self.block(text)
+        self.over()
+
+    def tile_dot(self, one: ir.Dot, name: str) -> None:
+        """Weights are written to memory, multiplied by matrix tiles, and added to the sums.
+
+        Tiles wait until what they read has arrived in the cache. So, where the operands of the
+        next round are known, those are made before the tiles multiply what the round before made.
+        """
+        vectors = one.b.shape[1] // 8
+        parts = [range(v, min(v + 4, vectors)) for v in range(0, vectors, 4)]
+        if id(one) not in self.ahead:
+            room = self.room(one, 1)
+            self.make(one, room, "0")
+            for part in parts:
+                self.zero(part)
+                self.multiply(one, room, "0", part)
+                self.add_sums(one, name, room, part)
+            return
+        made, nest = self.ahead[id(one)], self.nests[id(one)]
+        later = {str(loop.variable): self.fresh("n") for loop in nest}
+        for loop in nest:
+            step = " + 1" if loop is nest[-1] else ""
+            self.put(f"int64_t {later[str(loop.variable)]} = {loop.variable}{step};")
+        for inner, around in itertools.pairwise(reversed(nest)):
+            here, there = later[str(inner.variable)], later[str(around.variable)]
+            self.put(f"if ({here} == {inner.count}) {{ {here} = 0; {there}++; }}")
+        self.zero(parts[0])
+        self.put(f"if ({later[str(nest[0].variable)]} < {nest[0].count}) {{")
+        self.indent += "  "
+        for variable, known in later.items():
+            self.put(f"const int64_t {variable} = {known};")
+        between = self.products(made.room, made.slot, parts[0])
+        self.make(one, made.room, f"1 - {made.slot}", between)
+        self.indent = self.indent[:-2]
+        self.put("} else {")
+        self.multiply(one, made.room, made.slot, parts[0])
+        self.put("}")
+        self.add_sums(one, name, made.room, parts[0])
+        for part in parts[1:]:
+            self.zero(part)
+            self.multiply(one, made.room, made.slot, part)
+            self.add_sums(one, name, made.room, part)
+        self.put(f"{made.slot} = 1 - {made.slot};")
+
+    def run_ahead(self, one: ir.Dot) -> None:
+        """Before the loops: memory for the operands of two rounds, and those of the first."""
+        nest = self.nests[id(one)]
+        made = self.ahead[id(one)] = _Ahead(self.fresh("slot"), self.room(one, 2))
+        self.put(f"int {made.slot} = 0;")
+        self.put(f"if ({' && '.join(f'{loop.count} > 0' for loop in nest)}) {{")
+        self.indent += "  "
+        for loop in nest:
+            self.put(f"const int64_t {loop.variable} = 0;")
+        self.make(one, made.room, "0")
+        self.indent = self.indent[:-2]
+        self.put("}")
+
+    def operands(self, one: ir.Dot) -> tuple[list[str], _Weights, int]:
+        """Rows of activations, weights, and how many eights of K a turn takes."""
         load, stream = self.fast[id(one)]
         (m, k), n = one.a.shape, one.b.shape[1]
-        vectors = n // 8
-        name = self.sums(one)
-        # Activations: rows in memory, or written there.
         if load is not None:
             view = load.source
             pad = len(load.offsets) - 2
@@ -925,30 +1125,136 @@ class _Emit:
             flat = self.flat(one.a)
             self.put(f"for (int l = 0; l < {m * k}; l++) {left}[{flat}[l][0]] = {source}[l][0];")
             rows = [f"{left} + {i * k}" for i in range(m)]
-        chunk = self.weights(one, stream)
-        self.put("{")
-        outer, self.indent = self.indent, self.indent + "  "
-        for c in range(k // 8):
-            for i, row in enumerate(rows):
-                self.put(
-                    f"const __m512i e{c}_{i} = four({row} + {8 * c}), "
-                    f"o{c}_{i} = four({row} + {8 * c + 4});"
-                )
-            for v in range(vectors):
-                self.put("{")
-                chunk(c * vectors + v)
-                for i in range(m):
-                    s = f"{name}[{i * vectors + v}]"
-                    self.put(f"  {s} = dot(dot({s}, even, e{c}_{i}), odd, o{c}_{i});")
-                self.put("}")
-        self.indent = outer
+        # Eight chunks of words are whole words: what is written for them holds for the next.
+        per = k // 8
+        if stream is not None and stream.index is None:
+            least = 8 // math.gcd(8, n // 8)
+            per = least if per % least == 0 else per
+        return rows, self.weights(one, stream), per
+
+    def turn(self, count: int) -> None:
+        """Begin to go through so many turns; ``q`` is the number of one."""
+        self.put(f"for (int q = 0; q < {count}; q++) {{" if count > 1 else "{ const int q = 0;")
+        self.indent += "  "
+
+    def over(self) -> None:
+        self.indent = self.indent[:-2]
         self.put("}")
-        if id(one.out) not in self.split:
-            result = self.declare(one.out)
-            vector = self.vector(one.out.dtype)
-            self.each(
-                one.out.held.num_local, lambda p: f"{result}[{p}] = ({vector})join({name}[{p}]);"
+
+    def block(self, lines: Sequence[str]) -> None:
+        self.put("{")
+        for line in lines:
+            self.put("  " + line)
+        self.put("}")
+
+    def room(self, one: ir.Dot, slots: int) -> _Room:
+        """Memory for the operands of so many products, and for sums."""
+        assert self.tiles is not None
+        (m, k), n = one.a.shape, one.b.shape[1]
+        lines, (_, high) = k // 4, self.tiles
+        room = _Room(self.fresh("x"), self.fresh("t"), self.fresh("c"))
+        self.put(f"alignas(64) uint16_t {room.weights}[{slots}][{n // 8}][{lines}][32];")
+        self.put(f"alignas(64) uint32_t {room.rows}[{slots}][{lines // high}][{2 * m}][{high}];")
+        self.put(f"alignas(64) float {room.sums}[4][{2 * m}][16];")
+        return room
+
+    def make(
+        self, one: ir.Dot, room: _Room, slot: str, between: Sequence[str] | None = None
+    ) -> None:
+        """Write the operands of a product as matrix tiles want them.
+
+        A line of a tile holds, of eight outputs, two weights for each of two pairs of inputs; a
+        line of activations knows one pair only. So each row is two, of even and of odd pairs,
+        and of what they give every other number counts.
+
+        Args:
+            one: the product.
+            room: where.
+            slot: which of the room's.
+            between: statements to be mixed with these, for each tile along K, number ``h``.
+        """
+        assert self.tiles is not None
+        k, vectors, (_, high) = one.a.shape[1], one.b.shape[1] // 8, self.tiles
+        rows, weights, per = self.operands(one)
+        for i, row in enumerate(rows):
+            at = f"{room.rows}[{slot}][q]"
+            self.put(
+                f"for (int q = 0; q < {k // 4 // high}; q++) "
+                f"deal<{high}>({row} + {4 * high} * q, {at}[{2 * i}], {at}[{2 * i + 1}]);"
             )
+        turns, tiles = k // 8 // per, k // 4 // high
+        if not between:
+            self.turn(turns)
+            self.make_turn(weights, room, slot, vectors, per)
+            self.over()
+            return
+        whole = turns % tiles == 0
+        self.put(f"for (int h = 0; h < {tiles}; h++) {{" if whole else "{")
+        self.indent += "  "
+        each = turns // tiles if whole else turns
+        texts = (
+            list(between)
+            if whole
+            else [f"{{ const int h = {h}; {text} }}" for h in range(tiles) for text in between]
+        )
+        for at in range(each):
+            self.put(f"{{ const int q = {f'{each} * h + ' if whole else ''}{at};")
+            self.indent += "  "
+            self.make_turn(weights, room, slot, vectors, per)
+            for text in texts[len(texts) * at // each : len(texts) * (at + 1) // each]:
+                self.put(text)
+            self.over()
+        self.over()
+
+    def make_turn(self, weights: _Weights, room: _Room, slot: str, vectors: int, per: int) -> None:
+        chunk = weights(per * vectors)
+        for c in range(per):
+            for v in range(vectors):
+                text = chunk(c * vectors + v)
+                at = f"{room.weights}[{slot}][{v}][{2 * per} * q + {2 * c}]"
+                text.append(f"_mm512_store_si512({at}, even);")
+                text.append(f"_mm512_store_si512({at} + 32, odd);")
+                self.block(text)
+
+    def zero(self, part: range) -> None:
+        self.put("fence();")
+        for v in part:
+            self.put(f"_tile_zero({v - part[0]});")
+
+    def products(self, room: _Room, slot: str, part: range) -> list[str]:
+        """Statements that multiply what was made: tile ``h`` along K, some vectors of outputs."""
+        assert self.tiles is not None
+        high, out = self.tiles[1], []
+        for v in part:
+            held = 5 + v % 3
+            text = f"_tile_loadd({held}, {room.weights}[{slot}][{v}][{high} * h], 64); "
+            text += f"_tile_dpbf16ps({v - part[0]}, 4, {held});"
+            if v == part[0]:
+                text = f"_tile_loadd(4, {room.rows}[{slot}][h], {4 * high}); {text}"
+            out.append(text)
+        return out
+
+    def multiply(self, one: ir.Dot, room: _Room, slot: str, part: range) -> None:
+        """All of these for all tiles along K."""
+        assert self.tiles is not None
+        self.put(f"for (int h = 0; h < {one.a.shape[1] // 4 // self.tiles[1]}; h++) {{")
+        for text in self.products(room, slot, part):
+            self.put("  " + text)
+        self.put("}")
+
+    def add_sums(self, one: ir.Dot, name: str, room: _Room, part: range) -> None:
+        """Add what the tiles hold to the sums."""
+        vectors = one.b.shape[1] // 8
+        for v in part:
+            self.put(f"_tile_stored({v - part[0]}, {room.sums}[{v - part[0]}], 64);")
+        self.put("fence();")
+        for i in range(one.a.shape[0]):
+            for v in part:
+                s, at = f"{name}[{i * vectors + v}]", f"{room.sums}[{v - part[0]}]"
+                self.put(
+                    f"{s} = _mm512_add_ps({s}, _mm512_mask_load_ps(_mm512_load_ps("
+                    f"{at}[{2 * i}]), 0xaaaa, {at}[{2 * i + 1}]));"
+                )
 
     def sums(self, one: ir.Dot) -> str:
         """Where the sums are added to: the old ones' place, if nobody needs those any more."""
@@ -967,14 +1273,11 @@ class _Emit:
         self.each(count, lambda p: f"{name}[{p}] = split((__m256){source}[{p}]);")
         return name
 
-    def weights(self, one: ir.Dot, stream: _Stream | None) -> Callable[[int], None]:
-        """Writes ``even`` and ``odd``, 32 weights each, of a chunk."""
+    def weights(self, one: ir.Dot, stream: _Stream | None) -> _Weights:
+        """Text that makes ``even`` and ``odd``, 32 weights each, of a chunk."""
         if stream is not None:
-            cast = self.made_by[id(one.b)]
+            cast, load = self.made_by[id(one.b)], self.weight_load(one)
             assert isinstance(cast, ir.Cast)
-            view = self.made_by[id(cast.value)]
-            load = self.made_by[id(view.value)] if isinstance(view, ir.View) else view
-            assert isinstance(load, ir.LoadGlobal)
             base = self.fresh("w")
             pad = len(load.offsets) - len(load.out.shape)
             at = self.place(load.source.strides, load.offsets, [0] * (len(load.offsets) - pad))
@@ -986,58 +1289,124 @@ class _Emit:
         buffer, count = self.fresh("b"), one.b.held.num_local
         self.put(f"alignas(64) uint16_t {buffer}[{count // 8}][2][8][4];")
         self.lanes(count, f"{buffer}[l / 8][l & 1][t][(l & 7) >> 1] = {source}[l][t];")
-        return lambda c: self.buffered(f"{buffer}[{c}]")
+        return lambda chunks: lambda c: self.buffered(f"{buffer}[{chunks} * q + {c}]")
 
-    def buffered(self, buffer: str) -> None:
-        self.put(
-            f"  const __m512i even = _mm512_load_si512({buffer}[0]), "
+    def weight_load(self, one: ir.Dot) -> ir.LoadGlobal:
+        """The load of the bytes of a product's weights."""
+        cast = self.made_by[id(one.b)]
+        assert isinstance(cast, ir.Cast)
+        view = self.made_by[id(cast.value)]
+        load = self.made_by[id(view.value)] if isinstance(view, ir.View) else view
+        assert isinstance(load, ir.LoadGlobal)
+        return load
+
+    def buffered(self, buffer: str) -> list[str]:
+        return [
+            f"const __m512i even = _mm512_load_si512({buffer}[0]), "
             f"odd = _mm512_load_si512({buffer}[1]);"
-        )
+        ]
 
-    def extraction(self, dtype: TileType, stream: _Stream, base: str) -> Callable[[int], None]:
+    def extraction(self, dtype: TileType, stream: _Stream, base: str) -> _Weights:
         """Element by element: what the recipe is compared with."""
         table = self.static("uint16_t", bf16_bits(dtype.values()))
-        index = self.static("uint8_t", np.array(stream.index).reshape(8, 8))
         bits = dtype.bits
+        if stream.index is None:
+            # Byte b of a thread's lies in word b / 8, and these lie 64 bytes apart.
+            def byte(c: int, b: str) -> str:
+                place = f"({c * bits} + {b})"
+                return f"[{place} / 8 * 64 + t * 8 + {place} % 8]"
+        else:
+            index = self.static("uint8_t", np.array(stream.index).reshape(8, 8))
 
-        def chunk(c: int) -> None:
-            buffer = self.fresh("b")
-            self.put(f"  alignas(64) uint16_t {buffer}[2][8][4];")
-            self.put("  for (int t = 0; t < 8; t++)")
-            self.put("    for (int j = 0; j < 8; j++) {")
-            self.put(f"      const int first = j * {bits};")
-            self.put(f"      const uint8_t* const from = {base} + {stream.bases[c]};")
-            self.put(f"      uint32_t code = from[{index}[t][first >> 3]] >> (first & 7);")
-            self.put(
-                f"      if ((first & 7) + {bits} > 8) "
-                f"code |= uint32_t(from[{index}[t][(first >> 3) + 1]]) << (8 - (first & 7));"
-            )
-            self.put(f"      {buffer}[j & 1][t][j >> 1] = {table}[code & {2**bits - 1}];")
-            self.put("    }")
-            self.buffered(buffer)
+            def byte(c: int, b: str) -> str:
+                return f"[{stream.bases[c]} + {index}[t][{b}]]"
 
-        return chunk
+        def turn(chunks: int) -> Callable[[int], list[str]]:
+            here = self.fresh("w")
+            self.put(f"const uint8_t* const {here} = {base} + {8 * bits * chunks} * q;")
+
+            def chunk(c: int) -> list[str]:
+                buffer = self.fresh("b")
+                return [
+                    f"alignas(64) uint16_t {buffer}[2][8][4];",
+                    "for (int t = 0; t < 8; t++)",
+                    "  for (int j = 0; j < 8; j++) {",
+                    f"    const int first = j * {bits};",
+                    f"    uint32_t code = {here}{byte(c, '(first >> 3)')} >> (first & 7);",
+                    f"    if ((first & 7) + {bits} > 8) "
+                    f"code |= uint32_t({here}{byte(c, '((first >> 3) + 1)')}) "
+                    "<< (8 - (first & 7));",
+                    f"    {buffer}[j & 1][t][j >> 1] = {table}[code & {2**bits - 1}];",
+                    "  }",
+                    *self.buffered(buffer),
+                ]
+
+            return chunk
+
+        return turn
 
     def constant(self, values: np.ndarray, kind: str) -> str:
         name = self.fresh("q")
         self.put(f"const __m512i {name} = _mm512_load_si512({self.static(kind, values)});")
         return name
 
-    def recipe(self, dtype: TileType, stream: _Stream, base: str) -> Callable[[int], None]:
-        """Permute bytes to lanes, cut windows, look up: the same for every width."""
+    def recipe(self, dtype: TileType, stream: _Stream, base: str) -> _Weights:
+        """Cut windows from the lanes, look up: the same for every width."""
+        lookup = self.lookup(dtype)
+        if stream.index is None:
+            return self.words(dtype, base, lookup)
+        return self.permuted(dtype, stream, base, lookup)
+
+    def words(self, dtype: TileType, base: str, lookup: Callable[[], list[str]]) -> _Weights:
+        """The lanes of a chunk are in a word, or begin in one and end in the next."""
         bits = dtype.bits
         windows = np.tile(np.arange(8) * bits, 8)
+        controls: dict[int, str] = {}
+        for c in range(8):
+            first = bits * c % 8
+            at = 8 * first if first + bits <= 8 else 0
+            if at not in controls and bits < 8:
+                controls[at] = self.constant(windows + at, "uint8_t")
+
+        def turn(chunks: int) -> Callable[[int], list[str]]:
+            size = bits * 8 * chunks
+            here, known = self.fresh("w"), dict[int, str]()
+            self.put(f"const uint8_t* const {here} = {base} + {size} * q;")
+
+            def word(place: int) -> str:
+                if place not in known:
+                    name = known[place] = self.fresh("d")
+                    at = f"{here} + {64 * place}"
+                    self.put(f"const __m512i {name} = _mm512_loadu_si512({at});")
+                    self.put(f"_mm_prefetch((const char*)({at}) + {_AHEAD}, _MM_HINT_T0);")
+                return known[place]
+
+            def chunk(c: int) -> list[str]:
+                place, first = divmod(bits * c, 8)
+                lanes, at = word(place), 8 * first
+                if first + bits > 8:
+                    lanes, at = f"_mm512_shrdi_epi64({lanes}, {word(place + 1)}, {at})", 0
+                if bits < 8:
+                    lanes = f"_mm512_multishift_epi64_epi8({controls[at]}, {lanes})"
+                return [f"const __m512i code = {lanes};", *lookup()]
+
+            return chunk
+
+        return turn
+
+    def permuted(
+        self, dtype: TileType, stream: _Stream, base: str, lookup: Callable[[], list[str]]
+    ) -> _Weights:
+        """The bytes of a chunk are brought to their lanes."""
+        bits = dtype.bits
+        assert stream.index is not None
         index = self.constant(np.array(stream.index), "uint8_t")
-        control = self.constant(windows, "uint8_t")
-        lookup = self.lookup(dtype)
-        straight = stream.index == list(range(64))
-        whole = bits == 8
+        control = self.constant(np.tile(np.arange(8) * bits, 8), "uint8_t")
         size = max(stream.index) + 1
         mask = (1 << size) - 1
 
-        def chunk(c: int) -> None:
+        def chunk(c: int) -> list[str]:
             at = f"{base} + {stream.bases[c]}"
-            self.put(f"  _mm_prefetch((const char*)({at}) + {_AHEAD}, _MM_HINT_T0);")
             # No more bytes than there are: fewer loads then cross a line of the cache.
             if size == 64:
                 load = f"_mm512_loadu_si512({at})"
@@ -1047,26 +1416,29 @@ class _Emit:
                 load = f"_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)({at})))"
             else:
                 load = f"_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(0x{mask:x}u, {at}))"
-            lanes = load if straight else f"_mm512_permutexvar_epi8({index}, {load})"
-            codes = lanes if whole else f"_mm512_multishift_epi64_epi8({control}, {lanes})"
-            self.put(f"  const __m512i code = {codes};")
-            lookup()
+            lanes = f"_mm512_permutexvar_epi8({index}, {load})"
+            codes = lanes if bits == 8 else f"_mm512_multishift_epi64_epi8({control}, {lanes})"
+            return [
+                f"_mm_prefetch((const char*)({at}) + {_AHEAD}, _MM_HINT_T0);",
+                f"const __m512i code = {codes};",
+                *lookup(),
+            ]
 
-        return chunk
+        return lambda chunks: chunk
 
-    def lookup(self, dtype: TileType) -> Callable[[], None]:
+    def lookup(self, dtype: TileType) -> Callable[[], list[str]]:
         """From 64 codes, whose upper bits may be anything, to bf16 in even and in odd bytes."""
         table = bf16_bits(dtype.values())
         if dtype.bits <= 5:
             # One look-up of 16 bits sees 5 bits of its index.
             words = self.constant(np.tile(table, 32 // len(table)), "uint16_t")
 
-            def short() -> None:
-                self.put(f"  const __m512i even = _mm512_permutexvar_epi16(code, {words});")
-                self.put(
-                    "  const __m512i odd = "
-                    f"_mm512_permutexvar_epi16(_mm512_srli_epi16(code, 8), {words});"
-                )
+            def short() -> list[str]:
+                return [
+                    f"const __m512i even = _mm512_permutexvar_epi16(code, {words});",
+                    "const __m512i odd = "
+                    f"_mm512_permutexvar_epi16(_mm512_srli_epi16(code, 8), {words});",
+                ]
 
             return short
         parts = [
@@ -1085,40 +1457,58 @@ class _Emit:
                 return pairs[0]
             return f"_mm512_mask_blend_epi8(_mm512_movepi8_mask(code), {pairs[0]}, {pairs[1]})"
 
-        def long() -> None:
-            self.put(f"  const __m512i low = {found(parts[0])};")
-            self.put(f"  const __m512i high = {found(parts[1])};")
-            self.put("  const __m512i keep = _mm512_set1_epi16(0xff);")
-            # keep selects the low byte of each word: (a & keep) | (b & ~keep).
-            self.put(
-                "  const __m512i even = "
-                "_mm512_ternarylogic_epi64(keep, low, _mm512_slli_epi16(high, 8), 0xca);"
-            )
-            self.put(
-                "  const __m512i odd = "
-                "_mm512_ternarylogic_epi64(keep, _mm512_srli_epi16(low, 8), high, 0xca);"
-            )
+        def long() -> list[str]:
+            return [
+                f"const __m512i low = {found(parts[0])};",
+                f"const __m512i high = {found(parts[1])};",
+                "const __m512i keep = _mm512_set1_epi16(0xff);",
+                # keep selects the low byte of each word: (a & keep) | (b & ~keep).
+                "const __m512i even = "
+                "_mm512_ternarylogic_epi64(keep, low, _mm512_slli_epi16(high, 8), 0xca);",
+                "const __m512i odd = "
+                "_mm512_ternarylogic_epi64(keep, _mm512_srli_epi16(low, 8), high, 0xca);",
+            ]
 
         return long
 
 
-def host_source(programs: Sequence[Program], *, unpack: Unpack = "recipe") -> str:
+def host_source(
+    programs: Sequence[Program], *, unpack: Unpack = "recipe", tiles: bool = False
+) -> str:
     """The C++ of programs, one function each: pointers, then whole numbers.
 
     Args:
         programs: finished ones, for the host.
         unpack: ``recipe``, or ``generic`` for an extraction bit by bit of every element.
+        tiles: products use matrix tiles (AMX), which the CPU and the system must grant.
 
     Raises:
         KernelError: a program is for another machine.
     """
-    return "\n".join([_PRELUDE, *(_Emit(program, unpack).source() for program in programs)])
+    texts = (_Emit(program, unpack, tiles).source() for program in programs)
+    return "\n".join([_PRELUDE, *texts])
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """This CPU has matrix tiles for bf16, and the system lets this process use them."""
+    return cpu_flags() >= {"amx_tile", "amx_bf16"} and tiles_granted()
 
 
 def build_host(
-    programs: Sequence[Program], *, name: str, unpack: Unpack = "recipe"
+    programs: Sequence[Program],
+    *,
+    name: str,
+    unpack: Unpack = "recipe",
+    tiles: bool | None = None,
 ) -> dict[str, Callable[..., Any]]:
     """Compile programs; name -> function of addresses, then whole numbers.
+
+    Args:
+        programs: finished ones, for the host.
+        name: of the library.
+        unpack: as of :func:`host_source`.
+        tiles: the same; None for where there are some.
 
     Raises:
         KernelError: a program is for another machine.
@@ -1129,7 +1519,9 @@ def build_host(
     from shoal.core.native import build
     from shoal.kernel.native import FLAGS
 
-    library = build(host_source(programs, unpack=unpack), name=f"tile-{name}", flags=FLAGS)
+    tiles = has_tiles() if tiles is None else tiles
+    text = host_source(programs, unpack=unpack, tiles=tiles)
+    library = build(text, name=f"tile-{name}", flags=FLAGS)
     out: dict[str, Callable[..., Any]] = {}
     for program in programs:
         function = getattr(library, program.name)

@@ -75,7 +75,7 @@ HOST = Target(
     a=lambda m, k, w: local(m, k) * replicate(8 * w, 2),
     b=lambda k, n, w: local(k // 8, n // (8 * w)) * spatial(1, 8 * w) * _EIGHT,
     c=lambda m, n, w: local(m, n // (8 * w)) * spatial(1, 8 * w),
-    run=lambda bits, count: bits if count % bits == 0 else 1,
+    run=lambda bits, count: 8 if count % 8 == 0 else bits if count % bits == 0 else 1,
 )
 
 CUDA = Target(
