@@ -496,3 +496,13 @@ def test_triton_refuses_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reason is not None
         wanted = "Triton" if importlib.util.find_spec("triton") is None else "GPU"
         assert wanted in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("skew", [0, 1])
+def test_every_second_word(dtype: torch.dtype, skew: int) -> None:
+    """Packed a register at a time, up to the last word of the memory and not beyond."""
+    for count in (1, 7, 8, 9, 16, 17, 33, 200):
+        whole = torch.arange(skew + 2 * count - 1, dtype=dtype)
+        found = pack(whole[skew::2], backend="cpp")
+        assert torch.equal(found.view(dtype), whole[skew::2].contiguous())

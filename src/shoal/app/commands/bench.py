@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.app.commands.bench_compile import compile_, planes
+from shoal.app.commands.bench_pack import pack
+from shoal.app.commands.bench_stream import stream
 from shoal.app.show import Format
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ app = typer.Typer(
 
 app.command("compile")(compile_)
 app.command("planes")(planes)
+app.command("pack")(pack)
+app.command("stream")(stream)
 
 _DEFAULT_MODEL = "shoal-4m"
 

@@ -18,6 +18,7 @@ constexpr int kDims = 64;         // of a type
 constexpr int64_t kPage = 4096;   // bytes gathered before they are streamed
 constexpr int64_t kLong = 1024;   // blocks from here on are moved one by one
 constexpr int64_t kLine = 64;
+constexpr int64_t kAhead = 256;   // blocks, each in lines of its own, whose lines are asked for
 
 // What is moved: dims; from how many packed bytes past the caches; whether on all threads;
 // counts and strides of each dimension, the dense one first.
@@ -63,12 +64,45 @@ struct Plane {
 
 using Move = void (*)(Byte* packed, Byte* strided, const Plane& p);
 
+// Every second word of n is packed, a register of them at a time; returns how many.
+template <int S>
+inline int64_t halved(Byte* packed, const Byte* at, int64_t n) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  if constexpr (S == 4 || S == 8) {
+    constexpr int64_t each = kLine / S;
+    const __m512i even =
+        S == 4 ? _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0)
+               : _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
+    // The word behind the last one is read as well: one more must follow.
+    for (; i + each < n; i += each, at += 2 * kLine, packed += kLine) {
+      const __m512i a = _mm512_loadu_si512(at), b = _mm512_loadu_si512(at + kLine);
+      _mm512_storeu_si512(packed, S == 4 ? _mm512_permutex2var_epi32(a, even, b)
+                                         : _mm512_permutex2var_epi64(a, even, b));
+    }
+  }
+#endif
+  return i;
+}
+
 template <bool Pack, int S, bool Exact>
 void plane(Byte* packed, Byte* strided, const Plane& p) {
   const int64_t length = Exact ? S : p.length, s1 = p.s1;
+  const bool apart = Pack && (s1 >= kLine || s1 <= -kLine) && length <= kLine;
   for (int64_t j = 0; j < p.n2; j++, strided += p.s2) {
     Byte* at = strided;
-    for (int64_t i = 0; i < p.n1; i++, at += s1, packed += length)
+    int64_t i = 0;
+    if (Pack && Exact && s1 == 2 * S) {
+      i = halved<S>(packed, at, p.n1);
+      at += i * s1, packed += i * S;
+    }
+    if (apart) {
+      for (; i < p.n1; i++, at += s1, packed += length) {
+        __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(at) + kAhead * s1), 0, 2);
+        block<S, Exact>(packed, at, length);
+      }
+    }
+    for (; i < p.n1; i++, at += s1, packed += length)
       Pack ? block<S, Exact>(packed, at, length) : block<S, Exact>(at, packed, length);
   }
 }

@@ -70,15 +70,19 @@ def checked_out(size: int, packed: Tensor, like: Tensor) -> None:
     Raises:
         KernelError: names both.
     """
-    require(
+    good = (
         packed.is_contiguous()
         and packed.numel() * packed.element_size() == size
-        and packed.device == like.device,
-        "strided packed bytes",
-        f"{packed.dtype} {list(packed.shape)} on {packed.device}",
-        expected=f"contiguous, {size} bytes, on {like.device}",
-        error=KernelError,
+        and packed.device == like.device
     )
+    if not good:  # the words of it cost more than a short copy
+        require(
+            good,
+            "strided packed bytes",
+            f"{packed.dtype} {list(packed.shape)} on {packed.device}",
+            expected=f"contiguous, {size} bytes, on {like.device}",
+            error=KernelError,
+        )
 
 
 def byte_tensor(buffer: Tensor) -> Tensor:
