@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shoal.kernel.fused import triton_code as fused
+from shoal.kernel.fused import triton_training_code as training
 from shoal.kernel.linear import triton_code as linear
 from shoal.kernel.lowbit import marlin_triton_kernel as marlin
 from shoal.kernel.paged import triton_code as paged
@@ -54,6 +55,11 @@ def main(*, small: bool) -> None:
     turned = "*bf16 *fp32 *fp32 *i64 *bf16 *bf16 i32 i32 i32 fp32"
     build(fused.rope, turned, Q_NORM=True, K_NORM=True, BLOCK=64)
     build(fused.swiglu, "*bf16 *bf16 i32", BLOCK=1024)
+    weighted = "*bf16 *bf16 *fp32 *bf16 *fp32 i32 i32 fp32"
+    build(training.rms_norm_grad, weighted, ROWS=32, BLOCK=1024)
+    build(training.swiglu_grad, "*bf16 *bf16 *bf16 i32", BLOCK=1024)
+    back = "*bf16 *bf16 *fp32 *fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 fp32"
+    build(training.rope_grad, back, NORMS=True, ROWS=32, BLOCK=64)
     build(fused.sample, "*fp64 *fp64 *fp64 *i64 i32", BLOCK=1024)
     sizes = {"GROUP": 4, "GP": 16, "D": wide, "DP": wide, "CHUNK": 512}
     build(paged.fold, "*bf16 *i64 *fp32 *fp32 *fp32 i32", **sizes)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from parallel_splits import AXES, FOUR, config, job, pairs
 
 from shoal.core.errors import ShoalError
+from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.check import same_as_one
 from shoal.parallel.engine import Engine
 
@@ -57,6 +58,7 @@ def _splits(draw: st.DrawFn, most: int) -> tuple[dict[str, Any], dict[str, Any]]
         "shard": draw(st.sampled_from(shards)),
         "recompute": draw(st.sampled_from(["none", "full", "stage"])),
         "dropout": draw(st.sampled_from([0.0, 0.2])),
+        "kernel": draw(st.sampled_from([{}, dict.fromkeys(OPERATORS, "reference")])),
     }
     microbatches = pp * draw(st.sampled_from([1, 2]))
     extra["microbatch"] = draw(st.sampled_from([1, 2]))
@@ -70,6 +72,15 @@ def _agrees(parallel: dict[str, Any], extra: dict[str, Any], **model: Any) -> No
     documents = model.pop("documents", False)
     found = same_as_one(job(parallel, **extra), config(**model), documents=documents)
     assert found.same, f"{parallel} {extra} {model}: {found}"
+
+
+@pytest.mark.parametrize("number", [1, 3, 10])
+def test_fused_kernels_in_every_split(number):
+    parallel, extra = FOUR[number]
+    model = config(qk_norm=True, family="qwen3")
+    split = job(parallel, **extra, kernel=choose({}, model.shape(), "fp32"))
+    found = same_as_one(split, model, dtype=torch.float32)
+    assert found.same, f"{parallel} {extra}: {found}"
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])

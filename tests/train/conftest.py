@@ -11,6 +11,7 @@ import pytest
 from shoal.cost.shapes import find
 from shoal.cost.training import estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, Plan, TrainJob, Work
+from shoal.train.run import with_kernels
 
 # The tests of this room share modules that are no tests.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -74,11 +75,13 @@ def make_plan(machine: Machine, corpus: Path) -> Callable[..., Plan]:
             }
         )
         shape = find(job.model)
-        return Plan(
-            job=job,
-            machine=machine,
-            shape=shape,
-            estimate=estimate(Work(shape=shape, job=job), machine),
+        return with_kernels(
+            Plan(
+                job=job,
+                machine=machine,
+                shape=shape,
+                estimate=estimate(Work(shape=shape, job=job), machine),
+            )
         )
 
     return make

@@ -234,6 +234,8 @@ class TrainJob(Value):
             numbers of blocks add up to the model's.
         dropout: share of the outputs of attention and feed-forward that is dropped.
         compile: compile the model with ``torch.compile``.
+        kernel: operator -> backend that must compute it, of rms_norm, rope and swiglu; dispatch
+            takes the fastest for others, and the plan keeps what it took.
         threads: threads of one rank; 0 shares the cores among the ranks of a host.
         seed: seed of everything random.
         evaluation: when and how much to evaluate.
@@ -268,6 +270,7 @@ class TrainJob(Value):
     layers: tuple[LayerGroup, ...] = ()
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     compile: bool = False
+    kernel: dict[str, str] = {}
     threads: NonNegativeInt = 0
     seed: NonNegativeInt = 0
     evaluation: Evaluation = Evaluation()

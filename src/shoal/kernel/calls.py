@@ -185,6 +185,8 @@ class Pointwise:
         out: numbers of a row that are written.
         dtype: of both.
         device: where.
+        gradient: the pass back too, weights given with each call: ``ready`` is then a
+            :class:`~shoal.kernel.fused.protocols.Passes`.
     """
 
     op: Literal["rms_norm", "rope", "swiglu", "sample"]
@@ -193,13 +195,15 @@ class Pointwise:
     out: int
     dtype: Dtype = "bf16"
     device: Device = "cpu"
+    gradient: bool = False
 
     @property
     def flops(self) -> float:
-        """About ten for each number read."""
-        return 10.0 * self.m * self.n
+        """About ten for each number read, and twice as many on the way back."""
+        return (30.0 if self.gradient else 10.0) * self.m * self.n
 
     @property
     def moved_bytes(self) -> float:
-        """In and out."""
-        return BYTES[self.dtype] * float(self.m * (self.n + self.out))
+        """In and out; on the way back the input and two gradients."""
+        once = self.n + self.out
+        return BYTES[self.dtype] * float(self.m * (once + (once + self.n) * self.gradient))

@@ -221,6 +221,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.kernel: Ready | None = None  # of inference: see shoal.model.accelerate
+        self.trained: Ready | None = None  # of training: see shoal.model.trained
 
     def forward(
         self,
@@ -259,6 +260,10 @@ class Attention(nn.Module):
         """Rotated queries [B, T, H, d] and keys, and values [B, T, K, d], of projected tokens."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = qkv_BTR.view(*qkv_BTR.shape[:2], heads + 2 * kv_heads, self.head_dim)
+        if self.trained is not None:
+            norms = (None if n is None else n.weight for n in (self.q_norm, self.k_norm))
+            q, k, v = self.trained(qkv, cos[:, 0], sin[:, 0], *norms)
+            return q, k, v
         if self.q_norm is None or self.k_norm is None:
             return rotate_split(qkv, cos, sin, heads, kv_heads)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 2)

@@ -12,16 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.kernel.fused.torch_training import gate
 from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
 
 __all__ = ["Experts", "SwiGLU", "gate"]
-
-
-def gate(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of both halves of the last dimension."""
-    first, up = gate_up.chunk(2, -1)
-    return F.silu(first) * up
 
 
 class SwiGLU(nn.Module):
@@ -31,7 +26,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden, 2 * config.ffn_hidden, bias=config.ffn_bias)
         self.down_proj = nn.Linear(config.ffn_hidden, config.hidden, bias=config.ffn_bias)
-        self.kernel: Ready | None = None  # of inference: see shoal.model.accelerate
+        self.kernel: Ready | None = None  # see shoal.model.accelerate and shoal.model.trained
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Each token by itself."""
@@ -45,6 +40,8 @@ class Experts(nn.Module):
     No token is dropped. Tokens are sorted by expert, so that every expert is two matrix
     products; the sums are taken in a fixed order, so that a pass can be repeated exactly.
     """
+
+    kernel: Ready | None = None  # see shoal.model.trained
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -71,7 +68,7 @@ class Experts(nn.Module):
         order = torch.argsort(expert, stable=True)
         counts = torch.bincount(expert, minlength=self.num_experts).tolist()
         token = order // self.top_k
-        gated = gate(self.product(x_ND[token], self.gate_up_proj, counts))
+        gated = (self.kernel or gate)(self.product(x_ND[token], self.gate_up_proj, counts))
         rows = self.product(gated, self.down_proj, counts)
         weighted = rows * weight_NK.reshape(-1, 1)[order].to(rows.dtype)
         out_ND = torch.zeros_like(x_ND).index_add(0, token, weighted.to(x_ND.dtype))

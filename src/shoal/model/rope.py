@@ -10,11 +10,11 @@ Dubey et al., The Llama 3 Herd of Models, 2024 (llama3).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.kernel.fused.torch_training import rotate, rotate_split
 from shoal.model.config import ModelConfig, RopeScaling
 
 __all__ = ["frequencies", "rotate", "rotate_split", "tables", "tables_at"]
@@ -108,83 +108,3 @@ def tables_at(
     angle_TC = torch.outer(position_T, freq_C.to(position_T.device))
     cos, sin = angle_TC.cos() * scale, angle_TC.sin() * scale
     return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
-
-
-def rotate(x_BTNd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn every pair (first half, second half) of each head by its angle."""
-    first, second = x_BTNd.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def _rotate_into(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: float) -> None:
-    first, second = x.chunk(2, -1)
-    out_first, out_second = out.chunk(2, -1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
-
-
-class _RotateSplit(torch.autograd.Function):
-    """Rotation of queries and keys and the split into three, in one buffer each way.
-
-    Autograd's own split, rotation and concatenation pass over the memory twice as often.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, qkv_BTNd: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        turned = num_heads + num_kv_heads
-        out = torch.empty_like(qkv_BTNd[:, :, :turned])
-        _rotate_into(qkv_BTNd[:, :, :turned], cos, sin, out, 1.0)
-        ctx.save_for_backward(cos, sin)
-        ctx.heads = (num_heads, num_kv_heads)
-        # The values are a view: marked so, autograd would refuse; hence the alias.
-        return (
-            out[:, :, :num_heads],
-            out[:, :, num_heads:],
-            qkv_BTNd[:, :, turned:].clone(),
-        )
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
-    ) -> tuple[Tensor, None, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        num_heads, num_kv_heads = ctx.heads
-        turned = num_heads + num_kv_heads
-        batch, length, _, dim = grad_q.shape
-        grad = grad_q.new_empty(batch, length, turned + num_kv_heads, dim)
-        _rotate_into(grad_q, cos, sin, grad[:, :, :num_heads], -1.0)
-        _rotate_into(grad_k, cos, sin, grad[:, :, num_heads:turned], -1.0)
-        grad[:, :, turned:] = grad_v
-        return grad, None, None, None, None
-
-
-def rotate_split(
-    qkv_BTNd: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the fused projection and rotate queries and keys.
-
-    Args:
-        qkv_BTNd: [B, T, H + 2K, head_dim], queries first, values last.
-        cos: [T, 1, C].
-        sin: [T, 1, C].
-        num_heads: H.
-        num_kv_heads: K.
-
-    Returns:
-        q [B, T, H, head_dim], k and v [B, T, K, head_dim].
-    """
-    if torch.compiler.is_compiling():
-        q, k, v = torch.split(qkv_BTNd, [num_heads, num_kv_heads, num_kv_heads], 2)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
-    if not torch.is_grad_enabled():  # the same numbers without autograd's part of the call
-        turned = num_heads + num_kv_heads
-        out = torch.empty_like(qkv_BTNd[:, :, :turned])
-        _rotate_into(qkv_BTNd[:, :, :turned], cos, sin, out, 1.0)
-        return out[:, :, :num_heads], out[:, :, num_heads:], qkv_BTNd[:, :, turned:]
-    q, k, v = _RotateSplit.apply(  # type: ignore[no-untyped-call]
-        qkv_BTNd, cos, sin, num_heads, num_kv_heads
-    )
-    return q, k, v

@@ -117,7 +117,8 @@ class SplitBlock(WholeBlock):
         if not self.parallel:
             normed = self.mlp_norm(x_ND)
         if isinstance(self.mlp, SwiGLU):
-            out = self.mlp.down_proj(gate(self.mlp.gate_up_proj(normed, total)))
+            gated = (self.mlp.kernel or gate)(self.mlp.gate_up_proj(normed, total))
+            out = self.mlp.down_proj(gated)
         else:
             out = self.mlp(normed, total)
         return self.residual(x_ND, out, drop, FEED_FORWARD)

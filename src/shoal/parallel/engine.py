@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from shoal.core.boxes import Box
 from shoal.core.parts import table
 from shoal.ir.schedule import Schedule
+from shoal.kernel.tensors import name_of
 from shoal.model.dropout import Dropout
+from shoal.model.trained import train_with
 from shoal.parallel.pipeline import Boundary, Runtime
 from shoal.parallel.protocols import Held, MicroBatch
 from shoal.parallel.ranks import ranks_of
@@ -151,6 +153,15 @@ class Engine:
             self.whole = weights.model().to(self.device, dtype).train()
             self.whole.config = self.config
             self.local = self.whole
+        if job.kernel:
+            train_with(
+                self.local,
+                self.config,
+                job.kernel,
+                "bf16" if job.precision == "bf16" else name_of(dtype),
+                device="cuda" if self.device.type == "cuda" else "cpu",
+                compiled=job.compile,
+            )
         self.sharded: Sharded = shard.apply(
             self.local, self.ranks.data, whole_matrices=optimizer.whole_matrices
         )

@@ -29,6 +29,7 @@ def rehearse(
     from shoal.core.meter import Meter
     from shoal.core.parts import table
     from shoal.ir import ModelShape, TrainJob
+    from shoal.kernel.fused.choice import choose
     from shoal.model.config import ModelConfig
     from shoal.parallel.comm import TorchComm
     from shoal.parallel.engine import Engine, Rows
@@ -37,6 +38,8 @@ def rehearse(
     from shoal.train.build import FreshWeights
 
     asked, known = TrainJob.model_validate(job), ModelShape.model_validate(shape)
+    taken_by = choose(asked.kernel, known, asked.precision, compiled=asked.compile)
+    asked = asked.model_copy(update={"kernel": taken_by})
     torch.set_num_threads(asked.threads or max(1, (os.cpu_count() or 1) // world))
     keep_freed_memory()
     weights = FreshWeights(ModelConfig.from_shape(known), _SEED)

@@ -21,6 +21,7 @@ from shoal.corpora.tokens import prepare
 from shoal.cost.score import Score
 from shoal.cost.shapes import resolve as resolve_shape
 from shoal.ir import Machine, Plan, Report, TrainJob
+from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.legal import check_split
 from shoal.train.layout import RunDir
 from shoal.train.report import make_report, write_page
@@ -35,6 +36,7 @@ __all__ = [
     "prepare_run",
     "threads_of",
     "train",
+    "with_kernels",
 ]
 
 Watch = Callable[[dict[str, Any]], None]
@@ -57,8 +59,42 @@ def plan_job(job: TrainJob, machine: Machine, *, planner: str = "search") -> Pla
         except PlanError as cause:
             refusal = refusal or cause
         else:
-            return plan
+            return with_kernels(plan)
     raise refusal or PlanError(f"{job.model} on {machine.name}: there is no plan")
+
+
+def _device(machine: Machine) -> str:
+    """Where ranks on the machine compute; empty for GPUs that this host does not have."""
+    if machine.device.kind != "gpu":
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else ""
+
+
+def with_kernels(plan: Plan) -> Plan:
+    """The plan with a kernel named for every operator that training has kernels for.
+
+    What dispatch takes may be another tomorrow, or elsewhere; a run that goes on, on however many
+    ranks, takes what its plan says.
+
+    Raises:
+        KernelError: a kernel that the job names does not exist, or refuses.
+    """
+    job = plan.job
+    wanted, device = job.kernel, _device(plan.machine)
+    if device == "":  # it runs elsewhere, or here on the CPU after all: what does both
+        wanted = dict.fromkeys(OPERATORS, "torch") | wanted
+    taken = choose(
+        wanted,
+        plan.shape,
+        job.precision,
+        rows=job.seq_len * (job.microbatch or 1),
+        device="cpu" if device == "cpu" else "cuda",
+        compiled=job.compile,
+        machine=plan.machine,
+    )
+    return plan.model_copy(update={"job": job.model_copy(update={"kernel": taken})})
 
 
 def train(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
 from shoal.kernel.calls import Pointwise
+from shoal.kernel.fused.trains import Trains
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class _Cpp(BaseKernel):
 
 
 @part
-class RmsNorm(_Cpp):
+class RmsNorm(Trains, _Cpp):
     """Sum of squares and scaling of a row while it is in the first cache."""
 
     op: ClassVar[str] = "rms_norm"
@@ -58,7 +59,7 @@ class RmsNorm(_Cpp):
 
 
 @part
-class Rope(_Cpp):
+class Rope(Trains, _Cpp):
     """In place, with the norms of queries and keys; cosines are read at each row's position."""
 
     op: ClassVar[str] = "rope"
@@ -108,7 +109,7 @@ class Rope(_Cpp):
 
 
 @part
-class Swiglu(_Cpp):
+class Swiglu(Trains, _Cpp):
     """Gate, activation and product of sixteen numbers at a time."""
 
     op: ClassVar[str] = "swiglu"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
 from shoal.kernel.calls import Pointwise
+from shoal.kernel.fused.trains import Trains
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class _Reference(BaseKernel):
 
 
 @part
-class RmsNorm(_Reference):
+class RmsNorm(Trains, _Reference):
     """``y = x / sqrt(mean(x^2) + eps) * weight`` after ``x += delta``.
 
     Constants: weight [N], eps. ``ready(x[M, N], delta[M, N] or None) -> y[M, N]``; x changes
@@ -57,7 +58,7 @@ class RmsNorm(_Reference):
 
 
 @part
-class Rope(_Reference):
+class Rope(Trains, _Reference):
     """Rotated queries and keys, normalised before where the model says so.
 
     Constants: cos and sin [P, C] in fp32, weights of the norms of queries and keys [d] or
@@ -103,7 +104,7 @@ class Rope(_Reference):
 
 
 @part
-class Swiglu(_Reference):
+class Swiglu(Trains, _Reference):
     """``silu(x[:, :F]) * x[:, F:]``. No constants. ``ready(x[M, 2F]) -> y[M, F]``."""
 
     op: ClassVar[str] = "swiglu"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.parts import part
 from shoal.kernel.base import TritonKernel
 from shoal.kernel.calls import Pointwise
+from shoal.kernel.fused.trains import Trains
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def _power(n: int) -> int:
 
 
 @part
-class RmsNorm(TritonKernel):
+class RmsNorm(Trains, TritonKernel):
     """A row in registers: added to, summed and scaled."""
 
     op: ClassVar[str] = "rms_norm"
@@ -49,7 +50,7 @@ class RmsNorm(TritonKernel):
 
 
 @part
-class Rope(TritonKernel):
+class Rope(Trains, TritonKernel):
     """Queries and keys of a token, in place."""
 
     op: ClassVar[str] = "rope"
@@ -89,7 +90,7 @@ class Rope(TritonKernel):
 
 
 @part
-class Swiglu(TritonKernel):
+class Swiglu(Trains, TritonKernel):
     """Gate, activation and product of a piece of a row."""
 
     op: ClassVar[str] = "swiglu"
@@ -112,7 +113,7 @@ class Swiglu(TritonKernel):
 
 @part
 class Sample(TritonKernel):
-    """Softmax and choice of a row in registers, where nothing but temperature limits it.
+    """Softmax and choice of a row, a program each, where nothing but temperature limits it.
 
     Rows that top-k or top-p limits are left to the reference: they need an order of the
     vocabulary.
@@ -139,7 +140,7 @@ class Sample(TritonKernel):
             out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
             # By falling score, as the reference counts.
             scores, order = logits.double().sort(descending=True, stable=True)
-            sample[(len(logits),)](scores, hot, uniform, out, width, _power(width))
+            sample[(len(logits),)](scores, hot, uniform, out, width, min(1024, _power(width)))
             return order.gather(1, out[:, None])[:, 0]
 
         return run

@@ -1,0 +1,78 @@
+"""Which backends compute the fused operators of a training run; decided once, before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import KernelError, nearest
+from shoal.kernel.calls import Device, Dtype, Pointwise
+from shoal.kernel.dispatch import dispatch
+
+if TYPE_CHECKING:
+    from shoal.ir import Machine
+    from shoal.ir.shape import ModelShape
+
+__all__ = ["OPERATORS", "call_of", "choose"]
+
+OPERATORS = ("rms_norm", "rope", "swiglu")
+"""What lies between the products of a decoder."""
+
+# These a compiler can look into.
+_PLAIN = ("torch", "reference")
+_ROWS = 2048
+
+
+def call_of(op: str, shape: ModelShape, rows: int, dtype: Dtype, device: Device) -> Pointwise:
+    """What is asked of an operator by a block of the model, for so many tokens."""
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    n, out = {
+        "rms_norm": (shape.hidden, shape.hidden),
+        "rope": (heads, heads),
+        "swiglu": (2 * shape.ffn_hidden, shape.ffn_hidden),
+    }[op]
+    return Pointwise(op, rows, n, out, dtype, device, gradient=True)  # type: ignore[arg-type]
+
+
+def choose(
+    wanted: Mapping[str, str],
+    shape: ModelShape,
+    dtype: Dtype,
+    *,
+    rows: int = _ROWS,
+    device: Device = "cpu",
+    compiled: bool = False,
+    machine: Machine | None = None,
+) -> dict[str, str]:
+    """The backend of every operator: what is wanted, else what dispatch takes.
+
+    Args:
+        wanted: operator -> backend.
+        shape: of the model.
+        dtype: of the computation.
+        rows: tokens of a pass.
+        device: where.
+        compiled: the model goes through ``torch.compile``.
+        machine: where; the machine of this process, if not given.
+
+    Raises:
+        KernelError: an operator or backend does not exist, or refuses.
+    """
+    for op, backend in wanted.items():
+        if op not in OPERATORS:
+            hint = nearest(op, OPERATORS)
+            raise KernelError(
+                f"kernel.{op}: training takes kernels of {', '.join(OPERATORS)}"
+                + (f"; {hint}" if hint else "")
+            )
+        if compiled and backend not in _PLAIN:
+            raise KernelError(
+                f"kernel.{op} = {backend!r}: with compile = true the compiler fuses, and it cannot "
+                f"look into {backend}; set compile: false, or take {' or '.join(_PLAIN)}"
+            )
+    found = {}
+    for op in OPERATORS:
+        asked = wanted.get(op, "torch" if compiled else None)
+        call = call_of(op, shape, rows, dtype, device)
+        found[op] = dispatch(call, wanted=asked, machine=machine).backend
+    return found
