@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from shoal.core.errors import ConfigError, MissingExtraError, RankError
 from shoal.core.extras import import_extra
 from shoal.core.pool import POOLS, Actor, Pool, PoolPart
+from shoal.core.pool.local import _Outcome
 
 # Functions sent to workers come from the standard library, so that any worker can
 # import them wherever the tests lie.
@@ -180,12 +182,43 @@ def test_local_ctrl_c_ends_everything(tmp_path: Path) -> None:
         process_group=0,
     )
     assert process.stdout is not None
-    worker = int(process.stdout.readline())
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=TIMEOUT)
+    try:
+        worker = int(process.stdout.readline())
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     assert errors.count("Traceback") == 1, errors
     assert "KeyboardInterrupt" in errors
     assert not Path(f"/proc/{worker}").exists()
+
+
+def test_local_a_signal_that_no_wait_notices_is_found_soon() -> None:
+    class InterruptError(Exception):
+        pass
+
+    def interrupted(number: int, frame: object) -> None:
+        raise InterruptError
+
+    def elsewhere() -> None:
+        # In another thread than the one that waits: its lock goes on sleeping.
+        time.sleep(0.02)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    old = signal.signal(signal.SIGUSR1, interrupted)
+    outcome = _Outcome()
+    try:
+        thread = threading.Thread(target=elsewhere)
+        with pytest.raises(InterruptError):
+            thread.start()
+            outcome.result()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    outcome.set_result(3)
+    assert (outcome.result(), outcome.result(timeout=0), outcome.exception()) == (3, 3, None)
 
 
 @pytest.mark.parametrize(

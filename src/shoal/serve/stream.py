@@ -26,6 +26,9 @@ _T = TypeVar("_T")
 _DONE = b"data: [DONE]\n\n"
 # Items of several answers that wait for the connection together.
 _MERGE_AHEAD = 32
+# Events that are written without a look at the loop, which may know that the client has left:
+# asyncio takes five writes to a connection that is lost before it complains.
+_WRITE_AHEAD = 3
 
 
 async def merge(sources: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
@@ -163,12 +166,15 @@ class EventStream(Response):
             await until_gone(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
-        begun = False
+        written = 0
         async with contextlib.aclosing(self._source):
             async for chunk in self._source:
-                if not begun:
-                    begun = True
+                if not written:
                     start = {"status": self.status_code, "headers": self.raw_headers}
                     await send({"type": "http.response.start", **start})
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                written += 1
+                if written % _WRITE_AHEAD == 0:
+                    # Neither the source nor the connection waits while there is enough of both.
+                    await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

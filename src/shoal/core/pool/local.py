@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -38,6 +39,8 @@ __all__ = ["LocalPool"]
 
 _T = TypeVar("_T")
 _READY = b"ready"
+# How long a Ctrl-C can go unnoticed that comes just as a wait begins.
+_GLANCE_S = 0.2
 
 
 @part
@@ -71,7 +74,7 @@ class LocalWorkers:
     def submit(self, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
         """Call ``function`` on the next free worker."""
         require(not self._closed, "pool", "closed", expected="an open pool", error=RankError)
-        call = _Call(name_of(function), pack_call(function, args, kwargs), Future())
+        call = _Call(name_of(function), pack_call(function, args, kwargs), _Outcome())
         self._calls.put(call)
         return call.future
 
@@ -117,6 +120,28 @@ class LocalWorkers:
         self.close(now=error is not None)
 
 
+class _Outcome(Future[Any]):
+    """A future for which one waits with an eye on Ctrl-C.
+
+    A signal that comes between the interpreter's last look and the sleep of a lock without a time
+    limit, or in another thread, is not noticed before the lock is free.
+    """
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What the call returned."""
+        return super().result(self._watched(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the call raised."""
+        return super().exception(self._watched(timeout))
+
+    def _watched(self, timeout: float | None) -> float | None:
+        """Wait, if that has no limit, until there is something to be had at once."""
+        while timeout is None and not self.done():
+            wait_for_futures((self,), _GLANCE_S)
+        return timeout
+
+
 class LocalActor:
     """An object in a process of its own."""
 
@@ -128,11 +153,11 @@ class LocalActor:
 
     def construct(self, cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the object and wait for it."""
-        self._put(_Call("its constructor", pack_call(cls, args, kwargs), Future())).result()
+        self._put(_Call("its constructor", pack_call(cls, args, kwargs), _Outcome())).result()
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of the object."""
-        return self._put(_Call(method, pack_call(method, args, kwargs), Future()))
+        return self._put(_Call(method, pack_call(method, args, kwargs), _Outcome()))
 
     def close(self) -> None:
         """End the process; calls that have not finished fail."""

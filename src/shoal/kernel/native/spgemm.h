@@ -199,9 +199,19 @@ template <class S> class Worker {
     counts[kDenseRows]++;
     V* sum = sums - lo;
     Mark* mark = marks - lo;
-    products(i, part, [=](int32_t c, V x) { sum[c] = S::add(sum[c], x), mark[c] = kYes; });
     out.need(std::min(span, f));
-    for (int64_t c = 0; c < span; c += 64) collect(c, lo, out);
+    if (span > 64 * 64 || 8 * f > span) {
+      products(i, part, [=](int32_t c, V x) { sum[c] = S::add(sum[c], x), mark[c] = kYes; });
+      for (int64_t c = 0; c < span; c += 64) collect(c, lo, out);
+      return;
+    }
+    // Few columns are touched: a bit for every 64 of them says where.
+    uint64_t touched = 0;
+    products(i, part, [=, &touched](int32_t c, V x) {
+      sum[c] = S::add(sum[c], x), mark[c] = kYes;
+      touched |= uint64_t(1) << (uint32_t(c - lo) >> 6);
+    });
+    for (; touched; touched &= touched - 1) collect(64 * __builtin_ctzll(touched), lo, out);
   }
 
   // 64 columns from `at` of the dense range: what was touched goes out, in order.

@@ -21,6 +21,7 @@ class SparseKernel(BaseKernel):
         masks: it can compute only the entries that a mask has.
         multiply_s: of one product on one core, all that belongs to it included.
         parallel: it uses all cores.
+        counted: its call takes the products of each row as the last argument, if they are known.
     """
 
     op: ClassVar[str] = "spgemm"
@@ -29,6 +30,7 @@ class SparseKernel(BaseKernel):
     masks: ClassVar[bool] = False
     multiply_s: ClassVar[float] = 1e-8
     parallel: ClassVar[bool] = True
+    counted: ClassVar[bool] = False
 
     def work(self, call: SpGemm) -> float:
         """Products that it looks at."""

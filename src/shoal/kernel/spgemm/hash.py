@@ -55,6 +55,7 @@ class Hash(SparseKernel):
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "int64", "bool")
     semirings: ClassVar[tuple[Semiring, ...]] = SEMIRINGS
     masks: ClassVar[bool] = True
+    counted: ClassVar[bool] = True
     multiply_s: ClassVar[float] = 2.5e-9
     call_s: ClassVar[float] = 5e-5
 
@@ -102,8 +103,14 @@ class Hash(SparseKernel):
             "keep": call.keep,
         }
 
-        def run(A: Csr, B: Csr, mask: Csr | None = None, alpha: Tensor | None = None) -> Csr:
-            each_M, total = multiplies(A, B)
+        def run(
+            A: Csr,
+            B: Csr,
+            mask: Csr | None = None,
+            alpha: Tensor | None = None,
+            counted: tuple[Tensor, int] | None = None,
+        ) -> Csr:
+            each_M, total = counted if counted is not None else multiplies(A, B)
             ptr_M = torch.empty(A.shape[0] + 1, dtype=torch.int64)
             counts = native.no_counts()
             given = functools.partial(

@@ -61,7 +61,8 @@ def spgemm(
 
     from shoal.kernel.spgemm.csr import from_any, to_like
 
-    left, right = from_any("A", A), from_any("B", B)
+    left = from_any("A", A)
+    right = left if B is A else from_any("B", B)
     limit = None if mask is None else from_any("mask", mask)
     values = (left.val, right.val)
     if torch.is_grad_enabled() and any(v.requires_grad for v in values):
@@ -131,13 +132,14 @@ def multiply(
     )
     A, B, scale = _same_numbers(A, B, semiring, alpha)
     dtype = dtype_name(A.val.dtype)
+    counted = multiplies(A, B)
     sizes: dict[str, Any] = {
         "m": A.shape[0],
         "k": A.shape[1],
         "n": B.shape[1],
         "nnz_a": A.nnz,
         "nnz_b": B.nnz,
-        "multiplies": multiplies(A, B)[1],
+        "multiplies": counted[1],
     }
     about: dict[str, Any] = {name: _about(size) for name, size in sizes.items()}
     call = SpGemm(
@@ -149,7 +151,8 @@ def multiply(
         dtype=dtype,
     )
     chosen = dispatch(call, wanted=kernel) if kernel is None or isinstance(kernel, str) else kernel
-    made: Csr = chosen.prepare(call)(A, B, mask, scale)
+    known = (counted,) if getattr(chosen, "counted", False) else ()
+    made: Csr = chosen.prepare(call)(A, B, mask, scale, *known)
     if made.val.dtype != A.val.dtype:
         return made.with_values(made.val.to(getattr(torch, _NUMBERS[dtype])))
     return made
