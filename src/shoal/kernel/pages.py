@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["large_pages"]
+__all__ = ["room"]
 
-_PAGE = 2 << 20
+_PAGE, _LINE = 2 << 20, 64
 
 
 @functools.cache
@@ -25,14 +25,18 @@ def _advise() -> ctypes._CFuncPtr | None:
     return function
 
 
-def large_pages(tensor: Tensor) -> Tensor:
-    """The tensor, whose memory, which nobody has written to yet, comes in large pages.
+def room(nbytes: int) -> Tensor:
+    """Memory for what is written once and then read from its first byte to its last, uint8.
 
-    A wish: where the system does not grant it, nothing changes but speed.
+    A wish: where the system does not grant large pages, nothing changes but speed. What does
+    not fill one begins with a line of the cache, and lies where it may.
     """
-    first = -(-tensor.data_ptr() // _PAGE) * _PAGE
-    last = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
+    import torch
+
+    unit = _PAGE if nbytes >= _PAGE else _LINE
+    whole = torch.empty(nbytes + unit, dtype=torch.uint8)
+    first = -whole.data_ptr() % unit
     advise = _advise()
-    if advise is not None and last > first:
-        advise(first, last - first, mmap.MADV_HUGEPAGE)
-    return tensor
+    if advise is not None and nbytes >= _PAGE:
+        advise(whole.data_ptr() + first, nbytes // _PAGE * _PAGE, mmap.MADV_HUGEPAGE)
+    return whole[first : first + nbytes]

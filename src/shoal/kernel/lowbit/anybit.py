@@ -174,7 +174,7 @@ def prepare(
     import torch.nn.functional as F
 
     from shoal.kernel.formats.bits import pack
-    from shoal.kernel.pages import large_pages
+    from shoal.kernel.pages import room
     from shoal.kernel.tensors import constant, finite
 
     n, k = call.n, call.k
@@ -201,7 +201,7 @@ def prepare(
         codes = codes ^ pack(every, chosen.code_bits)
     row_bytes = codes.shape[1]
     size = step * COLUMNS * chosen.code_bits // 8
-    tiles = large_pages(torch.empty(tiles_n * groups * steps * size, dtype=torch.uint8))
+    tiles = room(tiles_n * groups * steps * size)
     functions["lowbit_pack"](
         codes.data_ptr(), tiles.data_ptr(), n, k, row_bytes * 8, groups * steps
     )

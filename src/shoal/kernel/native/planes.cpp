@@ -146,7 +146,10 @@ void popcount_block(const Job& j, int64_t pair, const uint64_t* x, int64_t row,
         const uint64_t* xi = x + (s - i) * words;
         for (int64_t t = first; t < last; t++) {
           __m512i bits[4];
-          for (int v = 0; v < 4; v++) bits[v] = _mm512_loadu_si512(wi + t * 32 + v * 8);
+          for (int v = 0; v < 4; v++) {
+            bits[v] = _mm512_loadu_si512(wi + t * 32 + v * 8);
+            if (MB == 1) _mm_prefetch((const char*)(wi + t * 32 + v * 8) + 2048, _MM_HINT_T0);
+          }
           for (int m = 0; m < MB; m++) {
             const __m512i word = _mm512_set1_epi64((long long)xi[m * j.a * words + t]);
             for (int v = 0; v < 4; v++)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.core.errors import KernelError
 from shoal.kernel.native import function
+from shoal.kernel.pages import room
 from shoal.kernel.planes.engines import ENGINES, Engine, bound
 from shoal.kernel.planes.layout import words
 
@@ -136,13 +137,13 @@ def weights(
         function("planes", "planes_split", "pplll")(wide.data_ptr(), planes.data_ptr(), n, w, k)
         low, planes_w, rest = _constant(codes_NK, w)
         planes = planes[:, low : low + planes_w].contiguous()
-        bits = torch.empty(padded * planes_w * words(k), dtype=torch.int64)
+        bits = room(padded * planes_w * words(k) * 8).view(torch.int64)
         function("planes", "planes_tiles", "pplll")(
             planes.data_ptr(), bits.data_ptr(), n, k, planes_w
         )
     else:
         # The kernel loads whole vectors, of which it uses the first w words.
-        bits = torch.empty(padded * words(k) * w + 8, dtype=torch.int64)
+        bits = room((padded * words(k) * w + 8) * 8).view(torch.int64)
         function("planes", "planes_masks", "pplll")(wide.data_ptr(), bits.data_ptr(), n, k, w)
     scale, offset = floats(scale_NG), floats(offset_NG)
     bias = None if bias_N is None else bias_N.detach().float().contiguous()

@@ -50,7 +50,12 @@ Unpack = Literal["recipe", "generic"]
 _Weights = Callable[[int], Callable[[int], list[str]]]
 """Of chunks a turn: begins a turn, and gives of each of its chunks the text that makes it."""
 
-NEEDS = frozenset("avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512vbmi avx512_vbmi2".split())
+NEEDS = frozenset(
+    (
+        *("avx512f", "avx512bw", "avx512dq", "avx512vl"),
+        *("avx512_bf16", "avx512vbmi", "avx512_vbmi2"),
+    )
+)
 """Flags of the CPU that the recipe needs."""
 
 _AHEAD = 4096  # bytes of weights that are fetched before they are needed
