@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ _PAGE, _LINE = 2 << 20, 64
 
 
 @functools.cache
-def _advise() -> ctypes._CFuncPtr | None:
+def _advise() -> Callable[[int, int, int], int] | None:
     """``madvise`` of the C library; None where it knows no large pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None

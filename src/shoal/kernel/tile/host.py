@@ -289,8 +289,10 @@ class _Emit:
                 for c in one.carried:
                     if not isinstance(one, ir.If):
                         self.home[id(c.argument)] = id(one.body)
-                inner = nest is not None and isinstance(one, ir.For)
-                self._plan(one.body, (*nest, one) if inner else None)
+                around = None
+                if nest is not None and isinstance(one, ir.For):
+                    around = (*nest, one)
+                self._plan(one.body, around)
             if isinstance(one, ir.If):
                 self._plan(one.otherwise, None)
             if isinstance(one, ir.Dot) and self._is_fast(one):
@@ -1202,11 +1204,11 @@ class _Emit:
             if whole
             else [f"{{ const int h = {h}; {text} }}" for h in range(tiles) for text in between]
         )
-        for at in range(each):
-            self.put(f"{{ const int q = {f'{each} * h + ' if whole else ''}{at};")
+        for i in range(each):
+            self.put(f"{{ const int q = {f'{each} * h + ' if whole else ''}{i};")
             self.indent += "  "
             self.make_turn(weights, room, slot, vectors, per)
-            for text in texts[len(texts) * at // each : len(texts) * (at + 1) // each]:
+            for text in texts[len(texts) * i // each : len(texts) * (i + 1) // each]:
                 self.put(text)
             self.over()
         self.over()
