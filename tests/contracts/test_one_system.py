@@ -5,6 +5,7 @@ A part that no job can choose, or that no plan feels, is dead weight however goo
 
 from __future__ import annotations
 
+import functools
 from typing import Any, get_args
 
 import pytest
@@ -88,6 +89,7 @@ def plan(job: TrainJob, planner: str = "search") -> Plan:
     return plans[0]
 
 
+@functools.cache
 def plan_of(kind: str, name: str) -> Plan | ServePlan:
     """The plan of a small job that chooses this part."""
     chosen = stated(kind, name)

@@ -168,7 +168,7 @@ def guided(least: int = 0) -> Chunks:
 def auto() -> Chunks:
     """The first hundredth is timed; the rest is cut into tasks of about 120 us.
 
-    What takes under 10 us in all stays on the calling thread.
+    What takes under 20 us in all stays on the calling thread.
     """
     return Chunks("auto")
 

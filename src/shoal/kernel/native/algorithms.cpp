@@ -31,7 +31,7 @@ using Task = const char* (*)(const Call*, int64_t first, int64_t last, void* par
 constexpr int64_t kFixed = 8192;       // elements of a chunk of a deterministic reduction
 constexpr int64_t kProbe = 64;         // elements that auto times at least
 constexpr double kTask = 120e-6;       // seconds of a task that auto aims at
-constexpr double kWorthwhile = 10e-6;  // seconds of work below which no thread is woken
+constexpr double kWorthwhile = 20e-6;  // seconds of work below which no thread is woken
 
 struct Failures {
   const Call* call;

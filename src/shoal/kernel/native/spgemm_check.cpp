@@ -30,6 +30,17 @@ extern "C" int64_t csr_check(int64_t rows, int64_t columns, int64_t entries, con
   return bad;
 }
 
+// Columns in 32 bits; 1 if one of them does not fit.
+extern "C" int64_t csr_narrow(int64_t entries, const int64_t* from, int32_t* to) {
+  int64_t outside = 0;
+#pragma omp parallel for reduction(| : outside)
+  for (int64_t p = 0; p < entries; p++) {
+    to[p] = int32_t(from[p]);
+    outside |= int64_t(uint64_t(from[p]) > 0x7fffffff);
+  }
+  return outside;
+}
+
 // Multiplies of each row of A B, and their sum.
 extern "C" int64_t csr_multiplies(int64_t rows, const int64_t* a_ptr, const int32_t* a_col,
                                   const int64_t* b_ptr, int64_t* out) {

@@ -235,6 +235,13 @@ def _narrow(name: str, columns: Tensor, shape: Any) -> Tensor:
     """Columns in 32 bits, after a look whether they fit."""
     if columns.dtype == torch.int32:
         return columns.contiguous()
+    if columns.dtype == torch.int64 and compiler() is not None:
+        from shoal.kernel.native import function
+
+        wide, narrow = columns.contiguous(), torch.empty(columns.shape, dtype=torch.int32)
+        into = function("spgemm_check", "csr_narrow", "lpp", "l")
+        if not into(wide.numel(), wide.data_ptr(), narrow.data_ptr()):
+            return narrow
     if columns.numel():
         low, high = (int(end) for end in torch.aminmax(columns))
         if low < 0 or high >= shape[1]:
