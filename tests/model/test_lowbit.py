@@ -76,3 +76,23 @@ def test_bad_rows() -> None:
         layer(torch.zeros(2, 256, requires_grad=True))
     with pytest.raises(KernelError, match="nearest"):
         LowBitLinear.from_linear(nn.Linear(200, 8), "int4-g128")
+
+
+def test_experts_take_the_backend_that_is_wanted():
+    from shoal.model.accelerate import accelerate
+    from shoal.model.config import ModelConfig
+    from shoal.model.initialise import init_weights
+    from shoal.model.quantize.layers import pack
+    from shoal.model.transformer import Transformer
+
+    config = ModelConfig(
+        vocab_size=31, hidden=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16,
+        ffn_hidden=64, max_position=16, family="mixtral", num_experts=2, top_k=1,
+    )  # fmt: skip
+    model = Transformer(config)
+    init_weights(model, 0)
+    model = pack(model.requires_grad_(False).eval(), "int4-g32")
+    accelerate(model, {"linear_lowbit": "reference"})
+    layers = [one for one in model.blocks[0].mlp.modules() if isinstance(one, LowBitLinear)]
+    assert len(layers) == 4
+    assert {layer.backend(3, torch.float32) for layer in layers} == {"reference"}

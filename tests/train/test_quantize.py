@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from typer.testing import CliRunner  # noqa: E402
 
 from shoal.app.cli import app  # noqa: E402
-from shoal.core.errors import KernelError, ModelError  # noqa: E402
+from shoal.core.errors import ConfigError, KernelError, ModelError  # noqa: E402
 from shoal.corpora.tokens import prepare  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.initialise import init_weights  # noqa: E402
@@ -150,3 +150,21 @@ def test_calibration_text(tokens):
         calibration(tokens.train, samples=1, length=10**9, vocab_size=512)
     with pytest.raises(ModelError, match="the model knows 5"):
         calibration(tokens.train, samples=3, length=10, vocab_size=5)
+
+
+def test_finetuning_with_rounding_is_reached_by_the_command(directory, few, tmp_path):
+    options = ["--format", "bipolar2-g32", "--method", "rtn", "--text", str(few)]
+    options += ["--eval-tokens", "256", "--no-timing", "--length", "32", "-o", "json"]
+    perplexity = {}
+    for seconds in ("0", "0.5"):
+        out = tmp_path / seconds
+        words = ["model", "quantize", str(directory), "--out", str(out), "--finetune", seconds]
+        result = CliRunner().invoke(app, [*words, *options])
+        assert result.exit_code == 0, result.output
+        perplexity[seconds] = json.loads(result.stdout)["quality"]["perplexity"]
+    assert perplexity["0.5"] != perplexity["0"]
+
+
+def test_seconds_of_finetuning_are_checked(directory, few, tmp_path):
+    with pytest.raises(ConfigError, match=r"finetune = -1.*0 or more"):
+        quantize_directory(directory, tmp_path / "no", "int4-g32", finetune_s=-1)

@@ -35,6 +35,9 @@ _DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 # for everybody else.
 _CACHE_SHARE = 0.5
 
+# Sequences, and tokens of each, whose keys tell the sizes of channels.
+_KEY_SAMPLES, _KEY_TOKENS = 4, 256
+
 
 def load_model(job: ServeJob) -> Transformer:
     """The model of a job, in its precision, ready to serve.
@@ -69,13 +72,37 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
     model = model.requires_grad_(False).eval()
     form = table("kv_format").build(job.kv_format, where="kv_format")
     if isinstance(form, Bfp) and form.ksort != "none":
-        model = ksort(model, by=form.by, mode=form.ksort)
+        tokens_BT = _calibration(job, model) if form.by == "calibration" else None
+        model = ksort(model, by=form.by, mode=form.ksort, tokens_BT=tokens_BT)
     if job.weights != "plain":
         model = pack(model, job.weights)
     few_rows = dispatch(Linear(1, 64, 64, name_of(dtype), _device(model)))
     if dtype == torch.float32 and few_rows.backend == "torch" and not model.embed.weight.is_cuda:
         _store_by_columns(model)
     return accelerate(model, job.kernel, positions=positions(job, model.config), exact=job.exact)
+
+
+def _calibration(job: ServeJob, model: Transformer) -> torch.Tensor:
+    """Text whose keys tell the sizes of channels: Python's standard library, int64 [B, T].
+
+    Raises:
+        ServeError: the model has no tokenizer to read it with.
+    """
+    from shoal.corpora.tokens import prepare as tokens_of
+    from shoal.train.quantize import calibration
+
+    tokenizer = Path(job.model, "tokenizer.json")
+    require(
+        tokenizer.is_file(),
+        "kv_format.bfp.by",
+        "calibration",
+        expected=f"a model with a tokenizer, and there is no {tokenizer}",
+        hint="copy the model's own there, or sort with by: weight",
+        error=ServeError,
+    )
+    vocab, length = model.config.vocab_size, min(_KEY_TOKENS, model.config.max_position)
+    text = tokens_of("stdlib", str(tokenizer), vocab).train
+    return calibration(text, samples=_KEY_SAMPLES, length=length, vocab_size=vocab)
 
 
 def _device(model: Transformer) -> Device:

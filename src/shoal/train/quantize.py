@@ -18,6 +18,7 @@ from shoal.kernel.formats import weight_format
 from shoal.model import QUANTIZERS, huggingface
 from shoal.model.quantize.blocks import quantize
 from shoal.model.transformer import Transformer
+from shoal.train.qat import finetune
 from shoal.train.quality import Quality, compare, decode_times
 
 __all__ = ["Outcome", "calibration", "quantize_directory"]
@@ -90,6 +91,7 @@ def quantize_directory(
     length: int = 256,
     eval_tokens: int = 16384,
     time_it: bool = True,
+    finetune_s: float = 0.0,
     progress: Callable[[float, float, str], None] | None = None,
 ) -> Outcome:
     """Quantize the matrices of a model's blocks, write the model, read it back and compare.
@@ -104,6 +106,8 @@ def quantize_directory(
         length: tokens of each.
         eval_tokens: about how many held-out tokens; 0 for no comparison.
         time_it: decode with both and compare.
+        finetune_s: seconds of training in which the matrices compute as if rounded, before codes
+            are chosen; 0 for none.
         progress: called with what is done, all, and what it is.
 
     Raises:
@@ -120,7 +124,8 @@ def quantize_directory(
         raise ModelError(f"{out}: exists already; choose another name or remove it first")
     home = directory.parent if huggingface.is_gguf(directory) else directory
     tokenizer = home / "tokenizer.json"
-    reads = quantizer.calibrated or eval_tokens > 0
+    require(finetune_s >= 0, "finetune", finetune_s, expected="0 or more seconds")
+    reads = quantizer.calibrated or eval_tokens > 0 or finetune_s > 0
     if reads and not tokenizer.is_file():
         raise ModelError(
             f"{tokenizer}: missing, and text must be read; copy the model's own there, or take "
@@ -144,8 +149,24 @@ def quantize_directory(
         tokens = calibration(
             text.train, samples=samples, length=longest, vocab_size=config.vocab_size
         )
+    require(
+        not (finetune_s and config.num_experts),
+        "finetune",
+        finetune_s,
+        expected=f"0 for a model with experts, such as {config.name}",
+        hint="rounding in training knows dense layers alone; leave it out",
+        error=ModelError,
+    )
     before = _bytes(original)
     changed = huggingface.read(directory, packed=False).eval()
+    if finetune_s and text is not None:
+        dtype = changed.embed.weight.dtype
+        trained_with = min(length, config.max_position - 1)
+        finetune(
+            changed.float(), format_text, "", text.train, seconds=finetune_s, seq_len=trained_with,
+            progress=lambda what, share: say(share, 1, what),
+        )  # fmt: skip
+        changed = changed.to(dtype).eval()
     made = quantize(
         changed, fmt, quantizer, tokens, done=lambda done, total: say(done, total, "blocks")
     )

@@ -138,6 +138,12 @@ def quantize(
     eval_tokens: Annotated[
         int, typer.Option(help="Held-out tokens to compare on; 0 for none.", min=0)
     ] = 16384,
+    finetune: Annotated[
+        float,
+        typer.Option(
+            help="Seconds of training with the matrices rounded, before codes are chosen.", min=0
+        ),
+    ] = 0.0,
     timing: Annotated[bool, typer.Option(help="Decode with both models in turn.")] = True,
     output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
 ) -> None:
@@ -169,6 +175,7 @@ def quantize(
             length=length,
             eval_tokens=eval_tokens,
             time_it=timing,
+            finetune_s=finetune,
             progress=bar,
         )
     if output is Format.json:
