@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import KernelError
 from shoal.kernel.dispatch import dispatch, kernels_of
-from shoal.kernel.strided.api import layout_of, pack, unpack
+from shoal.kernel.strided.api import commit, layout_of, pack, unpack
 from shoal.kernel.strided.calls import Pack, Unpack
 from shoal.kernel.strided.canonical import (
     BlockList,
@@ -506,3 +506,16 @@ def test_every_second_word(dtype: torch.dtype, skew: int) -> None:
         whole = torch.arange(skew + 2 * count - 1, dtype=dtype)
         found = pack(whole[skew::2], backend="cpp")
         assert torch.equal(found.view(dtype), whole[skew::2].contiguous())
+
+
+def test_a_committed_type_packs_what_has_its_strides() -> None:
+    x = torch.arange(2 * 6 * 8, dtype=torch.float32).view(2, 6, 8)
+    ready = commit(x[0, :, 1:3])
+    for view in (x[0, :, 1:3], x[1, :, 5:7]):
+        out = torch.zeros(view.numel() * 4, dtype=torch.uint8)
+        assert torch.equal(ready(view), pack(view))
+        assert torch.equal(ready(view, out).view(torch.float32), view.reshape(-1))
+    with pytest.raises(KernelError, match="which its memory has"):
+        ready(x[1, 5:, 7:])
+    with pytest.raises(KernelError, match="48 bytes"):
+        ready(x[0, :, 1:3], torch.zeros(47, dtype=torch.uint8))

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.core.measure import interleave
-from shoal.kernel.strided.api import layout_of, pack, unpack
+from shoal.core.measure import interleave, num_cores
+from shoal.kernel.strided.api import commit, layout_of, pack, unpack
 from shoal.kernel.strided.datatype import contiguous, hvector, named, resized
 from shoal.kernel.strided.method import MESSAGES, MethodModel
 from shoal.parallel.protocols import Comm
@@ -52,7 +52,9 @@ def _tiny(x: Tensor, size: int) -> Tensor:
 
 
 def packing(comm: Comm, edge: int, arrays: int, pairs: int, seed: int) -> dict[str, Any]:
-    """Seconds of packing each case, and of its peers, in turn, on one thread.
+    """Seconds of packing each case, and of its peers, in turn.
+
+    Every library has all cores; those of MPI and of a loop use one.
 
     The arrays are visited in turn, so that what is read comes from memory. Every method packs
     into memory that is already there.
@@ -69,7 +71,7 @@ def packing(comm: Comm, edge: int, arrays: int, pairs: int, seed: int) -> dict[s
         ``mpi``: its version, or ``skipped``: why there is none; ``wrong``: cases and types
         whose bytes differ from a peer's.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_cores())
     cubes = [
         torch.arange(n, n + edge**3, dtype=torch.float32).view(edge, edge, edge)
         for n in range(arrays)
@@ -103,8 +105,10 @@ def _ways(
 ) -> dict[str, Callable[[Tensor], object]]:
     """Ways to pack such a view, each into memory of its own."""
     floats = outs["contiguous"].view(torch.float32).view(first.shape)
+    # Types are committed before the first message, here as under MPI.
+    ready = commit(first)
     ways: dict[str, Callable[[Tensor], object]] = {
-        "pack": lambda view: pack(view, out=outs["pack"]),
+        "pack": lambda view: ready(view, outs["pack"]),
         "contiguous": floats.copy_,
     }
     if name in LOOPED:

@@ -1,4 +1,7 @@
-"""``pack`` and ``unpack`` of tensors: the type is reduced once, the kernel chosen once."""
+"""``pack`` and ``unpack`` of tensors: the type is reduced once, the kernel chosen once.
+
+:func:`commit` does both before there is anything to pack, as MPI's commit does.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from shoal.kernel.strided.datatype import Datatype, from_strides
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["layout_of", "pack", "unpack"]
+__all__ = ["commit", "layout_of", "pack", "unpack"]
 
 
 def pack(
@@ -44,6 +47,32 @@ def pack(
     ready = _chosen("pack", buffer, datatype, count, order_free, backend)
     packed: Tensor = ready(buffer, out)
     return packed
+
+
+def commit(
+    like: Tensor,
+    datatype: Datatype | None = None,
+    *,
+    count: int = 1,
+    order_free: bool = False,
+    backend: str | None = None,
+) -> Ready:
+    """The function behind :func:`pack` for all tensors of such strides.
+
+    Args:
+        like: a tensor of the same shape, strides, type and device as those that will come.
+        datatype: as of :func:`pack`; then only the device of ``like`` matters.
+        count: as of :func:`pack`.
+        order_free: as of :func:`pack`.
+        backend: as of :func:`pack`.
+
+    Returns:
+        ``(buffer, out=None) -> bytes``, uint8; a call looks at nothing but the bounds.
+
+    Raises:
+        KernelError: the type overlaps where it may not, or the kernel refuses it.
+    """
+    return _chosen("pack", like, datatype, count, order_free, backend)
 
 
 def unpack(
