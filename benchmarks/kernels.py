@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from common import Row, record, require_quiet
@@ -23,6 +24,7 @@ from shoal.kernel.dispatch import kernels_of
 from shoal.kernel.native import function
 from shoal.serve.build import engine_of, prepare
 from shoal.train import zoo
+from shoal.train.quantize import quantize_directory
 
 PAIRS = 21
 N = K = 4096
@@ -231,11 +233,30 @@ def builds() -> list[Row]:
     ]
 
 
+def quality() -> list[Row]:
+    """What few bits cost the mini-model in perplexity on held-out text, in percent."""
+    rows = []
+    model = zoo.trained("shoal-4m-h128")
+    for form, method, most in (("int4-g128", "gptq", 2.0), ("int8-channel", "rtn", 0.2)):
+        with tempfile.TemporaryDirectory() as place:
+            found = quantize_directory(
+                model, Path(place) / "small", form, method=method, time_it=False
+            ).quality
+        assert found is not None
+        note = (
+            f"{method}, perplexity {found.reference:.3f} -> {found.perplexity:.3f} on "
+            f"{found.tokens} tokens, same top token {found.agreement:.1%}"
+        )
+        rows.append(Row(f"{form} perplexity rise", 100 * found.rise, "%", "<=", most, note))
+    return rows
+
+
 def main() -> None:
     """Measure and record."""
     require_quiet()
     with torch.inference_mode():
         rows = [*builds(), *products(), *attention(), *serving()]
+    rows += quality()
     record(rows)
 
 
