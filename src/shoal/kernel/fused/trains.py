@@ -16,7 +16,7 @@ operator      constants     ready
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from shoal.core.errors import KernelError
 from shoal.kernel.protocols import Ready
@@ -27,8 +27,8 @@ __all__ = ["Trains"]
 class Trains:
     """Mixed into a kernel: a call with ``gradient`` is prepared by ``BACKEND_training.py``."""
 
-    op: str
-    backend: str
+    op: ClassVar[str]
+    backend: ClassVar[str]
 
     def prepare(self, call: Any, *constants: Any) -> Ready:
         """See :class:`~shoal.kernel.protocols.Kernel`; differentiable if the call says so."""
