@@ -92,8 +92,8 @@ def _dots(m: int, n: int, k: int, w: int, a: int, units: dict[str, float]) -> fl
 def _matrix(m: int, n: int, k: int, w: int, a: int, units: dict[str, float]) -> float:
     rows = -(-m // 16) * 16
     tiles = 2.0 * rows * n * k / units["tile_int8"] * (2 if w == 8 else 1)
-    # Operands come from the second cache: some forty cycles a product, where sixteen would do.
-    return -(-m // _PASS_ROWS) * 1.5 * _expand(n, k, w, units) + tiles / 0.4
+    # Operands come from the second cache: some fifty cycles a product, where sixteen would do.
+    return -(-m // _PASS_ROWS) * 1.5 * _expand(n, k, w, units) + tiles / 0.3
 
 
 ENGINES: dict[str, Engine] = {
