@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import bisect
 import math
 from collections.abc import Sequence
 
@@ -108,13 +108,12 @@ def rank(found: Sequence[Judged], machine: Machine) -> list[Judged]:
 
     ordered = sorted(found, key=key)
     good = [item for item in ordered if fits(item[0], machine, item[1])]
+    worths = [worth_of(item) for item in good]
     out: list[Judged] = []
-    while good:
-        limit = 1.01 * worth_of(good[0])
-        # In order of worth: the equal ones come first.
-        equal = list(itertools.takewhile(lambda item: worth_of(item) <= limit, good))
+    while len(out) < len(good):
+        # In order of worth: the equal ones stand together.
+        equal = good[len(out) : bisect.bisect_right(worths, 1.01 * worths[len(out)])]
         out.extend(sorted(equal, key=lambda item: (_complexity(item[0]), worth_of(item))))
-        good = good[len(equal) :]
     return out + [item for item in ordered if not fits(item[0], machine, item[1])]
 
 
