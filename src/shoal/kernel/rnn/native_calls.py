@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.kernel.native import function as native
+from shoal.kernel.pages import room
 from shoal.kernel.rnn.base import Gradients, Trace
 from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.functions import Function, function
@@ -53,6 +54,11 @@ def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(dtype).contiguous()
 
 
+def _large(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory of many steps: new pages of 4 KiB take longer to come than to be filled."""
+    return room(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
 def _optional(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else ready(tensor, dtype)
 
@@ -88,7 +94,7 @@ def buffers(
     shape = (batch, steps, call.heads, call.units)
     gates = None
     if keep:
-        gates = wx.new_empty((batch, steps, what.kept, *shape[2:]), dtype=dtype)
+        gates = _large((batch, steps, what.kept, *shape[2:]), dtype)
     if out is not None:
         return Trace(out[0], out[1:], gates)
     rest = wx.new_empty((len(what.states) - 1, *shape), dtype=dtype)
@@ -152,7 +158,7 @@ def fused_backward(
     packed = _backward_packed(R.detach())
     begin = ready(states, dtype)
     held = [_optional(one, dtype) for one in (dh, drest, dlast)]
-    dwx = torch.empty(wx.shape, dtype=dtype)
+    dwx = _large(tuple(wx.shape), dtype)
     extra = len(what.gates) - len(what.inputs)
     dextra = torch.empty(*wx.shape[:2], extra, *wx.shape[3:], dtype=dtype)
     dbias = torch.empty(slices, len(what.gates), call.heads, call.units, dtype=dtype)
