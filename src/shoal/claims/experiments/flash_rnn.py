@@ -131,7 +131,7 @@ class FlashRNN:
         ),
         Attempt(
             metric="speedup_b16",
-            tried="gates and their gradients in pages of 4 KiB; now of 2 MiB, which is 1.2 times as "
+            tried="gates and their gradients in pages of 4 KiB; now 2 MiB, which is 1.2 times as "
             "fast with 4 sequences and makes no difference with 16: there the rows of a step lie a "
             "power of two apart and drive each other out of the caches",
             value=2.054,
