@@ -52,7 +52,7 @@ def _splits(draw: st.DrawFn, most: int) -> tuple[dict[str, Any], dict[str, Any]]
     parallel["order"] = "-".join(draw(st.permutations(AXES)))
     split = parallel.get("schedule") in ("zb_h1", "zbv", "vhalf")
     shards = ["replicated", "zero1"]
-    if not split and dp * parallel["cp"] > 1:
+    if not split and parallel["vocab"] != "pp" and dp * parallel["cp"] > 1:
         shards += ["zero2", "zero3"]
     extra: dict[str, Any] = {
         "shard": draw(st.sampled_from(shards)),
@@ -159,6 +159,7 @@ def test_tied_embeddings_whose_gradients_are_not_summed_are_found(monkeypatch):
         ({"tp": 8, "sp": True}, {"seq_len": 10}, "20 tokens that tp = 8 divides"),
         ({"ep": 2, "dp": 2}, {}, "parallel.ep"),
         ({"pp": 2, "schedule": "zb_h1", "dp": 2}, {"shard": "zero3"}, "shard = 'zero3'"),
+        ({"pp": 2, "vocab": "pp", "dp": 2}, {"shard": "zero2"}, "replicated or zero1 with vocab"),
         ({"tp": 2}, {"optimizer": "muon"}, "whole matrices"),
         ({"tp": 2}, {"compile": True}, "compile"),
     ],

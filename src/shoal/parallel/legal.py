@@ -145,6 +145,13 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     require(
+        "gradients" not in shard.divides or not schedule.vocab_barriers,
+        "shard",
+        job.shard.name,
+        expected="replicated or zero1 with vocab pp, whose passes read and write rows of their own",
+        error=PlanError,
+    )
+    require(
         "gradients" not in shard.divides or not schedule.cells,
         "shard",
         job.shard.name,

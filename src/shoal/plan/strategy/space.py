@@ -178,7 +178,7 @@ def _goes(parallel: Parallel, shard: str, passes: int) -> bool:
     name = parallel.schedule.name
     if name == "interleaved":
         return passes % parallel.pp == 0
-    return name != "zb_h1" or shard in WHOLE_SHARDS
+    return (name != "zb_h1" and parallel.vocab != "pp") or shard in WHOLE_SHARDS
 
 
 def _precisions(machine: Machine) -> tuple[Literal["bf16", "fp32"], ...]:
