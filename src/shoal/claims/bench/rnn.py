@@ -65,9 +65,9 @@ def compiled_loop(given: list[Tensor], function: str) -> Callable[[], None]:
     def run() -> None:
         matrix = R.permute(1, 3, 0, 2).reshape(heads, units, gates * units)
         now, found = states[:, :, 0], []
-        for now_wx in wx.unbind(1):
+        for inputs_t in wx.unbind(1):
             product = torch.bmm(now[0].transpose(0, 1), matrix).view(heads, -1, gates, units)
-            now = step(now_wx, product.permute(1, 2, 0, 3), b, now)
+            now = step(inputs_t, product.permute(1, 2, 0, 3), b, now)
             found.append(now[0])
         out = torch.stack(found, 1)
         torch.autograd.grad(out, given, torch.ones_like(out))
