@@ -87,6 +87,33 @@ void swiglu(const T* x, T* y, int64_t m, int64_t f) {
   }
 }
 
+// One head of d numbers: norm, if it is given, and rotation by c, s [d / 2]; out may be head.
+template <class T, class N>
+inline void turn_head(const T* head, T* out, const N* norm, const float* c, const float* s,
+                      int64_t d, float eps) {
+  const int64_t half = d / 2;
+  __m512 scale = _mm512_set1_ps(1.0f);
+  if (norm) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t j = 0; j < d; j += 16) {
+      const __m512 v = load(head + j, low16(d - j));
+      sum = _mm512_fmadd_ps(v, v, sum);
+    }
+    scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / d + eps));
+  }
+  for (int64_t j = 0; j < half; j += 16) {
+    const __mmask16 k = low16(half - j);
+    __m512 a = load(head + j, k), b = load(head + half + j, k);
+    if (norm) {
+      a = _mm512_mul_ps(_mm512_mul_ps(a, scale), load(norm + j, k));
+      b = _mm512_mul_ps(_mm512_mul_ps(b, scale), load(norm + half + j, k));
+    }
+    const __m512 cj = load(c + j, k), sj = load(s + j, k);
+    save(out + j, k, _mm512_fnmadd_ps(b, sj, _mm512_mul_ps(a, cj)));
+    save(out + half + j, k, _mm512_fmadd_ps(a, sj, _mm512_mul_ps(b, cj)));
+  }
+}
+
 // In place: the first `turned` heads of x[M, heads, d] by cos, sin [P, d / 2] at position[M],
 // the first `q` of them normalised by q_norm before and the others by k_norm, if given.
 template <class T>
@@ -100,26 +127,7 @@ void rope(T* x, const float* cos, const float* sin, const int64_t* position, con
     for (int64_t h = 0; h < turned; h++) {
       T* head = x + (i * heads + h) * d;
       const T* norm = h < q ? q_norm : k_norm;
-      __m512 scale = _mm512_set1_ps(1.0f);
-      if (norm) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t j = 0; j < d; j += 16) {
-          const __m512 v = load(head + j, low16(d - j));
-          sum = _mm512_fmadd_ps(v, v, sum);
-        }
-        scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / d + eps));
-      }
-      for (int64_t j = 0; j < half; j += 16) {
-        const __mmask16 k = low16(half - j);
-        __m512 a = load(head + j, k), b = load(head + half + j, k);
-        if (norm) {
-          a = _mm512_mul_ps(_mm512_mul_ps(a, scale), load(norm + j, k));
-          b = _mm512_mul_ps(_mm512_mul_ps(b, scale), load(norm + half + j, k));
-        }
-        const __m512 cj = _mm512_maskz_loadu_ps(k, c + j), sj = _mm512_maskz_loadu_ps(k, s + j);
-        save(head + j, k, _mm512_fnmadd_ps(b, sj, _mm512_mul_ps(a, cj)));
-        save(head + half + j, k, _mm512_fmadd_ps(a, sj, _mm512_mul_ps(b, cj)));
-      }
+      turn_head(head, head, norm, c, s, d, eps);
     }
   }
 }
@@ -208,26 +216,7 @@ void rope_split(const T* x, T* y, const float* cos, const float* sin, const floa
       const T* head = x + (i * every + h) * d;
       T* out = y + (i * every + h) * d;
       const float* norm = h < q ? q_norm : k_norm;
-      __m512 scale = _mm512_set1_ps(1.0f);
-      if (norm) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t j = 0; j < d; j += 16) {
-          const __m512 v = load(head + j, low16(d - j));
-          sum = _mm512_fmadd_ps(v, v, sum);
-        }
-        scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / d + eps));
-      }
-      for (int64_t j = 0; j < half; j += 16) {
-        const __mmask16 k = low16(half - j);
-        __m512 a = load(head + j, k), b = load(head + half + j, k);
-        if (norm) {
-          a = _mm512_mul_ps(_mm512_mul_ps(a, scale), load(norm + j, k));
-          b = _mm512_mul_ps(_mm512_mul_ps(b, scale), load(norm + half + j, k));
-        }
-        const __m512 cj = load(c + j, k), sj = load(s + j, k);
-        save(out + j, k, _mm512_fnmadd_ps(b, sj, _mm512_mul_ps(a, cj)));
-        save(out + half + j, k, _mm512_fmadd_ps(a, sj, _mm512_mul_ps(b, cj)));
-      }
+      turn_head(head, out, norm, c, s, d, eps);
     }
     const int64_t first = (i * every + turned) * d;
     std::memcpy(y + first, x + first, (every - turned) * d * sizeof(T));
