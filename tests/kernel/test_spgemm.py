@@ -187,6 +187,29 @@ def test_skewed_graph_and_grid_are_scipys(kernel: Hash) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("semiring", SEMIRINGS)
+@pytest.mark.parametrize("twice", [False, True])
+def test_rows_that_repeat_the_one_before(semiring: Any, twice: bool) -> None:
+    edge = 12
+    mesh = grid(edge)
+    mesh.data = generator(0, purpose="values of a mesh").integers(-3, 4, mesh.nnz).astype(float)
+    mesh.data[::11] = -0.0
+    # Rows of as many products, whose columns are not those of the row before moved along.
+    for row in (50, 51, 90):
+        mesh.indices[mesh.indptr[row + 1] - 1] += 3
+    if twice:
+        mesh.indices[mesh.indptr[:-1] + 1] = mesh.indices[mesh.indptr[:-1]]
+    A = from_any("A", mesh)
+    expected = multiply(A, A, semiring, kernel="reference")
+    for kernel in (Hash(), HashV1(), Hash(dense_ratio=0), Hash(exact=True, budget_bytes=SMALL)):
+        found = multiply(A, A, semiring, kernel=kernel)
+        same(found, expected)
+        assert torch.equal(found.val.double().signbit(), expected.val.double().signbit())
+        assert found.counters is not None
+        assert found.counters.repeated_rows > edge * edge // 3
+
+
+@needs_compiler
 def test_one_dense_row_and_one_dense_column() -> None:
     A = sp.csr_array(sp.vstack([sp.csr_array(np.ones((1, 60))), sp.eye_array(60)]))
     B = abs(drawn(60, 70_000, 0.01, 3))

@@ -8,6 +8,9 @@
 //   version 3  the same with two fragments a thread: one is copied while the next is filled;
 //              the next row of B is fetched ahead
 //
+// A short row whose products stand as those of the row before, all moved along, is not merged
+// again: each product is added where its twin was. Stencils and bands are made of such rows.
+//
 // Whatever the version and the number of threads, a row's sums are taken in the order of A's row.
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -104,6 +107,33 @@ template <class V> struct Fragment {
 
 struct Span { int64_t first, last; };
 
+// The row before, if it is short: where its products stood, and which sum each was added to.
+struct Like {
+  static constexpr int64_t kRows = 16, kLong = 16, kMost = 64, kPatience = 8;
+  int64_t products = 0, rows = 0, n = 0;  // no products: nothing is known
+  int64_t patience = kPatience;  // rows still learnt, if none is repeated; one in each window
+  int64_t length[kRows];         // products of each row of B
+  int32_t col[kRows * kLong];    // of each, in rows of kLong, less the first
+  uint8_t slot[kMost];           // its sum
+  int32_t made[kMost];           // columns of the sums, less the first of `col`
+
+  // Whether the products of row p stand there again, `base` columns to the right.
+  bool again(int64_t p, const int32_t* found, int64_t number, int32_t base) const {
+    if (number != length[p]) return false;
+    const int32_t* expected = col + p * kLong;
+#ifdef __AVX512F__
+    static_assert(kLong == 16);
+    const __mmask16 some = __mmask16((1u << number) - 1);
+    const __m512i moved = _mm512_add_epi32(_mm512_loadu_si512(expected), _mm512_set1_epi32(base));
+    return !_mm512_mask_cmpneq_epi32_mask(some, _mm512_maskz_loadu_epi32(some, found), moved);
+#else
+    bool same = true;
+    for (int64_t q = 0; q < number; q++) same &= found[q] - base == expected[q];
+    return same;
+#endif
+  }
+};
+
 template <class S> class Worker {
  public:
   using V = typename S::V;
@@ -130,6 +160,18 @@ template <class S> class Worker {
     counts[kMultiplies] += f;
     if (job.mask_ptr) return masked(i, f, out);
     if (!f) return;
+    if (f == like.products && repeated(i, out)) return;
+    const int64_t before = out.n;
+    unlike(i, f, out);
+    if (f <= Like::kMost && job.sort && like.patience)
+      learn(i, f, out.col + before, out.n - before);
+  }
+
+  // The next row does not follow on the last one.
+  void jump() { like.products = 0, like.patience = std::max<int64_t>(1, like.patience); }
+
+ private:
+  void unlike(int64_t i, int64_t f, Fragment<V>& out) {
     int32_t lo = std::numeric_limits<int32_t>::max(), hi = -1;
     for (int64_t p = job.a_ptr[i]; p < job.a_ptr[i + 1]; p++) {
       const int64_t first = job.b_ptr[job.a_col[p]], last = job.b_ptr[job.a_col[p] + 1];
@@ -142,7 +184,50 @@ template <class S> class Worker {
     pieces(i, lo, int64_t(hi) + 1, out);
   }
 
- private:
+  void learn(int64_t i, int64_t f, const int32_t* made, int64_t n) {
+    const int64_t begin = job.a_ptr[i], rows = job.a_ptr[i + 1] - begin;
+    like.products = 0, like.patience--;
+    if (rows > Like::kRows) return;
+    int32_t base = 0;
+    uint8_t* slot = like.slot;
+    for (int64_t p = 0; p < rows; p++) {
+      const int64_t k = job.a_col[begin + p];
+      const int32_t* found = job.b_col + job.b_ptr[k];
+      const int64_t number = like.length[p] = job.b_ptr[k + 1] - job.b_ptr[k];
+      if (number > Like::kLong || !number) return;
+      if (p == 0) base = found[0];
+      for (int64_t q = 0; q < number; q++) {
+        like.col[p * Like::kLong + q] = found[q] - base;
+        *slot++ = uint8_t(std::lower_bound(made, made + n, found[q]) - made);
+      }
+    }
+    for (int64_t m = 0; m < n; m++) like.made[m] = made[m] - base;
+    like.products = f, like.rows = rows, like.n = n;
+  }
+
+  bool repeated(int64_t i, Fragment<V>& out) {
+    const int64_t begin = job.a_ptr[i], rows = job.a_ptr[i + 1] - begin, n = like.n;
+    const int32_t* a_col = job.a_col + begin;
+    if (rows != like.rows || job.b_ptr[a_col[0]] == job.b_ptr[a_col[0] + 1]) return false;
+    const int32_t base = job.b_col[job.b_ptr[a_col[0]]];
+    out.need(n);
+    V* sum = out.val + out.n;
+    std::fill(sum, sum + n, V(S::none));
+    const uint8_t* slot = like.slot;
+    for (int64_t p = 0; p < rows; p++) {
+      const int64_t first = job.b_ptr[a_col[p]], number = job.b_ptr[a_col[p] + 1] - first;
+      if (!like.again(p, job.b_col + first, number, base)) return false;
+      V a = S::load(a_val, begin + p);
+      if (scaled) a = S::mul(alpha, a);
+      for (int64_t q = 0; q < number; q++, slot++)
+        sum[*slot] = S::add(sum[*slot], S::mul(a, S::load(b_val, first + q)));
+    }
+    for (int64_t m = 0; m < n; m++) out.col[out.n + m] = base + like.made[m];
+    out.n += n;
+    counts[kRepeated]++, like.patience = Like::kPatience;
+    return true;
+  }
+
   struct Slot { int32_t tag; V value; };
   const Job& job;
   const V *a_val, *b_val;
@@ -155,6 +240,7 @@ template <class S> class Worker {
   uint32_t* used = nullptr;
   std::vector<uint64_t> keys;
   std::vector<Span> cut;
+  Like like;
 
   bool dense_pays(int64_t span, int64_t f) const {
     return span <= width && span <= job.dense_ratio * f;
@@ -282,7 +368,8 @@ template <class S> class Worker {
         looks++;
         if (table[s].tag == c) return void(table[s].value = S::add(table[s].value, x));
         if (table[s].tag == kEmpty) {
-          table[s].tag = c, table[s].value = x, list[n++] = s;
+          // Added to nothing, as in a dense range: also a zero has the same sign.
+          table[s].tag = c, table[s].value = S::add(S::none, x), list[n++] = s;
           return;
         }
       }
@@ -474,12 +561,32 @@ class Places {
   }
 };
 
+// Memory of C, which the system clears page by page when it is first touched. Threads that write
+// one after the other reach a new page together, and would all clear it: each page is touched
+// by one of them, ahead of all.
+class Fresh {
+ public:
+  Fresh(void* at, int64_t n) : base(static_cast<uint8_t*>(at)), bytes(n) {}
+  void reach(int64_t end) {
+    const int64_t wanted = std::min(end + kLarge, bytes);
+    while (__atomic_load_n(&next, __ATOMIC_RELAXED) < wanted) {
+      const int64_t page = __atomic_fetch_add(&next, kLarge, __ATOMIC_RELAXED);
+      if (page < bytes) __atomic_fetch_or(base + page, 0, __ATOMIC_RELAXED);
+    }
+  }
+
+ private:
+  static constexpr int64_t kLarge = 2 << 20;
+  uint8_t* base;
+  int64_t bytes, next = 0;
+};
+
 template <class S> class Run {
   using V = typename S::V;
   const Job& job;
   std::vector<int64_t> first;  // row of each window, and the end
   std::vector<int64_t> start;  // version 1: window of each thread
-  int64_t threads;
+  int64_t threads, most = 0;   // entries of C at most
 
   void cut() {
     int64_t work = 0;
@@ -494,6 +601,7 @@ template <class S> class Run {
       int64_t f = share, entries = 0, rows = 0;
       for (int64_t i = job.rows * t / parts; i < end; i++) {
         const int64_t more = job.bound(i);
+        most += more;
         if (f + job.multiplies[i] > share || entries + more > room || rows >= 4096 || !rows)
           first.push_back(i), f = entries = rows = 0;
         f += job.multiplies[i], entries += more, rows++;
@@ -505,6 +613,7 @@ template <class S> class Run {
 
   void hash(int64_t w, Worker<S>& worker, Fragment<V>& out) {
     out.n = 0, out.window = w;
+    worker.jump();
     for (int64_t i = first[size_t(w)]; i < first[size_t(w) + 1]; i++) {
       worker.row(i, out);
       if (!job.exact) job.c_ptr[i + 1] = out.n;
@@ -530,7 +639,7 @@ template <class S> class Run {
   void count(const Worker<S>& worker, int64_t bytes) {
 #pragma omp critical(spgemm_counters)
     {
-      for (int c = 0; c <= kPieces; c++) job.counters[c] += worker.counts[c];
+      for (int c = 0; c <= kRepeated; c++) job.counters[c] += worker.counts[c];
       job.counters[kTableBytes] += bytes + worker.bytes();
       job.counters[kSlowest] = std::max(job.counters[kSlowest], worker.counts[kMultiplies]);
     }
@@ -539,6 +648,13 @@ template <class S> class Run {
   void queued() {
     const int64_t windows = int64_t(first.size()) - 1;
     Places places(windows);
+    const int64_t room = job.exact ? job.c_ptr[job.rows] : most;
+    Fresh col(job.c_col, room * 4), val(job.c_val, room * int64_t(sizeof(V)));
+    auto emit = [&](Fragment<V>& out) {
+      const int64_t at = place(out.window, places), end = at + out.n;
+      if (job.c_col) col.reach(end * 4), val.reach(end * int64_t(sizeof(V)));
+      write(out, at);
+    };
     int64_t next = 0;
 #pragma omp parallel num_threads(int(threads))
     {
@@ -549,21 +665,21 @@ template <class S> class Run {
         const int64_t w = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
         if (w >= windows) break;
         Fragment<V>& out = ring[turn];
-        if (out.window >= 0) write(out, place(out.window, places));
+        if (out.window >= 0) emit(out);
         hash(w, worker, out);
         if (!job.exact) places.publish(w, out.n);
         Fragment<V>& old = ring[(turn + 1) % depth];
         if (depth == 1)
-          write(out, place(w, places));
+          emit(out);
         else if (old.window >= 0 && (job.exact || places.known(old.window) >= 0))
-          write(old, place(old.window, places));
+          emit(old);
       }
       if (ring[0].window > ring[1].window) {
-        if (ring[1].window >= 0) write(ring[1], place(ring[1].window, places));
-        write(ring[0], place(ring[0].window, places));
+        if (ring[1].window >= 0) emit(ring[1]);
+        emit(ring[0]);
       } else {
         for (Fragment<V>& out : ring)
-          if (out.window >= 0) write(out, place(out.window, places));
+          if (out.window >= 0) emit(out);
       }
       count(worker, ring[0].bytes() + ring[1].bytes());
     }

@@ -40,7 +40,7 @@ struct Job {
   }
 };
 
-enum Counter { kMultiplies, kProbes, kHashed, kDenseRows, kHashRows, kPieces, kTableBytes,
-               kSlowest, kWindows, kCounters };
+enum Counter { kMultiplies, kProbes, kHashed, kDenseRows, kHashRows, kPieces, kRepeated,
+               kTableBytes, kSlowest, kWindows, kCounters };
 
 }  // namespace

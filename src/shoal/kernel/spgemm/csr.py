@@ -43,6 +43,8 @@ class Counters:
         dense_rows: rows, or pieces of rows, that were summed in a dense range.
         hash_rows: rows, or pieces of rows, that were summed in a hash table.
         pieces: of them, pieces of rows that are too long for one table.
+        repeated_rows: short rows whose products stood as those of the row before, moved along,
+            and were added as those were.
         windows: of consecutive rows that a thread takes at once.
         table_bytes: the most memory, beyond A, B and C.
         imbalance: multiplies of the busiest thread over those of an average one.
@@ -57,6 +59,7 @@ class Counters:
     dense_rows: int = 0
     hash_rows: int = 0
     pieces: int = 0
+    repeated_rows: int = 0
     windows: int = 0
     imbalance: float = 1.0
     a_bytes: int = 0

@@ -30,8 +30,10 @@ class Hash(SparseKernel):
     """Scaled rows of B are merged as they are made; no matrix of products ever exists.
 
     Rows are worked on in windows. A row whose columns span little is summed in a dense range
-    instead, and one too long for the table in ranges of columns. Sums are taken in the order of
-    A's row: the same bits with any number of threads, windows and other rows.
+    instead, and one too long for the table in ranges of columns. A short row whose products stand
+    as those of the row before, all moved along, as in a stencil, is not merged again: each product
+    is added where its twin was. Sums are taken in the order of A's row: the same bits with any
+    number of threads, windows and other rows.
 
     Args:
         version: v1 gives each thread equally many rows; v2 gives out windows of equal work and

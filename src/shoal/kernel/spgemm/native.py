@@ -20,7 +20,7 @@ from shoal.kernel.spgemm.csr import Counters, Csr, dtype_name
 
 __all__ = ["Pages", "cache_budget", "counters", "job", "no_counts", "product", "threads"]
 
-_COUNTERS = 9
+_COUNTERS = 10
 # Each product is rounded before it is added: the same bits in a dense range and in a table.
 _FLAGS = (*shoal.kernel.native.FLAGS, "-ffp-contract=off")
 _SEMIRINGS = {
@@ -98,7 +98,7 @@ def no_counts() -> Tensor:
 
 def counters(counts: Tensor, A: Csr, B: Csr, nnz: int, multiplies: int) -> Counters:
     """What the C++ kernel counted, with the bytes that follow from it."""
-    _, probes, hashed, dense, hash_rows, pieces, table, slowest, windows = counts.tolist()
+    _, probes, hashed, dense, hash_rows, pieces, repeated, table, slowest, windows = counts.tolist()
     entry = 4 + VALUE_BYTES[dtype_name(A.val.dtype)]
     return Counters(
         multiplies=multiplies,
@@ -107,6 +107,7 @@ def counters(counts: Tensor, A: Csr, B: Csr, nnz: int, multiplies: int) -> Count
         dense_rows=dense,
         hash_rows=hash_rows,
         pieces=pieces,
+        repeated_rows=repeated,
         windows=windows,
         imbalance=slowest * threads() / multiplies if multiplies else 1.0,
         a_bytes=A.nnz * entry + 8 * (A.shape[0] + 1),
@@ -152,8 +153,11 @@ class Pages:
             self.address = self.small.data_ptr()
             return
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        self.pages = mmap.mmap(-1, count * self.size, flags=flags)
-        if hasattr(mmap, "MADV_HUGEPAGE") and count * self.size >= _HUGE:
+        nbytes = count * self.size
+        if nbytes >= _HUGE:  # whole large pages, so that the system begins with one
+            nbytes = -(-nbytes // _HUGE) * _HUGE
+        self.pages = mmap.mmap(-1, nbytes, flags=flags)
+        if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= _HUGE:
             with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
                 self.pages.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
