@@ -7,6 +7,8 @@ import ctypes
 import functools
 import mmap
 import os
+import weakref
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +136,30 @@ def product(semiring: str, dtype: str) -> Any:
     return run
 
 
+# Of results that are gone, the last first out of use: pages that need no clearing again.
+_GONE: deque[mmap.mmap] = deque(maxlen=4)
+
+
+def _again(nbytes: int) -> mmap.mmap | None:
+    """The smallest memory of a result that is gone which has room for so much."""
+    fits = sorted((gone for gone in tuple(_GONE) if len(gone) >= nbytes), key=len)
+    for pages in fits:
+        with contextlib.suppress(ValueError):  # another thread was faster
+            _GONE.remove(pages)
+            return pages
+    return None
+
+
+def _keep(pages: mmap.mmap) -> None:
+    with contextlib.suppress(OSError):  # a system that knows no pages to be had back: unmapped
+        pages.madvise(mmap.MADV_FREE)
+        _GONE.append(pages)
+
+
 class Pages:
     """Room for at most so many numbers, of which only what is written takes memory.
+
+    Memory of large results that are gone serves the next ones, until the system wants it back.
 
     Args:
         count: numbers at most.
@@ -148,25 +172,31 @@ class Pages:
     def __init__(self, count: int, dtype: torch.dtype) -> None:
         self.dtype, self.size = dtype, torch.empty(0, dtype=dtype).element_size()
         self.small: Tensor | None = None
-        if count * self.size <= _SMALL:
+        nbytes = count * self.size
+        if nbytes <= _SMALL:
             self.small = torch.empty(max(1, count), dtype=dtype)
             self.address = self.small.data_ptr()
             return
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        nbytes = count * self.size
-        if nbytes >= _HUGE:  # whole large pages, so that the system begins with one
-            nbytes = -(-nbytes // _HUGE) * _HUGE
-        self.pages = mmap.mmap(-1, nbytes, flags=flags)
-        if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= _HUGE:
-            with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
-                self.pages.madvise(mmap.MADV_HUGEPAGE)
+        # Whole large pages, so that the system begins with one.
+        nbytes = -(-nbytes // _HUGE) * _HUGE
+        self.pages = _again(nbytes) or self._new(nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
 
+    @staticmethod
+    def _new(nbytes: int) -> mmap.mmap:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        return pages
+
     def tensor(self, count: int) -> Tensor:
-        """The first numbers; the rest is given back."""
+        """The first numbers; the rest has taken no memory."""
         if self.small is not None:
             return self.small[:count].clone()
         if not count:
             return torch.empty(0, dtype=self.dtype)
-        self.pages.resize(count * self.size)
-        return torch.frombuffer(self.pages, dtype=self.dtype, count=count)
+        held = memoryview(self.pages)
+        if hasattr(mmap, "MADV_FREE"):
+            weakref.finalize(held, _keep, self.pages).atexit = False
+        return torch.frombuffer(held, dtype=self.dtype, count=count)
