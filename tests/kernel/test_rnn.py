@@ -250,6 +250,15 @@ def test_a_changed_output_is_noticed() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("outputs", ["states", "hidden"])
+def test_an_output_may_be_changed_in_place(outputs: Any) -> None:
+    # As any other tensor: a view that a function of one's own has made may not.
+    given_ = inputs("lstm", 2, 4, 1, 16)
+    wanted = rnn(*given_, backend="fused", outputs=outputs)[0] + 1
+    found = rnn(*given_, backend="fused", outputs=outputs)[0].add_(1)
+    assert torch.equal(found, wanted) and found.is_contiguous()
+
+
 def test_dispatch_takes_the_fused_kernel_and_the_other_where_heads_are_large() -> None:
     assert candidates(Recurrence("lstm", 1, 1024, 12, 64))[0][0] == "fused"
     assert candidates(Recurrence("lstm", 1, 64, 1, 2048))[0][0] == "alternating"

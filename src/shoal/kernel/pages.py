@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["room"]
+__all__ = ["empty", "room"]
 
 _PAGE, _LINE = 2 << 20, 64
 
@@ -41,3 +43,15 @@ def room(nbytes: int) -> Tensor:
     if advise is not None and nbytes >= _PAGE:
         advise(whole.data_ptr() + first, nbytes // _PAGE * _PAGE, mmap.MADV_HUGEPAGE)
     return whole[first : first + nbytes]
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in such memory: new pages of 4 KiB take longer to come than to be filled.
+
+    No view of another, since what is given away may be changed in place.
+    """
+    import torch
+
+    whole = room(math.prod(shape) * dtype.itemsize)
+    begin = whole.storage_offset() // dtype.itemsize
+    return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), begin, shape)

@@ -52,6 +52,15 @@ template <class T> inline void store(T* at, Vec<T> v, int64_t n) {
   if (n >= W<T>) return store(at, v);
   for (int64_t i = 0; i < n; i++) at[i] = v[i];
 }
+// What is read again only much later goes past the caches: the rows of a step, which lie many
+// pages apart, would drive each other out, and a whole line is not read to be written.
+template <class T> inline void stream(T* at, Vec<T> v, int64_t n) {
+#if defined(__AVX512F__) && !defined(__clang__)
+  if (n >= W<T> && reinterpret_cast<uintptr_t>(at) % 64 == 0)
+    return __builtin_ia32_movntps512(reinterpret_cast<float*>(at), (Vec<float>)v);
+#endif
+  store(at, v, n);
+}
 template <class V> inline V least(V a, V b) { return a < b ? a : b; }
 template <class V> inline V most(V a, V b) { return a > b ? a : b; }
 
@@ -283,6 +292,9 @@ template <class Body> void teams(const Shape& z, Body body) {
     if (mine < count) {
       const int64_t tasks = z.N * z.slices;
       body(id % team, team, barriers[mine], tasks * mine / count, tasks * (mine + 1) / count);
+#if defined(__x86_64__)
+      __builtin_ia32_sfence();  // what went past the caches is there for every thread
+#endif
     }
   }
 }
@@ -335,13 +347,13 @@ inline void step(int rows, const T* wx, const S* r, const T* bias, T* h, T* rest
       for (int s = 1; s < F::STATES; s++) old[s] = load(carried + (s - 1) * padded + at + j);
       F::point(pre, old, now, saved);
       store(after + at + j, now[0]);
-      store(h + row + j, now[0], left);
+      stream(h + row + j, now[0], left);
       for (int s = 1; s < F::STATES; s++) {
         store(carried + (s - 1) * padded + at + j, now[s]);
-        store(rest + (s - 1) * plane + row + j, now[s], left);
+        stream(rest + (s - 1) * plane + row + j, now[s], left);
       }
       if (gates)
-        for (int g = 0; g < F::SAVED; g++) store(gates + kept + g * ND + j, saved[g], left);
+        for (int g = 0; g < F::SAVED; g++) stream(gates + kept + g * ND + j, saved[g], left);
     }
   }
 }
@@ -451,7 +463,7 @@ inline void unpoint(const T* gates, const T* s0, const T* h, const T* rest, cons
   for (int s = 0; s < F::STATES; s++) store(carry + s * state, d[s]);
   for (int g = 0; g < F::REC; g++) store(dpre + g * stride, out[g], stride == z.D ? left : W<T>);
   for (int g = 0; g < F::IN; g++)
-    store(dwx + ((b * z.T + t) * F::IN + g) * ND + n * z.D + j, out[g + F::first_in], left);
+    stream(dwx + ((b * z.T + t) * F::IN + g) * ND + n * z.D + j, out[g + F::first_in], left);
   for (int g = 0; g < F::first_in; g++)
     store(dextra + ((b * z.T + t) * F::first_in + g) * ND + n * z.D + j, out[g], left);
   for (int g = 0; g < F::ALL; g++)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.core.errors import KernelError, require
 from shoal.kernel.dispatch import dispatch
+from shoal.kernel.pages import empty
 from shoal.kernel.rnn.base import RecurrenceKernel, Trace
 from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.loop import loop
@@ -102,7 +103,8 @@ class _Recurrence(torch.autograd.Function):
         out = None
         if every:
             shape = (states.shape[0], *wx.shape[:2], *wx.shape[3:])
-            out = wx.new_empty(shape, dtype=dtype)
+            near = wx.device.type == "cpu"
+            out = empty(shape, dtype) if near else wx.new_empty(shape, dtype=dtype)
         trace = kernel.forward(call, wx, R, bias, states, keep=keep, out=out)
         main = (trace.h if out is None else out).to(wx.dtype)
         last = trace.last().to(wx.dtype)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.kernel.native import function as native
-from shoal.kernel.pages import room
+from shoal.kernel.pages import empty
 from shoal.kernel.rnn.base import Gradients, Trace
 from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.functions import Function, function
@@ -54,11 +54,6 @@ def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(dtype).contiguous()
 
 
-def _large(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory of many steps: new pages of 4 KiB take longer to come than to be filled."""
-    return room(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-
-
 def _optional(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else ready(tensor, dtype)
 
@@ -94,11 +89,11 @@ def buffers(
     shape = (batch, steps, call.heads, call.units)
     gates = None
     if keep:
-        gates = _large((batch, steps, what.kept, *shape[2:]), dtype)
+        gates = empty((batch, steps, what.kept, *shape[2:]), dtype)
     if out is not None:
         return Trace(out[0], out[1:], gates)
-    rest = wx.new_empty((len(what.states) - 1, *shape), dtype=dtype)
-    return Trace(wx.new_empty(shape, dtype=dtype), rest, gates)
+    rest = empty((len(what.states) - 1, *shape), dtype)
+    return Trace(empty(shape, dtype), rest, gates)
 
 
 def fused_forward(
@@ -158,7 +153,7 @@ def fused_backward(
     packed = _backward_packed(R.detach())
     begin = ready(states, dtype)
     held = [_optional(one, dtype) for one in (dh, drest, dlast)]
-    dwx = _large(tuple(wx.shape), dtype)
+    dwx = empty(tuple(wx.shape), dtype)
     extra = len(what.gates) - len(what.inputs)
     dextra = torch.empty(*wx.shape[:2], extra, *wx.shape[3:], dtype=dtype)
     dbias = torch.empty(slices, len(what.gates), call.heads, call.units, dtype=dtype)
@@ -199,15 +194,19 @@ def matrix_gradient(
     batch, steps, heads, units = h.shape
     out = h.new_zeros(what.products, heads, units, units)
     extra = dextra.shape[2]
-    for gate in range(what.products):
-        d = dextra[:, :, gate] if gate < extra else dwx[:, :, gate - extra]
+    gates = [dextra[:, :, gate] for gate in range(extra)]
+    gates += [dwx[:, :, gate] for gate in range(what.products - extra)]
+    for gate, d in enumerate(gates):
         torch.bmm(d[:, 0].permute(1, 2, 0), first[:, 0].transpose(0, 1), out=out[gate])
-        # Whichever needs fewer products; both read the gradients where they are.
-        if batch <= steps:
-            for b in range(batch if steps > 1 else 0):
+    # Whichever needs fewer products; both read the gradients where they are, and the outputs
+    # for every gate while they are near.
+    if batch <= steps:
+        for b in range(batch if steps > 1 else 0):
+            for gate, d in enumerate(gates):
                 out[gate].baddbmm_(d[b, 1:].permute(1, 2, 0), h[b, :-1].transpose(0, 1))
-        else:
-            for t in range(1, steps):
+    else:
+        for t in range(1, steps):
+            for gate, d in enumerate(gates):
                 out[gate].baddbmm_(d[:, t].permute(1, 2, 0), h[:, t - 1].transpose(0, 1))
     return out
 
