@@ -1,9 +1,11 @@
-"""Habits of the house that a machine can check, over every source file."""
+"""Habits of the house that a machine can check, over every source file, room by room."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,8 @@ import pytest
 import shoal
 
 SOURCE = Path(shoal.__file__).parent
-FILES = sorted(SOURCE.rglob("*.py"))
-IDS = [str(path.relative_to(SOURCE)) for path in FILES]
+FILES = {str(path.relative_to(SOURCE)): path for path in sorted(SOURCE.rglob("*.py"))}
+ROOMS = sorted({name.partition("/")[0] for name in FILES})
 
 # The files that may do what the others may not, and why.
 PICKLES = {"core/pool/remote.py"}  # pipes between processes of one pool, never a file
@@ -30,96 +32,154 @@ WRITES = {
     "train/worker.py",  # where a crash leaves its stacks
 }
 
-each_file = pytest.mark.parametrize("path", FILES, ids=IDS)
+# Arguments that say whether what is read may execute.
+SAFE = ("allow_pickle", "weights_only")
 
 
-def calls(path: Path) -> list[tuple[str, ast.Call]]:
+@functools.cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
+
+
+@functools.cache
+def nodes_of(name: str) -> list[ast.AST]:
+    return list(ast.walk(tree_of(name)))
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c``; what is no name is ``?``."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def calls(name: str) -> Iterator[tuple[str, ast.Call]]:
     """(dotted name, call) of every call in a file."""
-    return [
-        (ast.unparse(node.func), node)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-    ]
+    for node in nodes_of(name):
+        if isinstance(node, ast.Call):
+            yield dotted(node.func), node
 
 
-@each_file
-def test_file_says_what_it_is(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree)
+def says_what_it_is(name: str) -> Iterator[str]:
+    if not ast.get_docstring(tree_of(name)):
+        yield "no docstring"
 
 
-@each_file
-def test_all_names_what_is_there(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+def all_names_what_is_there(name: str) -> Iterator[str]:
+    tree = tree_of(name)
     defined: set[str] = set()
-    public: list[str] | None = None
-    for node in ast.walk(tree):
+    public: list[str] = []
+    for node in nodes_of(name):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             defined |= {alias.asname or alias.name for alias in node.names}
     for node in tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             defined.add(node.name)
-        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = list(node.targets) if isinstance(node, ast.Assign) else []
         targets += [node.target] if isinstance(node, ast.AnnAssign) else []
         for target in targets:
             defined |= {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}
             if isinstance(target, ast.Name) and target.id == "__all__":
                 public = ast.literal_eval(node.value)  # type: ignore[attr-defined]
-    if public is not None:
-        assert len(set(public)) == len(public)
-        assert set(public) <= defined
+    if len(set(public)) < len(public):
+        yield "__all__ names something twice"
+    for missing in sorted(set(public) - defined):
+        yield f"__all__ names {missing}, which is not there"
 
 
-@each_file
-def test_nothing_is_left_for_later(path: Path) -> None:
-    text = path.read_text()
-    found = re.findall(r"\b(?:TODO|FIXME|XXX|HACK|NotImplementedError)\b|[Ff]or now\b", text)
-    assert not found
+def nothing_is_left_for_later(name: str) -> Iterator[str]:
+    text = FILES[name].read_text()
+    yield from re.findall(r"\b(?:TODO|FIXME|XXX|HACK|NotImplementedError)\b|[Ff]or now\b", text)
 
 
-@each_file
-def test_nothing_that_can_execute_is_read(path: Path) -> None:
-    name = str(path.relative_to(SOURCE))
-    for called, node in calls(path):
-        keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
-        assert keywords.get("allow_pickle", "False") == "False"
-        assert called not in ("eval", "exec", "marshal.load", "marshal.loads", "shelve.open")
-        if called in ("torch.load",):
-            assert keywords.get("weights_only") == "True"
-        if called in ("pickle.load", "pickle.loads", "dill.load", "cloudpickle.loads"):
-            assert name in PICKLES
-        if called in ("yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all"):
-            assert name == "core/files.py"
+def nothing_that_can_execute_is_read(name: str) -> Iterator[str]:
+    for called, node in calls(name):
+        given = {word.arg: ast.unparse(word.value) for word in node.keywords if word.arg in SAFE}
+        bad = (
+            given.get("allow_pickle", "False") != "False"
+            or called in ("eval", "exec", "marshal.load", "marshal.loads", "shelve.open")
+            or (called == "torch.load" and given.get("weights_only") != "True")
+            or (
+                called in ("pickle.load", "pickle.loads", "dill.load", "cloudpickle.loads")
+                and name not in PICKLES
+            )
+            or (
+                called in ("yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all")
+                and name != "core/files.py"
+            )
+        )
+        if bad:
+            yield f"line {node.lineno} calls {called}"
 
 
-@each_file
-def test_files_are_written_whole(path: Path) -> None:
-    name = str(path.relative_to(SOURCE))
+def files_are_written_whole(name: str) -> Iterator[str]:
     if name in WRITES:
         return
-    for called, node in calls(path):
-        assert not called.endswith((".write_text", ".write_bytes")), f"line {node.lineno}"
+    for called, node in calls(name):
+        if called.endswith((".write_text", ".write_bytes")):
+            yield f"line {node.lineno} calls {called}"
         if called == "open" or called.endswith(".open"):
             constants = [word.value for word in ast.walk(node) if isinstance(word, ast.Constant)]
-            modes = [word for word in constants if re.fullmatch(r"[rbt]*[wax+][rbt+]*", str(word))]
-            assert not modes, f"line {node.lineno} opens for writing"
+            if any(re.fullmatch(r"[rbt]*[wax+][rbt+]*", str(word)) for word in constants):
+                yield f"line {node.lineno} opens for writing"
 
 
-@each_file
-def test_no_error_is_swallowed(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+def no_error_is_swallowed(name: str) -> Iterator[str]:
+    for node in nodes_of(name):
         if isinstance(node, ast.ExceptHandler):
             silent = all(
                 isinstance(line, ast.Pass)
                 or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
                 for line in node.body
             )
-            everything = node.type is None or ast.unparse(node.type) in (
-                "Exception",
-                "BaseException",
-            )
-            assert not (silent and everything), f"line {node.lineno}"
+            everything = node.type is None or dotted(node.type) in ("Exception", "BaseException")
+            if silent and everything:
+                yield f"line {node.lineno} swallows every error"
+
+
+HABITS: list[Callable[[str], Iterator[str]]] = [
+    says_what_it_is,
+    all_names_what_is_there,
+    nothing_is_left_for_later,
+    nothing_that_can_execute_is_read,
+    files_are_written_whole,
+    no_error_is_swallowed,
+]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_habits(room: str) -> None:
+    files = [name for name in FILES if name.partition("/")[0] == room]
+    found = [f"{name}: {said}" for name in files for habit in HABITS for said in habit(name)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("habit", "text"),
+    [
+        (says_what_it_is, "x = 1"),
+        (all_names_what_is_there, "__all__ = ['gone']"),
+        (all_names_what_is_there, "__all__ = ['x', 'x']\nx = 1"),
+        (nothing_is_left_for_later, "x = 1  # TO" + "DO"),
+        (nothing_that_can_execute_is_read, "pickle.loads(x)"),
+        (nothing_that_can_execute_is_read, "torch.load(x)"),
+        (nothing_that_can_execute_is_read, "numpy.load(x, allow_pickle=True)"),
+        (nothing_that_can_execute_is_read, "yaml.load(x)"),
+        (files_are_written_whole, "open(x, 'w')"),
+        (files_are_written_whole, "x.write_text(y)"),
+        (no_error_is_swallowed, "try:\n    x()\nexcept Exception:\n    pass"),
+    ],
+)
+def test_a_bad_habit_is_seen(
+    habit: Callable[[str], Iterator[str]],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(FILES, text, tmp_path / "bad.py")
+    FILES[text].write_text(text)
+    assert list(habit(text))
 
 
 def test_exemptions_are_of_files_that_exist() -> None:
-    assert set(IDS) >= PICKLES | WRITES
+    assert set(FILES) >= PICKLES | WRITES
