@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
 import mmap
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -45,13 +48,47 @@ def room(nbytes: int) -> Tensor:
     return whole[first : first + nbytes]
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in such memory: new pages of 4 KiB take longer to come than to be filled.
+# Of tensors that are gone, the last first out of use: pages that need no clearing again.
+_GONE: deque[mmap.mmap] = deque(maxlen=8)
 
-    No view of another, since what is given away may be changed in place.
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in such memory, which serves the next when it is gone: clearing takes longest.
+
+    It is no view of another, since what is given away may be changed in place. Until memory is
+    used again the system may have it back.
     """
     import torch
 
-    whole = room(math.prod(shape) * dtype.itemsize)
-    begin = whole.storage_offset() // dtype.itemsize
-    return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), begin, shape)
+    count = math.prod(shape)
+    nbytes = count * dtype.itemsize
+    if nbytes < _PAGE or not (hasattr(mmap, "MADV_FREE") and hasattr(mmap, "MADV_HUGEPAGE")):
+        return torch.empty(shape, dtype=dtype)
+    length = -(-nbytes // _PAGE) * _PAGE
+    pages = _again(length) or _new(length)
+    held = memoryview(pages)
+    weakref.finalize(held, _keep, pages).atexit = False
+    whole = torch.frombuffer(held, dtype=dtype, count=count)
+    return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), 0, shape)
+
+
+def _new(length: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without large pages: only slower
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _again(length: int) -> mmap.mmap | None:
+    for pages in tuple(_GONE):
+        if len(pages) == length:
+            with contextlib.suppress(ValueError):  # another thread was faster
+                _GONE.remove(pages)
+                return pages
+    return None
+
+
+def _keep(pages: mmap.mmap) -> None:
+    with contextlib.suppress(OSError):  # a system that takes none back: unmapped
+        pages.madvise(mmap.MADV_FREE)
+        _GONE.append(pages)

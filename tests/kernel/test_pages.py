@@ -1,0 +1,51 @@
+"""Memory in large pages: what is gone serves the next, and tensors in it are as any others."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+from shoal.kernel import pages
+
+_MANY = (3, 1 << 18)  # 3 MiB of fp32
+kept = pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="no pages to be had back")
+
+
+@kept
+def test_memory_that_is_gone_serves_the_next() -> None:
+    pages._GONE.clear()
+    first = pages.empty(_MANY, torch.float32).fill_(1)
+    second = pages.empty(_MANY, torch.float32).fill_(2)
+    part, place = first[1, 5:9], second.data_ptr()
+    del first, second
+    # A part of it is still there.
+    assert len(pages._GONE) == 1
+    third = pages.empty((3 << 18,), torch.int32)
+    assert third.data_ptr() == place
+    assert not pages._GONE
+    third.fill_(3)
+    assert part.tolist() == [1, 1, 1, 1]
+    # Another size is other memory.
+    del part
+    assert pages.empty((9, 1 << 18), torch.float32).data_ptr() % 64 == 0
+    assert len(pages._GONE) == 2
+
+
+@kept
+def test_only_so_much_is_kept() -> None:
+    pages._GONE.clear()
+    many = [pages.empty((1 << 19,), torch.float32) for _ in range(10)]
+    del many
+    assert len(pages._GONE) == pages._GONE.maxlen
+    pages._GONE.clear()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (5, 7), _MANY])
+def test_a_tensor_is_no_view(shape: tuple[int, ...]) -> None:
+    found = pages.empty(shape, torch.float32)
+    assert found.shape == shape and found.is_contiguous() and found._base is None
+    assert found.untyped_storage().nbytes() == found.numel() * 4
+    found.fill_(2)
+    assert float(found.sum()) == 2 * found.numel()
