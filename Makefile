@@ -4,9 +4,10 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 # Torch first and by its pin: a looser request pulls the CUDA libraries.
 TORCH   = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
-# A test runs in one thread, and as many tests at a time as there are processors.
+# A test runs in one thread, and as many tests at a time as there are processors; ranks that wait
+# leave theirs to others.
 # What one process has compiled, the next one reads.
-PYTEST  = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n logical
+PYTEST  = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n logical
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MINUTES ?= 3
 

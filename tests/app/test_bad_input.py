@@ -202,3 +202,7 @@ def test_a_log_that_is_none_names_its_line(
     Path("run.log").write_bytes(content)
     refused("score", "--import", "run.log", "--format", format_, parts=parts)
     assert not (Path(os.environ["SHOAL_HOME"]) / "score.db").exists()
+
+
+def test_a_key_of_the_demos_job_is_checked_before_anything_is_done() -> None:
+    refused("demo", "--set", "steppes=1", parts=("--set steppes", "no such key", "steps"))

@@ -24,7 +24,7 @@ from docs_pages import DOCS, ROOT, blocks
 SHORTER = {
     # The last evaluation reads every held-out file.
     "shoal train --minutes 3": "shoal train --minutes 0.05 --set evaluation.final=false",
-    "shoal demo": "shoal demo --minutes 0.05",
+    "shoal demo": "shoal demo --minutes 0.05 --set evaluation.final=false",
     "claims run dissect": "claims run dissect --quick",
     # The tests themselves keep the machine busy; the numbers are not looked at.
     "shoal bench serve": "shoal bench serve --anyway",

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from shoal.core.config import resolve
 from shoal.core.errors import RankError
 from shoal.core.files import shoal_home
 from shoal.ir import Plan, Report, ServeJob, TrainJob
@@ -65,6 +66,7 @@ def run_demo(
     say: Callable[[str], None],
     work: Callable[[str], AbstractContextManager[Bar]],
     training: Callable[[], AbstractContextManager[Watch]],
+    sets: Sequence[str] = (),
 ) -> Report:
     """Do all of it, telling each part.
 
@@ -75,12 +77,14 @@ def run_demo(
         say: prints a line.
         work: a progress bar for one piece of work.
         training: a progress bar for the training.
+        sets: ``path=value`` words over the job of the demo.
 
     Raises:
         ShoalError: something did not work.
     """
     from shoal.machine.probing import probe
 
+    job = resolve(TrainJob, base=demo_job(minutes, ranks), environment={}, sets=sets).value
     run_dir = _fresh(directory)
     say("1. What can this machine do?  (shoal probe)")
     with work("probing") as bar:
@@ -90,7 +94,6 @@ def run_demo(
         say(f"   matrix product {dtype}: {rate / 1e9:,.0f} GFLOP/s")
 
     say("2. What will it cost?  (shoal plan train)")
-    job = demo_job(minutes, ranks)
     plan = plan_job(job, machine)
     ranked: list[Plan] = PLANNERS.build("search").plan(job, machine)
     _tell_plan(plan, ranked[: _OTHERS + 1], say)

@@ -14,6 +14,9 @@ def demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where everything goes.")] = Path("demo"),
     minutes: Annotated[float, typer.Option(help="Minutes of training.", min=0.05)] = 3.0,
     ranks: Annotated[int, typer.Option(help="Ranks.", min=1, max=64)] = 2,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="path=value, over the job of the training.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Probe, plan, train, lose a rank, resume, generate, serve, talk, gallery.
@@ -23,6 +26,8 @@ def demo(
         shoal demo
 
         shoal demo --minutes 20
+
+        shoal demo --minutes 1 --set evaluation.final=false
     """
     from shoal.app.demo import run_demo
     from shoal.app.show import TrainingBar, WorkBar
@@ -34,4 +39,5 @@ def demo(
         say=typer.echo,
         work=lambda title: WorkBar(title, quiet=quiet),
         training=lambda: TrainingBar(quiet=quiet),
+        sets=set_ or [],
     )
