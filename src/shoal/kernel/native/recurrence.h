@@ -220,9 +220,9 @@ struct Slstm {
 
 // Batch, steps, heads and units of a head; then how the work is cut: slices of the batch,
 // threads that share a head, heads that a team takes through time together, and the most rows
-// whose sums the registers hold.
+// whose sums the registers hold; and whether the matrices are in bf16.
 struct Shape {
-  int64_t B, T, N, D, slices, team, together, rows;
+  int64_t B, T, N, D, slices, team, together, rows, narrow;
   int64_t padded(int64_t width) const { return (D + width - 1) / width * width; }
 };
 
@@ -245,13 +245,22 @@ APART void product(const S* r, int64_t K, const T* x, int64_t stride, Vec<T>* su
 constexpr int kRows = 6;
 
 template <int V, class T, class S>
-inline void product(int rows, const S* r, int64_t K, const T* x, int64_t stride, Vec<T>* sum) {
+APART void product(int rows, const S* r, int64_t K, const T* x, int64_t stride, Vec<T>* sum) {
   switch (rows) {
     case 6: return product<V, 6, T, S>(r, K, x, stride, sum);
     case 4: return product<V, 4, T, S>(r, K, x, stride, sum);
     case 2: return product<V, 2, T, S>(r, K, x, stride, sum);
     default: return product<V, 1, T, S>(r, K, x, stride, sum);
   }
+}
+
+// Likewise, from number `at` of all matrices on, whichever type these have.
+template <int V, class T>
+inline void product(int rows, const void* r, int64_t at, int64_t K, const T* x, int64_t stride,
+                    Vec<T>* sum, bool narrow) {
+  if constexpr (sizeof(T) == 4)
+    if (narrow) return product<V, T, Bf16>(rows, (const Bf16*)r + at, K, x, stride, sum);
+  product<V, T, T>(rows, (const T*)r + at, K, x, stride, sum);
 }
 
 // Threads of a team wait for each other; the count only grows.
@@ -305,10 +314,10 @@ inline Task task(const Shape& z, int64_t index) {
 }
 
 // One tile of units of `rows` rows of one head at one step.
-template <class F, class T, class S, int JV>
-inline void step(int rows, const T* wx, const S* r, const T* bias, T* h, T* rest, T* gates, const T* before,
-                 T* after, T* carried, const Shape& z, int64_t Dp, int64_t t, int64_t n, int64_t b,
-                 int64_t tile) {
+template <class F, class T, int JV>
+inline void step(int rows, const T* wx, const void* r, const T* bias, T* h, T* rest, T* gates,
+                 const T* before, T* after, T* carried, const Shape& z, int64_t Dp, int64_t t,
+                 int64_t n, int64_t b, int64_t tile) {
   constexpr int V = F::REC * JV;
   using Vt = Vec<T>;
   const int64_t ND = z.N * z.D, plane = z.B * z.T * ND, padded = z.N * z.B * Dp;
@@ -328,8 +337,8 @@ inline void step(int rows, const T* wx, const S* r, const T* bias, T* h, T* rest
       }
     }
   }
-  product<V, T, S>(rows, r + (n * ((Dp + JV * W<T> - 1) / (JV * W<T>)) + tile) * z.D * V * W<T>, z.D,
-                before + (n * z.B + b) * Dp, Dp, sum);
+  const int64_t first = (n * ((Dp + JV * W<T> - 1) / (JV * W<T>)) + tile) * z.D * V * W<T>;
+  product<V, T>(rows, r, first, z.D, before + (n * z.B + b) * Dp, Dp, sum, z.narrow);
   for (int m = 0; m < rows; m++) {
     const int64_t row = ((b + m) * z.T + t) * ND + n * z.D;
     const int64_t in = ((b + m) * z.T + t) * F::IN * ND + n * z.D;
@@ -370,8 +379,8 @@ inline void blocks(int64_t first, int64_t last, int64_t rows, Block block) {
 }
 
 // scratch: [1 + STATES, N, B, Dp].
-template <class F, int JV, class T, class S>
-void forward(const T* wx, const S* r, const T* bias, const T* s0, T* h, T* rest, T* gates,
+template <class F, int JV, class T>
+void forward(const T* wx, const void* r, const T* bias, const T* s0, T* h, T* rest, T* gates,
              T* scratch, const Shape& z) {
   const int64_t Dp = z.padded(W<T>), ND = z.N * z.D, padded = z.N * z.B * Dp;
   const int64_t tiles = (Dp + JV * W<T> - 1) / (JV * W<T>);
@@ -403,8 +412,8 @@ void forward(const T* wx, const S* r, const T* bias, const T* s0, T* h, T* rest,
                 fetch(wx + ((b * z.T + t + 1) * F::IN + g) * ND + w.n * z.D, z.D * sizeof(T));
           for (int64_t tile = low; tile < high; tile++)
             blocks(w.first, w.last, z.rows, [&](int64_t b, int rows) {
-              step<F, T, S, JV>(rows, wx, r, bias, h, rest, gates, before, after,
-                                                       carried, z, Dp, t, w.n, b, tile);
+              step<F, T, JV>(rows, wx, r, bias, h, rest, gates, before, after, carried, z, Dp, t,
+                             w.n, b, tile);
             });
         }
         barrier.wait(team);
@@ -414,17 +423,17 @@ void forward(const T* wx, const S* r, const T* bias, const T* s0, T* h, T* rest,
 }
 
 // What comes through the product: carry[0] += clip(R.T dpre).
-template <int JV, class T, class S>
-APART void through(int rows, int64_t REC, const S* r, const T* dpre, T* carry, const Shape& z, int64_t Dp, int64_t n,
-                    int64_t b, int64_t tile, T clip) {
+template <int JV, class T>
+APART void through(int rows, int64_t REC, const void* r, const T* dpre, T* carry, const Shape& z,
+                   int64_t Dp, int64_t n, int64_t b, int64_t tile, T clip) {
   const int64_t tiles = (Dp + JV * W<T> - 1) / (JV * W<T>);
   Vec<T> sum[kRows * JV];
   for (int m = 0; m < rows; m++)
     for (int v = 0; v < JV; v++) sum[m * JV + v] = Vec<T>{};
-  const S* at = r + (n * tiles + tile) * REC * z.D * JV * W<T>;
+  const int64_t at = (n * tiles + tile) * REC * z.D * JV * W<T>;
   for (int64_t g = 0; g < REC; g++)
-    product<JV, T, S>(rows, at + g * z.D * JV * W<T>, z.D, dpre + ((n * z.B + b) * REC + g) * Dp, REC * Dp,
-                   sum);
+    product<JV, T>(rows, r, at + g * z.D * JV * W<T>, z.D, dpre + ((n * z.B + b) * REC + g) * Dp,
+                   REC * Dp, sum, z.narrow);
   const Vec<T> top = Vec<T>{} + clip;
   for (int m = 0; m < rows; m++)
     for (int v = 0; v < JV; v++) {
@@ -471,8 +480,8 @@ inline void unpoint(const T* gates, const T* s0, const T* h, const T* rest, cons
 }
 
 // scratch: [STATES + 2 REC, N, B, Dp] and [slices, N, ALL, Dp].
-template <class F, int JV, class T, class S>
-void backward(const S* r, const T* s0, const T* h, const T* rest, const T* gates, const T* dh,
+template <class F, int JV, class T>
+void backward(const void* r, const T* s0, const T* h, const T* rest, const T* gates, const T* dh,
               const T* drest, const T* dlast, T* dwx, T* dextra, T* dbias, T* ds0, T* scratch,
               const Shape& z, T clip) {
   const int64_t Dp = z.padded(W<T>), ND = z.N * z.D, padded = z.N * z.B * Dp;
@@ -517,7 +526,7 @@ void backward(const S* r, const T* s0, const T* h, const T* rest, const T* gates
           const Task w = task(z, i);
           for (int64_t tile = low; tile < high; tile++)
             blocks(w.first, w.last, z.rows, [&](int64_t b, int rows) {
-              through<JV, T, S>(rows, F::REC, r, dpre, scratch, z, Dp, w.n, b, tile, clip);
+              through<JV, T>(rows, F::REC, r, dpre, scratch, z, Dp, w.n, b, tile, clip);
             });
         }
       }
@@ -589,29 +598,28 @@ template <class T> inline bool wide(const Shape& z) { return kWide<T> && z.D > 2
 
 }  // namespace
 
-#define EACH(F, name, T, S, type)                                                                 \
-  extern "C" void name##_forward_##type(const T* wx, const S* r, const T* bias, const T* s0,      \
+#define EACH(F, name, T, type)                                                                    \
+  extern "C" void name##_forward_##type(const T* wx, const void* r, const T* bias, const T* s0,   \
                                         T* h, T* rest, T* gates, T* scratch, const int64_t* z) {  \
     Shape shape;                                                                                  \
     std::memcpy(&shape, z, sizeof(shape));                                                        \
     if (F::JV == 1 || !wide<T>(shape))                                                            \
-      forward<F, 1, T, S>(wx, r, bias, s0, h, rest, gates, scratch, shape);                       \
+      forward<F, 1, T>(wx, r, bias, s0, h, rest, gates, scratch, shape);                          \
     else                                                                                          \
-      forward<F, kWide<T> ? F::JV : 1, T, S>(wx, r, bias, s0, h, rest, gates, scratch,            \
-                                             shape);                                              \
+      forward<F, kWide<T> ? F::JV : 1, T>(wx, r, bias, s0, h, rest, gates, scratch, shape);       \
   }                                                                                               \
   extern "C" void name##_backward_##type(                                                         \
-      const S* r, const T* s0, const T* h, const T* rest, const T* gates, const T* dh,            \
+      const void* r, const T* s0, const T* h, const T* rest, const T* gates, const T* dh,         \
       const T* drest, const T* dlast, T* dwx, T* dextra, T* dbias, T* ds0, T* scratch,            \
       const int64_t* z, double clip) {                                                            \
     Shape shape;                                                                                  \
     std::memcpy(&shape, z, sizeof(shape));                                                        \
     if (wide<T>(shape))                                                                           \
-      backward<F, kWide<T> ? 4 : 1, T, S>(r, s0, h, rest, gates, dh, drest, dlast, dwx,           \
-                                          dextra, dbias, ds0, scratch, shape, T(clip));           \
+      backward<F, kWide<T> ? 4 : 1, T>(r, s0, h, rest, gates, dh, drest, dlast, dwx, dextra,      \
+                                       dbias, ds0, scratch, shape, T(clip));                      \
     else                                                                                          \
-      backward<F, 1, T, S>(r, s0, h, rest, gates, dh, drest, dlast, dwx, dextra, dbias, ds0,      \
-                           scratch, shape, T(clip));                                              \
+      backward<F, 1, T>(r, s0, h, rest, gates, dh, drest, dlast, dwx, dextra, dbias, ds0,         \
+                        scratch, shape, T(clip));                                                 \
   }
 
 #define POINTS(F, name, T, type)                                                                  \
@@ -631,8 +639,12 @@ template <class T> inline bool wide(const Shape& z) { return kWide<T> && z.D > 2
                       shape, t);                                                                  \
   }
 
-#define FUNCTIONS(T, S, type)        \
-  EACH(Lstm, lstm, T, S, type)       \
-  EACH(Gru, gru, T, S, type)         \
-  EACH(Elman, elman, T, S, type)     \
-  EACH(Slstm, slstm, T, S, type)
+#define FUNCTIONS(T, type)         \
+  EACH(Lstm, lstm, T, type)        \
+  EACH(Gru, gru, T, type)          \
+  EACH(Elman, elman, T, type)      \
+  EACH(Slstm, slstm, T, type)      \
+  POINTS(Lstm, lstm, T, type)      \
+  POINTS(Gru, gru, T, type)        \
+  POINTS(Elman, elman, T, type)    \
+  POINTS(Slstm, slstm, T, type)

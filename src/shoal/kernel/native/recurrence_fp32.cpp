@@ -1,8 +1,4 @@
-// Recurrences in fp32.
+// Recurrences in fp32, whose recurrent matrices may be kept in bf16.
 #include "recurrence.h"
 
-FUNCTIONS(float, float, fp32)
-POINTS(Lstm, lstm, float, fp32)
-POINTS(Gru, gru, float, fp32)
-POINTS(Elman, elman, float, fp32)
-POINTS(Slstm, slstm, float, fp32)
+FUNCTIONS(float, fp32)

@@ -31,8 +31,9 @@ __all__ = [
 
 
 @functools.cache
-def _native(what: str, kind: str, dtype: str, arguments: str) -> Callable[..., Any]:
-    return native(f"recurrence_{dtype}", f"{what}_{kind}_{dtype}", arguments)
+def _native(what: str, kind: str, dtype: torch.dtype, arguments: str) -> Callable[..., Any]:
+    name = {torch.float32: "fp32", torch.float64: "fp64"}[dtype]
+    return native(f"recurrence_{name}", f"{what}_{kind}_{name}", arguments)
 
 
 def _lanes(dtype: torch.dtype) -> int:
@@ -46,7 +47,8 @@ def _at(tensor: Tensor | None) -> int:
 def _shape(call: Recurrence, wx: Tensor, tiles: Tiling | None) -> Any:
     names = ("slices", "team", "together", "rows")
     cut = [1 if tiles is None else tiles[name] for name in names]
-    return (ctypes.c_int64 * 8)(*wx.shape[:2], call.heads, call.units, *cut)
+    narrow = call.dtype == "bf16"
+    return (ctypes.c_int64 * 9)(*wx.shape[:2], call.heads, call.units, *cut, narrow)
 
 
 def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,7 +118,7 @@ def fused_forward(
     packed = _forward_packed(R.detach())
     held = [ready(one, dtype) for one in (wx, bias, states)]
     shape = _shape(call, wx, tiles)
-    run = _native(call.function, "forward", call.dtype, "ppppppppp")
+    run = _native(call.function, "forward", dtype, "ppppppppp")
     run(
         held[0].data_ptr(),
         packed.data_ptr(),
@@ -159,7 +161,7 @@ def fused_backward(
     dbias = torch.empty(slices, len(what.gates), call.heads, call.units, dtype=dtype)
     dstates = torch.empty(states.shape, dtype=dtype)
     shape = _shape(call, wx, tiles)
-    run = _native(call.function, "backward", call.dtype, "ppppppppppppppd")
+    run = _native(call.function, "backward", dtype, "ppppppppppppppd")
     run(
         packed.data_ptr(),
         begin.data_ptr(),
@@ -228,9 +230,8 @@ class Steps:
         self.what = function(call.function)
         self.held = (wx, bias, states)
         self.trace = trace
-        name = {torch.float32: "fp32", torch.float64: "fp64"}[wx.dtype]
-        self._point = _native(call.function, "point", name, "ppppppppl")
-        self._unpoint = _native(call.function, "unpoint", name, "pppppppppppppl")
+        self._point = _native(call.function, "point", wx.dtype, "ppppppppl")
+        self._unpoint = _native(call.function, "unpoint", wx.dtype, "pppppppppppppl")
         self._z = _shape(call, wx, None)
         lanes = _lanes(wx.dtype)
         self.padded = math.ceil(call.units / lanes) * lanes
