@@ -98,6 +98,39 @@ class Metric(Value):
     peer: str = ""
     paper: str = ""
 
+    @classmethod
+    def speedup(cls, name: str, threshold: float, baseline: str, **fields: object) -> Self:
+        """How many times faster than ``baseline``, at least, in the regime that is claimed."""
+        stated = {"unit": "x", "statistic": "speedup", "comparison": ">=", "timing": True}
+        return cls.model_validate(
+            {
+                **stated,
+                "name": name,
+                "threshold": threshold,
+                "baseline": baseline,
+                "evidence": "same_regime",
+                **fields,
+            }
+        )
+
+    @classmethod
+    def counted(
+        cls, name: str, comparison: str, threshold: float, baseline: str, **fields: object
+    ) -> Self:
+        """A plain number that no clock has a part in, in the regime that is claimed."""
+        return cls.model_validate(
+            {
+                "unit": "1",
+                "statistic": "value",
+                "name": name,
+                "comparison": comparison,
+                "threshold": threshold,
+                "baseline": baseline,
+                "evidence": "same_regime",
+                **fields,
+            }
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _quick_counts_only(cls, raw: Any) -> Any:

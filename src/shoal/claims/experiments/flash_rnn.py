@@ -53,37 +53,6 @@ _AA_PAIRS = 11
 _LEAVES = 2000
 
 
-def _timed(name: str, threshold: float, baseline: str, **fields: object) -> Metric:
-    return Metric.model_validate(
-        {
-            "name": name,
-            "unit": "x",
-            "statistic": "speedup",
-            "comparison": ">=",
-            "threshold": threshold,
-            "baseline": baseline,
-            "evidence": "same_regime",
-            "timing": True,
-            **fields,
-        }
-    )
-
-
-def _counted(name: str, comparison: str, threshold: float, baseline: str, **f: object) -> Metric:
-    return Metric.model_validate(
-        {
-            "name": name,
-            "unit": "1",
-            "statistic": "value",
-            "comparison": comparison,
-            "threshold": threshold,
-            "baseline": baseline,
-            "evidence": "same_regime",
-            **f,
-        }
-    )
-
-
 @part
 class FlashRNN:
     """Recurrences and the solver of their tiles.
@@ -100,22 +69,22 @@ class FlashRNN:
 
     rows: ClassVar[tuple[int, ...]] = (116,)
     metrics: ClassVar[tuple[Metric, ...]] = (
-        _timed("speedup_b1", 10.0, _LOOP, paper="up to 50x a PyTorch loop"),
-        _timed("speedup_b4", 5.0, _LOOP, paper="up to 50x a PyTorch loop"),
-        _timed("speedup_b16", 2.5, _LOOP, paper="up to 50x a PyTorch loop"),
-        _timed("fused_over_alternating", 1.5, "alternating"),
-        _timed("one_head_b1", 0.8, "torch.nn.LSTM"),
-        _timed("one_head_b16", 0.8, "torch.nn.LSTM"),
-        _timed("gpu_speedup", 10.0, _LOOP, paper="up to 50x a PyTorch loop"),
-        _counted("slstm_parity", ">=", 0.99, "transformer", statistic="mean", quick=False),
-        _counted("lstm_parity", ">=", 0.99, "transformer", statistic="mean", quick=False),
-        _counted("transformer_parity", "<=", 0.60, "lstm", statistic="mean", quick=False),
-        _counted(
+        Metric.speedup("speedup_b1", 10.0, _LOOP, paper="up to 50x a PyTorch loop"),
+        Metric.speedup("speedup_b4", 5.0, _LOOP, paper="up to 50x a PyTorch loop"),
+        Metric.speedup("speedup_b16", 2.5, _LOOP, paper="up to 50x a PyTorch loop"),
+        Metric.speedup("fused_over_alternating", 1.5, "alternating"),
+        Metric.speedup("one_head_b1", 0.8, "torch.nn.LSTM"),
+        Metric.speedup("one_head_b16", 0.8, "torch.nn.LSTM"),
+        Metric.speedup("gpu_speedup", 10.0, _LOOP, paper="up to 50x a PyTorch loop"),
+        Metric.counted("slstm_parity", ">=", 0.99, "transformer", statistic="mean", quick=False),
+        Metric.counted("lstm_parity", ">=", 0.99, "transformer", statistic="mean", quick=False),
+        Metric.counted("transformer_parity", "<=", 0.60, "lstm", statistic="mean", quick=False),
+        Metric.counted(
             "wrong_2048", "<=", 0.0, _LOOP, quick=False, paper="40x larger hidden than Triton"
         ),
-        _counted("wrong_shapes", "<=", 0.0, _LOOP),
-        _counted("nodes_saved", ">=", 1e4, "brute force", statistic="min", unit="x"),
-        _counted("solve_s", "<=", 1.0, "brute force", statistic="max", unit="s", quick=False),
+        Metric.counted("wrong_shapes", "<=", 0.0, _LOOP),
+        Metric.counted("nodes_saved", ">=", 1e4, "brute force", statistic="min", unit="x"),
+        Metric.counted("solve_s", "<=", 1.0, "brute force", statistic="max", unit="s", quick=False),
     )
     # Noisy with 15 pairs.
     attempts: ClassVar[tuple[Attempt, ...]] = (

@@ -44,23 +44,10 @@ FORMAT = "int4-g128"
 # (outputs, inputs).
 SHAPES: tuple[tuple[int, int], ...] = ((4096, 4096), (11008, 4096), (8192, 8192))
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+_TORCH = "torch bf16"
 _BF16, _OWN, _INT4, _W4A8, _PEER = "bf16", "own bf16", "int4", "int4 int8", "torch int4"
 _EXACT = ("cpp_w4a16", "torch", "dequantised")
 _TIMED = ("speedup_m1", "speedup_m4", "speedup_m8", "speedup_m16", "rounded_m16", "over_torch_int4")
-
-
-def _speedup(name: str, threshold: float, paper: str = "", baseline: str = "torch bf16") -> Metric:
-    return Metric(
-        name=name,
-        unit="x",
-        statistic="speedup",
-        comparison=">=",
-        threshold=threshold,
-        baseline=baseline,
-        evidence="same_regime",
-        timing=True,
-        paper=paper,
-    )
 
 
 @part
@@ -87,7 +74,7 @@ class MarlinClaim:
             statistic="ratio",
             comparison="<=",
             threshold=0.26,
-            baseline="torch bf16",
+            baseline=_TORCH,
             evidence="same_regime",
             paper="4.125 bits of 16: an ideal gain of 3.88",
         ),
@@ -97,7 +84,7 @@ class MarlinClaim:
             statistic="max",
             comparison="<=",
             threshold=1e-3,
-            baseline="torch bf16",
+            baseline=_TORCH,
             evidence="same_regime",
         ),
         Metric(
@@ -106,7 +93,7 @@ class MarlinClaim:
             statistic="max",
             comparison="<=",
             threshold=0.0,
-            baseline="torch bf16",
+            baseline=_TORCH,
             evidence="same_regime",
         ),
         Metric(
@@ -115,26 +102,26 @@ class MarlinClaim:
             statistic="max",
             comparison="<=",
             threshold=0.0,
-            baseline="torch bf16",
+            baseline=_TORCH,
             evidence="same_regime",
         ),
-        _speedup("speedup_m1", 2.5, "3.87 x up to 16 to 32 rows"),
-        _speedup("speedup_m4", 2.0, "3.87 x up to 16 to 32 rows"),
-        _speedup("speedup_m8", 2.0, "3.87 x up to 16 to 32 rows"),
-        _speedup("speedup_m16", 1.5, "3.87 x up to 16 to 32 rows"),
-        _speedup("rounded_m16", 1.5),
-        _speedup("over_torch_int4", 1.0, baseline="torch int4"),
+        Metric.speedup("speedup_m1", 2.5, _TORCH, paper="3.87 x up to 16 to 32 rows"),
+        Metric.speedup("speedup_m4", 2.0, _TORCH, paper="3.87 x up to 16 to 32 rows"),
+        Metric.speedup("speedup_m8", 2.0, _TORCH, paper="3.87 x up to 16 to 32 rows"),
+        Metric.speedup("speedup_m16", 1.5, _TORCH, paper="3.87 x up to 16 to 32 rows"),
+        Metric.speedup("rounded_m16", 1.5, _TORCH),
+        Metric.speedup("over_torch_int4", 1.0, "torch int4"),
         Metric(
             name="roofline_share",
             unit="1",
             statistic="min",
             comparison=">=",
             threshold=0.65,
-            baseline="torch bf16",
+            baseline=_TORCH,
             evidence="same_regime",
             quick=False,
         ),
-        _speedup("decoder_m1", 1.6, "2.8 x end to end"),
+        Metric.speedup("decoder_m1", 1.6, _TORCH, paper="2.8 x end to end"),
         Metric(
             name="perplexity_increase",
             unit="1",

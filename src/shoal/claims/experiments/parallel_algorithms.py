@@ -29,38 +29,11 @@ from shoal.core.random import generator
 __all__ = ["ParallelAlgorithms"]
 
 _C = "OpenMP C STREAM"
+_PAPER = "equal to native STREAM"
 _SHORT = 4096
 _GRACE_S = 3e-6
 # Calls of one sample of a short range.
 _CALLS = 200
-
-
-def _timed(name: str, threshold: float, baseline: str, comparison: str = ">=") -> Metric:
-    return Metric.model_validate(
-        {
-            "name": name,
-            "unit": "x",
-            "statistic": "speedup" if comparison == ">=" else "ratio",
-            "comparison": comparison,
-            "threshold": threshold,
-            "baseline": baseline,
-            "evidence": "same_regime",
-            "timing": True,
-            "paper": "equal to native STREAM" if baseline == _C else "",
-        }
-    )
-
-
-def _counted(name: str, threshold: float, baseline: str) -> Metric:
-    return Metric(
-        name=name,
-        unit="1",
-        statistic="max",
-        comparison="<=",
-        threshold=threshold,
-        baseline=baseline,
-        evidence="same_regime",
-    )
 
 
 @part
@@ -77,16 +50,18 @@ class ParallelAlgorithms:
 
     rows: ClassVar[tuple[int, ...]] = (10,)
     metrics: ClassVar[tuple[Metric, ...]] = (
-        _timed("copy", 0.95, _C),
-        _timed("scale", 0.95, _C),
-        _timed("add", 0.95, _C),
-        _timed("triad", 0.95, _C),
-        _timed("triad_over_numpy", 1.3, "numpy"),
-        _timed("triad_over_torch", 1.0, "torch"),
-        _timed("short_range", 1.0, "seq and 3 us", "<="),
-        _counted("wrong_results", 0.0, "numpy"),
-        _counted("threads_of_short_range", 1.0, "one chunk a core"),
-        _counted("sums_of_one_array", 1.0, "sums by chunks as they come"),
+        Metric.speedup("copy", 0.95, _C, paper=_PAPER),
+        Metric.speedup("scale", 0.95, _C, paper=_PAPER),
+        Metric.speedup("add", 0.95, _C, paper=_PAPER),
+        Metric.speedup("triad", 0.95, _C, paper=_PAPER),
+        Metric.speedup("triad_over_numpy", 1.3, "numpy"),
+        Metric.speedup("triad_over_torch", 1.0, "torch"),
+        Metric.speedup("short_range", 1.0, "seq and 3 us", statistic="ratio", comparison="<="),
+        Metric.counted("wrong_results", "<=", 0.0, "numpy", statistic="max"),
+        Metric.counted("threads_of_short_range", "<=", 1.0, "one chunk a core", statistic="max"),
+        Metric.counted(
+            "sums_of_one_array", "<=", 1.0, "sums by chunks as they come", statistic="max"
+        ),
     )
     attempts: ClassVar[tuple[Attempt, ...]] = (
         Attempt(
