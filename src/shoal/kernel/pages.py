@@ -69,7 +69,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     held = memoryview(pages)
     weakref.finalize(held, _keep, pages).atexit = False
     whole = torch.frombuffer(held, dtype=dtype, count=count)
-    return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), 0, shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), 0, shape, stride)
 
 
 def _new(length: int) -> mmap.mmap:
