@@ -48,13 +48,17 @@ class StridedKernel(BaseKernel):
         )
 
 
-def checked_room(layout: Layout, buffer: Tensor) -> None:
+def checked_room(span: tuple[int, int], buffer: Tensor) -> None:
     """Refuse a layout that leaves the memory of its buffer.
+
+    Args:
+        span: of the layout, which takes longer to find than a short block to copy.
+        buffer: whose first element is its offset 0.
 
     Raises:
         KernelError: names the bytes there are, and those that are asked for.
     """
-    low, high = layout.span
+    low, high = span
     before = buffer.storage_offset() * buffer.element_size()
     behind = buffer.untyped_storage().nbytes() - before
     if low < -before or high > behind:

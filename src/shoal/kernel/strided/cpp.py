@@ -77,11 +77,11 @@ class CppPack(StridedKernel):
     def _prepare(self, call: Pack) -> Ready:
         import torch
 
-        layout = call.layout
+        layout, span = call.layout, call.layout.span
         size, move = layout.size, _mover(layout, "pack")
 
         def pack(buffer: Tensor, out: Tensor | None = None) -> Tensor:
-            checked_room(layout, buffer)
+            checked_room(span, buffer)
             if out is None:
                 out = torch.empty(size, dtype=torch.uint8)
             else:
@@ -106,11 +106,11 @@ class CppUnpack(StridedKernel):
     call_s: ClassVar[float] = 2e-6
 
     def _prepare(self, call: Unpack) -> Ready:
-        layout = call.layout
+        layout, span = call.layout, call.layout.span
         size, move = layout.size, _mover(layout, "unpack")
 
         def unpack(packed: Tensor, buffer: Tensor) -> Tensor:
-            checked_room(layout, buffer)
+            checked_room(span, buffer)
             checked_out(size, packed, buffer)
             if size:
                 move(buffer.data_ptr(), packed.data_ptr())

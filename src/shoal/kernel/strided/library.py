@@ -63,11 +63,11 @@ class LibraryPack(StridedKernel):
     def _prepare(self, call: Pack) -> Ready:
         import torch
 
-        layout = call.layout
+        layout, span = call.layout, call.layout.span
         assert isinstance(layout, StridedBlock)
 
         def pack(buffer: Tensor, out: Tensor | None = None) -> Tensor:
-            checked_room(layout, buffer)
+            checked_room(span, buffer)
             if out is None:
                 out = torch.empty(layout.size, dtype=torch.uint8, device=buffer.device)
             checked_out(layout.size, out, buffer)
@@ -95,11 +95,11 @@ class LibraryUnpack(StridedKernel):
         return _refusal(call.layout)
 
     def _prepare(self, call: Unpack) -> Ready:
-        layout = call.layout
+        layout, span = call.layout, call.layout.span
         assert isinstance(layout, StridedBlock)
 
         def unpack(packed: Tensor, buffer: Tensor) -> Tensor:
-            checked_room(layout, buffer)
+            checked_room(span, buffer)
             checked_out(layout.size, packed, buffer)
             if layout.size:
                 view = _view(layout, buffer, packed)

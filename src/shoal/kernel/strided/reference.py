@@ -33,10 +33,10 @@ class ReferencePack(StridedKernel):
     call_s: ClassVar[float] = 3e-5
 
     def _prepare(self, call: Pack) -> Ready:
-        layout = call.layout
+        layout, span = call.layout, call.layout.span
 
         def pack(buffer: Tensor, out: Tensor | None = None) -> Tensor:
-            checked_room(layout, buffer)
+            checked_room(span, buffer)
             here = buffer.storage_offset() * buffer.element_size()
             found = byte_tensor(buffer)[here + offsets_of(layout, buffer.device)]
             if out is None:
@@ -60,10 +60,10 @@ class ReferenceUnpack(StridedKernel):
     call_s: ClassVar[float] = 3e-5
 
     def _prepare(self, call: Unpack) -> Ready:
-        layout = call.layout
+        layout, span = call.layout, call.layout.span
 
         def unpack(packed: Tensor, buffer: Tensor) -> Tensor:
-            checked_room(layout, buffer)
+            checked_room(span, buffer)
             checked_out(layout.size, packed, buffer)
             here = buffer.storage_offset() * buffer.element_size()
             target = byte_tensor(buffer)
