@@ -29,7 +29,11 @@ struct Avx {
   Avx(const Blocks& b, const Rows& rows, const char* room) : b(b), rows(rows), room(room) {}
   void done() {}
 
-  void chunk(int64_t slice, int64_t from, int64_t to, float* out) {
+  void settle() {}
+
+  void chunk(int64_t slice, int64_t from, int64_t to, float* out, float* total) {
+    const int64_t size = rows.blocks * rows.R * WIDE;
+    std::memset(out, 0, size_t(size) * sizeof(float));
     for (int64_t g = from; g < to; g++) {
       const uint8_t* record = segment(b, slice, g);
       const uint8_t* w = dense(b, record, codes);
@@ -46,6 +50,7 @@ struct Avx {
         }
       }
     }
+    if (total) add(total, out, size);
   }
 };
 

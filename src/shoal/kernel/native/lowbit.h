@@ -221,23 +221,25 @@ struct Bytes {
 
 // ---- the cut over threads
 
-template <class E, class X>
+template <class X>
 void write(const Blocks& b, const Rows& rows, int64_t slice, const float* total, X* y) {
-  for (int64_t row = 0; row < rows.m; row++) {
-    const float* from = total + (row / rows.per * rows.R + row % rows.per * rows.lines) * WIDE;
-    for (int o = 0; o < 2; o++) {
-      const int64_t first = slice * WIDE + o * 16, left = b.n - first;
-      if (left <= 0) break;
-      const __mmask16 mask = low16(left);
-      __m512 sum = _mm512_load_ps(from + o * 16);
-      for (int64_t line = 1; line < rows.lines; line++)
-        sum = _mm512_add_ps(sum, _mm512_load_ps(from + line * WIDE + o * 16));
-      if (b.bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, b.bias + first));
-      if constexpr (sizeof(X) == 4)
-        _mm512_mask_storeu_ps(y + row * b.n + first, mask, sum);
-      else
-        _mm256_mask_storeu_epi16(y + row * b.n + first, mask, (__m256i)_mm512_cvtneps_pbh(sum));
-    }
+  for (int64_t block = 0, row = 0; block < rows.blocks; block++, total += rows.R * WIDE) {
+    const int64_t end = rows.m - row < rows.per ? rows.m : row + rows.per;
+    for (const float* from = total; row < end; row++, from += rows.lines * WIDE)
+      for (int o = 0; o < 2; o++) {
+        const int64_t first = slice * WIDE + o * 16, left = b.n - first;
+        if (left <= 0) break;
+        const __mmask16 mask = low16(left);
+        __m512 sum = _mm512_load_ps(from + o * 16);
+        for (int64_t line = 1; line < rows.lines; line++)
+          sum = _mm512_add_ps(sum, _mm512_load_ps(from + line * WIDE + o * 16));
+        if (b.bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, b.bias + first));
+        if constexpr (sizeof(X) == 4)
+          _mm512_mask_storeu_ps(y + row * b.n + first, mask, sum);
+        else
+          _mm256_mask_storeu_epi16(y + row * b.n + first, mask,
+                                   (__m256i)_mm512_cvtneps_pbh(sum));
+      }
   }
 }
 
@@ -283,13 +285,14 @@ void pass(const Blocks& b, const X* x, X* y, const Rows& rows) {
       const bool whole = from == 0 && to == b.nchunk;
       float* place = whole ? nullptr : parts + owner(slice) * b.nchunk * size;
       for (int64_t c = from; c < to; c++) {
-        float* out = whole ? (c ? sum : total) : place + c * size;
-        std::memset(out, 0, size_t(size) * sizeof(float));
         const int64_t last = (c + 1) * b.chunk < b.nseg ? (c + 1) * b.chunk : b.nseg;
-        engine.chunk(slice, c * b.chunk, last, out);
-        if (whole && c) add(total, sum, size);
+        float* out = !whole ? place + c * size : c ? sum : total;
+        engine.chunk(slice, c * b.chunk, last, out, whole && c ? total : nullptr);
       }
-      if (whole) write<E, X>(b, rows, slice, total, y);
+      if (whole) {
+        engine.settle();
+        write(b, rows, slice, total, y);
+      }
       unit += to - from;
     }
     engine.done();
@@ -300,7 +303,7 @@ void pass(const Blocks& b, const X* x, X* y, const Rows& rows) {
       const int64_t slice = first(t) / b.nchunk;
       float* place = parts + t * b.nchunk * size;
       for (int64_t c = 1; c < b.nchunk; c++) add(place, place + c * size, size);
-      write<E, X>(b, rows, slice, place, y);
+      write(b, rows, slice, place, y);
     }
   }
 }
