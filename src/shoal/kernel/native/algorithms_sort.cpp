@@ -56,19 +56,28 @@ template <class T, class Less> void sort(T* from, T* to, int64_t n, int64_t thre
     place[p + 1] = place[p];
     for (const auto& of : cut) place[p + 1] += of[p + 1] - of[p];
   }
+  // Runs of a piece lie one behind the other, then become half as many, from there to here and back.
+  std::vector<std::vector<int64_t>> run(static_cast<size_t>(blocks));
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team)
   for (size_t p = 0; p < size_t(blocks); p++) {
-    std::vector<T*> ends{to + place[p]};
+    run[p].push_back(place[p]);
     for (const auto& of : cut)
-      ends.push_back(std::copy(from + of[p], from + of[p + 1], ends.back()));
-    for (size_t width = 1; width + 1 < ends.size(); width *= 2)
-      for (size_t e = 0; e + width + 1 < ends.size(); e += 2 * width)
-        std::inplace_merge(ends[e], ends[e + width],
-                           ends[std::min(e + 2 * width, ends.size() - 1)], less);
+      run[p].push_back(std::copy(from + of[p], from + of[p + 1], to + run[p].back()) - to);
   }
-#pragma omp parallel for schedule(static) num_threads(team)
-  for (int64_t b = 0; b < blocks; b++)
-    std::memcpy(from + begin(b), to + begin(b), size_t(begin(b + 1) - begin(b)) * sizeof(T));
+#pragma omp parallel for schedule(dynamic, 1) num_threads(team)
+  for (size_t p = 0; p < size_t(blocks); p++) {
+    T *here = to, *there = from;
+    for (size_t width = 1, last = run[p].size() - 1; width < last; width *= 2) {
+      for (size_t r = 0; r < last; r += 2 * width) {
+        const int64_t low = run[p][r], middle = run[p][std::min(r + width, last)],
+                      high = run[p][std::min(r + 2 * width, last)];
+        std::merge(here + low, here + middle, here + middle, here + high, there + low, less);
+      }
+      std::swap(here, there);
+    }
+    if (here == to)
+      std::memcpy(from + place[p], to + place[p], size_t(place[p + 1] - place[p]) * sizeof(T));
+  }
 }
 
 }  // namespace
