@@ -17,9 +17,10 @@ from shoal.core.native import compiler
 from shoal.core.random import generator
 from shoal.core.rmat import grid, rmat
 from shoal.ir import Machine
+from shoal.kernel import pages
 from shoal.kernel.dispatch import candidates, here
 from shoal.kernel.spgemm import csr as csr_module
-from shoal.kernel.spgemm import native, spgemm
+from shoal.kernel.spgemm import spgemm
 from shoal.kernel.spgemm.call import SEMIRINGS, SpGemm
 from shoal.kernel.spgemm.csr import Csr, from_any, transposed
 from shoal.kernel.spgemm.hash import Hash, HashV1, HashV2
@@ -285,22 +286,22 @@ def test_memory_is_that_of_the_tables() -> None:
 @needs_compiler
 @pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="no pages to be had back")
 def test_memory_of_a_result_that_is_gone_serves_the_next() -> None:
-    native._GONE.clear()
+    pages._GONE.clear()
     mesh = from_any("A", grid(110))
     expected = multiply(mesh, mesh, kernel="reference")
     first = multiply(mesh, mesh, kernel="hash")
     held = first.val
     second = multiply(mesh, mesh, kernel="hash")
-    assert not native._GONE
+    assert not pages._GONE
     place = second.val.data_ptr()
     del second
-    assert len(native._GONE) == 2
+    assert len(pages._GONE) == 2
     values = multiply(mesh, mesh, "min_plus", kernel="hash").scipy().data
     assert values.__array_interface__["data"][0] == place
-    assert len(native._GONE) == 1
+    assert len(pages._GONE) == 1
     same(first, expected)
     del first, values
-    assert len(native._GONE) == 3
+    assert len(pages._GONE) == 3
     torch.testing.assert_close(held, expected.val)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["empty", "room"]
+__all__ = ["empty", "mapped", "room", "until_gone"]
 
 _PAGE, _LINE = 2 << 20, 64
 
@@ -50,6 +50,8 @@ def room(nbytes: int) -> Tensor:
 
 # Of tensors that are gone, the last first out of use: pages that need no clearing again.
 _GONE: deque[mmap.mmap] = deque(maxlen=8)
+# Linux: pages count against nothing until they are written.
+_NORESERVE = 0x4000
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -64,29 +66,39 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     nbytes = count * dtype.itemsize
     if nbytes < _PAGE or not (hasattr(mmap, "MADV_FREE") and hasattr(mmap, "MADV_HUGEPAGE")):
         return torch.empty(shape, dtype=dtype)
-    length = -(-nbytes // _PAGE) * _PAGE
-    pages = _again(length) or _new(length)
-    held = memoryview(pages)
-    weakref.finalize(held, _keep, pages).atexit = False
-    whole = torch.frombuffer(held, dtype=dtype, count=count)
+    whole = torch.frombuffer(until_gone(mapped(nbytes)), dtype=dtype, count=count)
     stride = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), 0, shape, stride)
 
 
-def _new(length: int) -> mmap.mmap:
-    pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without large pages: only slower
-        pages.madvise(mmap.MADV_HUGEPAGE)
+def mapped(nbytes: int) -> mmap.mmap:
+    """Large pages for so many bytes: those of what is gone, or new ones.
+
+    What is not written takes no memory.
+
+    Raises:
+        OSError: the system does not promise so much.
+    """
+    length = -(-nbytes // _PAGE) * _PAGE
+    # What is much larger is left for what is large.
+    fits = (gone for gone in tuple(_GONE) if length <= len(gone) <= 2 * length)
+    for pages in sorted(fits, key=len):
+        with contextlib.suppress(ValueError):  # another thread was faster
+            _GONE.remove(pages)
+            return pages
+    pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without large pages: only slower
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 
-def _again(length: int) -> mmap.mmap | None:
-    for pages in tuple(_GONE):
-        if len(pages) == length:
-            with contextlib.suppress(ValueError):  # another thread was faster
-                _GONE.remove(pages)
-                return pages
-    return None
+def until_gone(pages: mmap.mmap) -> memoryview:
+    """What ``torch.frombuffer`` makes a tensor of; when that is gone, the pages serve the next."""
+    held = memoryview(pages)
+    if hasattr(mmap, "MADV_FREE"):
+        weakref.finalize(held, _keep, pages).atexit = False
+    return held
 
 
 def _keep(pages: mmap.mmap) -> None:

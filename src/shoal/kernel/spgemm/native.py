@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import mmap
 import os
-import weakref
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ from torch import Tensor
 
 import shoal.kernel.native
 from shoal.core.native import build
+from shoal.kernel.pages import mapped, until_gone
 from shoal.kernel.spgemm.call import VALUE_BYTES
 from shoal.kernel.spgemm.csr import Counters, Csr, dtype_name
 
@@ -32,10 +29,7 @@ _SEMIRINGS = {
     "pattern": "Pattern",
 }
 _TYPES = {"fp64": "double", "fp32": "float", "int64": "int64_t"}
-# Linux: pages count against nothing until they are written.
-_NORESERVE = 0x4000
 _SMALL = 1 << 20
-_HUGE = 1 << 21
 
 
 def threads() -> int:
@@ -136,26 +130,6 @@ def product(semiring: str, dtype: str) -> Any:
     return run
 
 
-# Of results that are gone, the last first out of use: pages that need no clearing again.
-_GONE: deque[mmap.mmap] = deque(maxlen=4)
-
-
-def _again(nbytes: int) -> mmap.mmap | None:
-    """The smallest memory of a result that is gone which has room for so much."""
-    fits = sorted((gone for gone in tuple(_GONE) if len(gone) >= nbytes), key=len)
-    for pages in fits:
-        with contextlib.suppress(ValueError):  # another thread was faster
-            _GONE.remove(pages)
-            return pages
-    return None
-
-
-def _keep(pages: mmap.mmap) -> None:
-    with contextlib.suppress(OSError):  # a system that knows no pages to be had back: unmapped
-        pages.madvise(mmap.MADV_FREE)
-        _GONE.append(pages)
-
-
 class Pages:
     """Room for at most so many numbers, of which only what is written takes memory.
 
@@ -177,18 +151,8 @@ class Pages:
             self.small = torch.empty(max(1, count), dtype=dtype)
             self.address = self.small.data_ptr()
             return
-        # Whole large pages, so that the system begins with one.
-        nbytes = -(-nbytes // _HUGE) * _HUGE
-        self.pages = _again(nbytes) or self._new(nbytes)
+        self.pages = mapped(nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
-
-    @staticmethod
-    def _new(nbytes: int) -> mmap.mmap:
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
-                pages.madvise(mmap.MADV_HUGEPAGE)
-        return pages
 
     def tensor(self, count: int) -> Tensor:
         """The first numbers; the rest has taken no memory."""
@@ -196,7 +160,4 @@ class Pages:
             return self.small[:count].clone()
         if not count:
             return torch.empty(0, dtype=self.dtype)
-        held = memoryview(self.pages)
-        if hasattr(mmap, "MADV_FREE"):
-            weakref.finalize(held, _keep, self.pages).atexit = False
-        return torch.frombuffer(held, dtype=self.dtype, count=count)
+        return torch.frombuffer(until_gone(self.pages), dtype=self.dtype, count=count)
