@@ -9,38 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kernel_families import FAMILIES, model  # noqa: E402
+
 from shoal.core.errors import KernelError  # noqa: E402
 from shoal.kernel.fused.choice import OPERATORS, choose  # noqa: E402
-from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.model.initialise import init_weights  # noqa: E402
 from shoal.model.trained import train_with  # noqa: E402
 from shoal.model.transformer import Transformer  # noqa: E402
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {"family": "qwen2", "attention_bias": True, "tied": True},
-    "qwen3": {"family": "qwen3", "qk_norm": True},
-    "mixtral": {"family": "mixtral", "num_experts": 4, "top_k": 2},
-    "parallel": {"family": "parallel"},
-}
-
-
-def model(family: str) -> Transformer:
-    config = ModelConfig(
-        vocab_size=97,
-        hidden=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        ffn_hidden=72,
-        max_position=64,
-        initializer_range=0.2,
-        **FAMILIES[family],
-    )
-    made = Transformer(config)
-    init_weights(made, seed=1)
-    return made
 
 
 def gradients(of: Transformer, precision: str, *, recompute: bool = False) -> dict[str, Any]:
