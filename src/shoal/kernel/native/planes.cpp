@@ -311,21 +311,24 @@ constexpr int64_t DOT_ROWS = 8;
 template <int MB>
 void dots(const uint8_t* x, const int8_t* w, int64_t kp, int64_t first, int64_t last,
           __m512i sum[MB][2]) {
-  for (int m = 0; m < MB; m++) sum[m][0] = sum[m][1] = _mm512_setzero_si512();
+  __m512i in[MB][2];  // registers
+  for (int m = 0; m < MB; m++) in[m][0] = in[m][1] = _mm512_setzero_si512();
   for (int64_t k = first; k < last; k += 4) {
     const uint8_t* at = x + (k / 64) * 64 * DOT_ROWS + k % 64;
     const __m512i a = _mm512_load_si512(w + k * 16), b = _mm512_load_si512(w + (kp + k) * 16);
     for (int m = 0; m < MB; m++) {
       const __m512i bytes = four(at + m * 64);
-      sum[m][0] = _mm512_dpbusd_epi32(sum[m][0], bytes, a);
-      sum[m][1] = _mm512_dpbusd_epi32(sum[m][1], bytes, b);
+      in[m][0] = _mm512_dpbusd_epi32(in[m][0], bytes, a);
+      in[m][1] = _mm512_dpbusd_epi32(in[m][1], bytes, b);
     }
   }
+  for (int m = 0; m < MB; m++) sum[m][0] = in[m][0], sum[m][1] = in[m][1];
 }
 
+// The first `rows` of MB; what lies at the others is not used.
 template <int MB>
 void dot_block(const Job& j, const int8_t* w, int64_t pair, const uint8_t* x, int64_t row,
-               const float* xscale, const int32_t* xsum, void* y) {
+               int64_t rows, const float* xscale, const int32_t* xsum, void* y) {
   const int64_t kp = ceil_to(j.k, 64);
   x += row * kp;
   Cell cell[MB * 2];
@@ -341,13 +344,13 @@ void dot_block(const Job& j, const int8_t* w, int64_t pair, const uint8_t* x, in
         for (int v = 0; v < 2; v++)
           sum[m][v] = _mm512_add_epi32(sum[m][v], _mm512_slli_epi32(top[m][v], 7));
     }
-    for (int m = 0; m < MB; m++)
+    for (int m = 0; m < rows; m++)
       for (int v = 0; v < 2; v++) {
         const int64_t tile = pair * 2 + v;
         fold(j, corrected(j, sum[m][v], tile, g), tile, g, row + m, xsum, cell[m * 2 + v]);
       }
   }
-  for (int m = 0; m < MB; m++)
+  for (int m = 0; m < rows; m++)
     for (int v = 0; v < 2; v++)
       finish(j, cell[m * 2 + v], pair * 2 + v, row + m, xscale, y);
 }
@@ -362,16 +365,12 @@ void dot_pairs(const Job& j, const uint8_t* x, const float* xscale, const int32_
     const int64_t to = from + PASS_ROWS < m ? from + PASS_ROWS : m;
     for (int64_t pair = pairs.first; pair < pairs.last; pair++) {
       Expansion(j, pair, w).some(INT64_MAX / 2);
-      for (int64_t row = from; row < to; row += DOT_ROWS) switch (to - row) {
-          case 1: dot_block<1>(j, w, pair, x, row, xscale, xsum, y); break;
-          case 2: dot_block<2>(j, w, pair, x, row, xscale, xsum, y); break;
-          case 3: dot_block<3>(j, w, pair, x, row, xscale, xsum, y); break;
-          case 4: dot_block<4>(j, w, pair, x, row, xscale, xsum, y); break;
-          case 5: dot_block<5>(j, w, pair, x, row, xscale, xsum, y); break;
-          case 6: dot_block<6>(j, w, pair, x, row, xscale, xsum, y); break;
-          case 7: dot_block<7>(j, w, pair, x, row, xscale, xsum, y); break;
-          default: dot_block<8>(j, w, pair, x, row, xscale, xsum, y);
-        }
+      for (int64_t row = from; row < to; row += DOT_ROWS) {
+        const int64_t rows = to - row < DOT_ROWS ? to - row : DOT_ROWS;
+        const auto block = rows == 1 ? dot_block<1> : rows == 2 ? dot_block<2>
+                         : rows <= 4 ? dot_block<4> : dot_block<8>;
+        block(j, w, pair, x, row, rows, xscale, xsum, y);
+      }
     }
   }
 }
