@@ -293,6 +293,7 @@ def test_a_loss_that_is_no_scalar_is_refused():
         gpipe(_layers(), 1, 2, loss=lambda out, _: out).step(*_data())
 
 
+@pytest.mark.slow
 def test_processes_do_what_threads_do():
     (both,) = run_ranks(1, functools.partial(ranks_gpipe.step, m=3))
     first, last = run_processes(f"{ranks_gpipe.__file__}:step", 2, {"m": 3}, timeout_s=60.0)

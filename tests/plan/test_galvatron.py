@@ -130,7 +130,7 @@ def small(pp, **changes):
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("usable", [9e9, 12e9, 40e9])
+@pytest.mark.parametrize("usable", [9e9, pytest.param(12e9, marks=pytest.mark.slow), 40e9])
 def test_search_is_near_the_exact_optimum(pp, usable):
     search = small(pp, usable=usable)
     found, best = search.run(), optimum(search)

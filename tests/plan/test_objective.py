@@ -15,7 +15,9 @@ def job(objective: str) -> TrainJob:
     )
 
 
-@pytest.mark.parametrize("objective", list(UNITS))
+@pytest.mark.parametrize(
+    "objective", [o if o == "time" else pytest.param(o, marks=pytest.mark.slow) for o in UNITS]
+)
 def test_no_plan_that_fits_is_better_at_it(objective: str) -> None:
     machine = load("16xH100@ETH25")
     plans = PLANNERS.build({"name": "search", "keep": 10_000}).plan(job(objective), machine)
