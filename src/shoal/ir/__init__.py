@@ -18,6 +18,7 @@ from shoal.ir.schedule import Event, LinkModel, Op, OpCosts, Schedule, ScheduleP
 from shoal.ir.serving import (
     Arrival,
     Chunk,
+    Copy,
     KVManager,
     KVPart,
     Limits,
@@ -31,6 +32,7 @@ from shoal.ir.serving import (
     StepCost,
     StepResult,
     TokenInfo,
+    Transfer,
 )
 from shoal.ir.shape import ModelShape
 from shoal.ir.watch import WatchPolicy
@@ -39,6 +41,7 @@ __all__ = [
     "Arrival",
     "CheckpointPolicy",
     "Chunk",
+    "Copy",
     "Device",
     "Estimate",
     "Evaluation",
@@ -78,6 +81,7 @@ __all__ = [
     "StepCost",
     "StepResult",
     "TokenInfo",
+    "Transfer",
     "TrainJob",
     "WatchPolicy",
     "Work",

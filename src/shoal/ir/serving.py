@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 __all__ = [
     "Arrival",
     "Chunk",
+    "Copy",
     "FinishReason",
     "KVManager",
     "KVPart",
@@ -31,6 +32,8 @@ __all__ = [
     "StepCost",
     "StepResult",
     "TokenInfo",
+    "Transfer",
+    "TransferKind",
 ]
 
 RequestState = Literal["waiting", "running", "finished"]
@@ -122,20 +125,66 @@ class Chunk(NamedTuple):
         return self.stop == len(self.request.tokens)
 
 
+class Copy(NamedTuple):
+    """A run of consecutive blocks that is copied at once.
+
+    Args:
+        source: first block, where they are.
+        target: first block, where they go.
+        count: blocks.
+    """
+
+    source: int
+    target: int
+    count: int
+
+
+# From the cache to the host, from the host to the cache, inside the cache (copy-on-write).
+TransferKind = Literal["out", "in", "own"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Blocks of one request on their way, beside the computation or before it.
+
+    Args:
+        id: rises with every transfer of a scheduler.
+        kind: from where to where.
+        request_id: whose blocks they are.
+        copies: runs of blocks.
+        wait: the step computes only when it is over; else it goes on beside the steps to come.
+        after: transfers that must be over before it starts, since they read what it writes.
+    """
+
+    id: int
+    kind: TransferKind
+    request_id: str
+    copies: tuple[Copy, ...]
+    wait: bool = True
+    after: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one iteration computes.
 
     Args:
         chunks: decodes first, then prompts; at most one chunk of a request.
-        preempted: requests whose blocks were taken; they wait, to be recomputed.
+        preempted: requests whose blocks were taken; they wait, to be recomputed or swapped in.
+        transfers: what starts to move before anything is computed, in this order.
+        wait_for: transfers of earlier steps that must be over before anything is computed.
+            A step without chunks that waits for some ends when the first of them is over.
+        at: s, when it was planned, on the clock of whoever drives the scheduler.
     """
 
     chunks: tuple[Chunk, ...]
     preempted: tuple[Request, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    wait_for: tuple[int, ...] = ()
+    at: float = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self.chunks)
+        return bool(self.chunks or self.transfers or self.wait_for)
 
     @property
     def num_tokens(self) -> int:
@@ -164,11 +213,13 @@ class StepResult:
         tokens: request id -> new tokens, for every chunk that yields.
         infos: request id -> log probabilities, where they were asked for; as many.
         seconds: how long it took, or is predicted to take.
+        done: transfers, of this step or of earlier ones, that are over now; each told once.
     """
 
     tokens: Mapping[str, Sequence[int]]
     infos: Mapping[str, Sequence[TokenInfo]] = field(default_factory=dict)
     seconds: float = 0.0
+    done: frozenset[int] = frozenset()
 
 
 class Output(NamedTuple):
