@@ -81,8 +81,8 @@ __all__ = [
     "StepCost",
     "StepResult",
     "TokenInfo",
-    "Transfer",
     "TrainJob",
+    "Transfer",
     "WatchPolicy",
     "Work",
 ]
