@@ -1,0 +1,213 @@
+"""The table: every engine in every case, in turns forth and back."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.claims.bench.serving.peers import Engine, known, resting
+from shoal.claims.bench.serving.values import CASES, Case, Entry, Form, Table
+from shoal.core.errors import ConfigError, ServeError, require
+from shoal.core.random import generator
+from shoal.model.config import ModelConfig
+
+__all__ = ["SHAPE", "bench", "lengths", "random_directory", "told"]
+
+SHAPE = ModelConfig(
+    name="random-206m",
+    vocab_size=8192,
+    hidden=1024,
+    num_layers=16,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    ffn_hidden=2816,
+    max_position=2048,
+    # Wide enough that the best tokens lie apart, and engines can be compared by their tokens.
+    initializer_range=0.05,
+)
+"""205.6 M parameters: what the table is about when no model is given."""
+
+_KV_TOKENS, _MAX_RUNNING, _MAX_POSITION = 16_384, 64, 2048
+_SAME = 4
+
+
+def random_directory(place: Path, config: ModelConfig = SHAPE, seed: int = 0) -> Path:
+    """A Hugging Face directory with random weights in bf16, written once."""
+    import torch
+
+    from shoal.model import huggingface
+    from shoal.train import zoo
+
+    target = place / config.name
+    if not target.is_dir():
+        huggingface.write(target, zoo.random(config, seed).to(torch.bfloat16))
+    return target
+
+
+def lengths(case: Case, seed: int) -> tuple[list[int], list[int]]:
+    """Tokens of the prompts and of the answers of a case; the same in every round."""
+    if not case.spread:
+        return [case.prompt] * case.requests, [case.new] * case.requests
+    random = generator(seed, purpose="peers lengths")
+
+    def drawn(median: int) -> list[int]:
+        values = median * np.exp(case.spread * random.standard_normal(case.requests))
+        return [int(value) for value in np.clip(values, 8, 6 * median)]
+
+    return drawn(case.prompt), drawn(case.new)
+
+
+def bench(
+    model: Path,
+    *,
+    environments: Path | None = None,
+    only: Sequence[str] = (),
+    cases: Sequence[Case] = CASES,
+    rounds: int = 6,
+    threads: int = 2,
+    seed: int = 0,
+    progress: Callable[[str, float, float], None] | None = None,
+) -> Table:
+    """Run the table.
+
+    Args:
+        model: a Hugging Face directory.
+        environments: where the peers' environments are.
+        only: engines beside Shoal; empty for all that are there.
+        cases: rows.
+        rounds: timed rounds of each row, forth and back in turns; one more warms up.
+        threads: of every engine.
+        seed: of prompts and lengths.
+        progress: called with (what, done, total).
+
+    Raises:
+        ConfigError: an engine that nobody knows, or less than one round.
+        ServeError: Shoal itself fails.
+    """
+    from shoal.machine.fingerprint import fingerprint
+
+    require(rounds >= 1, "rounds", rounds, expected="1 or more")
+    peers, missing = known(environments)
+    for name in only:
+        if name not in peers and name not in missing:
+            raise ConfigError(f"engine = {name!r}: expected one of {', '.join([*peers, *missing])}")
+    wanted = [peer for name, peer in peers.items() if not only or name in only or name == "shoal"]
+    config = _vocabulary(model)
+    entries: list[Entry] = []
+    versions: dict[str, str] = {}
+    rows = [(case, form) for case in cases for form in case.forms]
+    done = 0
+    with tempfile.TemporaryDirectory(prefix="shoal-peers-") as scratch:
+        for form in dict.fromkeys(form for _, form in rows):
+            engines: list[Engine] = []
+            with resting(engines):
+                for peer in wanted:
+                    if form not in peer.forms:
+                        continue
+                    options: dict[str, Any] = {
+                        "model": str(model),
+                        "form": form,
+                        "threads": threads,
+                        "kv_tokens": _KV_TOKENS,
+                        "max_running": _MAX_RUNNING,
+                        "max_position": min(_MAX_POSITION, config.max_position),
+                        "scratch": scratch,
+                    }
+                    if progress is not None:
+                        progress(f"loading {peer.name}, {form}", done, len(rows))
+                    log = Path(scratch) / f"{peer.driver}-{form}.log"
+                    try:
+                        engines.append(Engine(peer, options, log))
+                    except ServeError as cause:
+                        if peer.name == "shoal":
+                            raise
+                        missing[peer.name] = str(cause)
+                        continue
+                    versions[peer.name] = engines[-1].version
+                for case in (case for case, needed in rows if needed == form):
+                    if progress is not None:
+                        progress(f"{case.name}, {form}", done, len(rows))
+                    entries += _case(case, form, engines, config.vocab_size, rounds, seed)
+                    done += 1
+    return Table(
+        model=f"{config.name}: {config.shape().num_layers} layers, width {config.hidden}",
+        threads=threads,
+        versions=versions,
+        missing=missing,
+        entries=tuple(entries),
+        machine=dict(fingerprint()),
+    )
+
+
+def _vocabulary(model: Path) -> ModelConfig:
+    from shoal.model import huggingface
+
+    return huggingface.read_config(model)
+
+
+def _case(
+    case: Case, form: Form, engines: Sequence[Engine], vocab: int, rounds: int, seed: int
+) -> list[Entry]:
+    """All engines in one case. Every batch has prompts that nobody has seen."""
+    prompts_of, new = lengths(case, seed)
+    seconds: dict[str, list[float]] = {engine.peer.name: [] for engine in engines}
+    first: dict[str, list[tuple[int, ...]]] = {engine.peer.name: [] for engine in engines}
+    for turn in range(rounds + 1):
+        random = generator(seed, purpose=f"peers {case.name} {form}", index=turn)
+
+        def drawn() -> list[list[int]]:
+            return [random.integers(0, vocab, n).tolist() for n in prompts_of]  # noqa: B023
+
+        measured, shorter = drawn(), drawn()
+        for engine in engines[:: 1 if turn % 2 else -1]:
+            begun = 0.0
+            if case.what == "decode":
+                begun, _ = engine.generate(shorter, [1] * case.requests)
+                asked = [n + 1 for n in new]
+            else:
+                asked = new
+            taken, tokens = engine.generate(measured, asked)
+            if turn:
+                seconds[engine.peer.name].append(taken - begun)
+                first[engine.peer.name] += [tuple(row[:_SAME]) for row in tokens]
+    reference = first["shoal"]
+    counted = sum(new) if case.what == "decode" or case.new > 1 else sum(prompts_of)
+    return [
+        Entry(
+            case=case.name,
+            form=form,
+            engine=engine.peer.name,
+            seconds=tuple(seconds[engine.peer.name]),
+            tokens=counted,
+            agreement=float(
+                np.mean([a == b for a, b in zip(first[engine.peer.name], reference, strict=True)])
+            ),
+        )
+        for engine in engines
+    ]
+
+
+def told(table: Table) -> str:
+    """The table as lines of text."""
+    lines = [f"{table.model}; {table.threads} threads", ""]
+    head = f"{'case':<30} {'weights':<8} {'engine':<26} {'tokens/s':>9}  {'Shoal is':>9}"
+    lines += [f"{head}   90 % interval   same first tokens", "-" * (len(head) + 36)]
+    for entry in table.entries:
+        ratio = table.ratio(entry.case, entry.form, entry.engine)
+        words = ""
+        if entry.engine != "shoal" and ratio is not None:
+            words = f"{ratio.value:8.2f}x   {ratio.low:.2f} .. {ratio.high:.2f}    "
+            words += f"{100 * entry.agreement:.0f} %"
+        lines.append(
+            f"{entry.case:<30} {entry.form:<8} {entry.engine:<26} {entry.rate.value:9,.0f}  {words}"
+        )
+    for name, version in table.versions.items():
+        lines.append(f"{name} {version}")
+    for name, why in table.missing.items():
+        lines.append(f"{name}: left out: {why}")
+    return "\n".join(lines)
