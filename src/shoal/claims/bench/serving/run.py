@@ -132,7 +132,11 @@ def bench(
                 for case in (case for case, needed in rows if needed == form):
                     if progress is not None:
                         progress(f"{case.name}, {form}", done, len(rows))
-                    entries += _case(case, form, engines, config.vocab_size, rounds, seed)
+                    found, failed = _case(case, form, engines, config.vocab_size, rounds, seed)
+                    entries += found
+                    for engine, reason in failed.items():
+                        missing[f"{engine}, {form}"] = f"{case.name}: {reason}"
+                    engines = [one for one in engines if one.peer.name not in failed]
                     done += 1
     return Table(
         model=f"{config.name}: {config.shape().num_layers} layers, width {config.hidden}",
@@ -152,44 +156,61 @@ def _vocabulary(model: Path) -> ModelConfig:
 
 def _case(
     case: Case, form: Form, engines: Sequence[Engine], vocab: int, rounds: int, seed: int
-) -> list[Entry]:
-    """All engines in one case. Every batch has prompts that nobody has seen."""
+) -> tuple[list[Entry], dict[str, str]]:
+    """All engines in one case, and those that failed. Every batch has prompts nobody has seen."""
     prompts_of, new = lengths(case, seed)
     seconds: dict[str, list[float]] = {engine.peer.name: [] for engine in engines}
     first: dict[str, list[tuple[int, ...]]] = {engine.peer.name: [] for engine in engines}
+    failed: dict[str, str] = {}
     for turn in range(rounds + 1):
         random = generator(seed, purpose=f"peers {case.name} {form}", index=turn)
-
-        def drawn() -> list[list[int]]:
-            return [random.integers(0, vocab, n).tolist() for n in prompts_of]  # noqa: B023
-
-        measured, shorter = drawn(), drawn()
+        measured, shorter = (
+            [random.integers(0, vocab, n).tolist() for n in prompts_of] for _ in range(2)
+        )
         for engine in engines[:: 1 if turn % 2 else -1]:
-            begun = 0.0
-            if case.what == "decode":
-                begun, _ = engine.generate(shorter, [1] * case.requests)
-                asked = [n + 1 for n in new]
-            else:
-                asked = new
-            taken, tokens = engine.generate(measured, asked)
+            name = engine.peer.name
+            if name in failed:
+                continue
+            try:
+                taken, tokens = _batch(engine, case, measured, shorter, new)
+            except ServeError as cause:
+                if name == "shoal":
+                    raise
+                failed[name] = str(cause)
+                continue
             if turn:
-                seconds[engine.peer.name].append(taken - begun)
-                first[engine.peer.name] += [tuple(row[:_SAME]) for row in tokens]
+                seconds[name].append(taken)
+                first[name] += [tuple(row[:_SAME]) for row in tokens]
     reference = first["shoal"]
     counted = sum(new) if case.what == "decode" or case.new > 1 else sum(prompts_of)
     return [
         Entry(
             case=case.name,
             form=form,
-            engine=engine.peer.name,
-            seconds=tuple(seconds[engine.peer.name]),
+            engine=name,
+            seconds=tuple(taken),
             tokens=counted,
-            agreement=float(
-                np.mean([a == b for a, b in zip(first[engine.peer.name], reference, strict=True)])
-            ),
+            agreement=float(np.mean([a == b for a, b in zip(first[name], reference, strict=True)])),
         )
-        for engine in engines
-    ]
+        for name, taken in seconds.items()
+        if name not in failed
+    ], failed
+
+
+def _batch(
+    engine: Engine,
+    case: Case,
+    prompts: list[list[int]],
+    others: list[list[int]],
+    new: list[int],
+) -> tuple[float, list[list[int]]]:
+    """Seconds that count, and tokens."""
+    if case.what == "whole":
+        return engine.generate(prompts, new)
+    # Prompts of the same lengths, with their first tokens, are what does not count.
+    begun, _ = engine.generate(others, [1] * len(new))
+    taken, tokens = engine.generate(prompts, [n + 1 for n in new])
+    return taken - begun, tokens
 
 
 def told(table: Table) -> str:

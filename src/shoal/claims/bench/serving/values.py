@@ -40,16 +40,15 @@ CASES: tuple[Case, ...] = (
     Case(
         name="decode, batch 1",
         requests=1,
-        prompt=64,
-        new=64,
+        prompt=32,
+        new=32,
         what="decode",
         forms=("bf16", "int8", "int4"),
     ),
-    Case(name="decode, batch 8", requests=8, prompt=64, new=48, what="decode"),
-    Case(name="decode, batch 32", requests=32, prompt=64, new=32, what="decode"),
+    Case(name="decode, batch 8", requests=8, prompt=32, new=24, what="decode"),
+    Case(name="decode, batch 32", requests=32, prompt=32, new=16, what="decode"),
     Case(name="prefill, 1,024 tokens", requests=1, prompt=1024, new=1),
-    Case(name="prefill, 8 x 256 tokens", requests=8, prompt=256, new=1),
-    Case(name="mixed lengths, 48 requests", requests=48, prompt=100, new=48, spread=0.8),
+    Case(name="mixed lengths, 24 requests", requests=24, prompt=80, new=24, spread=0.8),
 )
 
 

@@ -9,8 +9,10 @@ one batch, ``{"prompts": [[id, ...], ...], "new": [n, ...]}``, and its answer
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -21,9 +23,14 @@ __all__ = ["Generate", "main"]
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
 """Prompts, and the number of new tokens of each, to the new tokens."""
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main(load: Callable[[dict[str, Any]], tuple[Generate, str]]) -> None:
     """Load what the first line says, then answer batches until the input ends."""
+    # Whoever rests cannot see that its input has ended, so the system ends it with its parent.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # Libraries print to standard output; only answers belong there.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
