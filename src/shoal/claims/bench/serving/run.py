@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from shoal.claims.bench.serving.peers import Engine, known, resting
-from shoal.claims.bench.serving.values import CASES, Case, Entry, Form, Table
+from shoal.claims.bench.serving.values import CASES, GOALS, Case, Entry, Form, Table
 from shoal.core.errors import ConfigError, ServeError, require
 from shoal.core.random import generator
 from shoal.model.config import ModelConfig
 
-__all__ = ["SHAPE", "bench", "lengths", "random_directory", "told"]
+__all__ = ["COLUMNS", "SHAPE", "bench", "lengths", "random_directory", "rows"]
 
 SHAPE = ModelConfig(
     name="random-206m",
@@ -31,6 +31,18 @@ SHAPE = ModelConfig(
     initializer_range=0.05,
 )
 """205.6 M parameters: what the table is about when no model is given."""
+
+COLUMNS = (
+    "case",
+    "weights",
+    "engine",
+    "tokens/s",
+    "Shoal is",
+    "90 % interval",
+    "wanted",
+    "same first tokens",
+)
+"""Of :func:`rows`."""
 
 _KV_TOKENS, _MAX_RUNNING, _MAX_POSITION = 16_384, 64, 2048
 _SAME = 4
@@ -100,10 +112,10 @@ def bench(
     config = _vocabulary(model)
     entries: list[Entry] = []
     versions: dict[str, str] = {}
-    rows = [(case, form) for case in cases for form in case.forms]
+    work = [(case, form) for case in cases for form in case.forms]
     done = 0
     with tempfile.TemporaryDirectory(prefix="shoal-peers-") as scratch:
-        for form in dict.fromkeys(form for _, form in rows):
+        for form in dict.fromkeys(form for _, form in work):
             engines: list[Engine] = []
             with resting(engines):
                 for peer in wanted:
@@ -119,7 +131,7 @@ def bench(
                         "scratch": scratch,
                     }
                     if progress is not None:
-                        progress(f"loading {peer.name}, {form}", done, len(rows))
+                        progress(f"loading {peer.name}, {form}", done, len(work))
                     log = Path(scratch) / f"{peer.driver}-{form}.log"
                     try:
                         engines.append(Engine(peer, options, log))
@@ -129,9 +141,9 @@ def bench(
                         missing[peer.name] = str(cause)
                         continue
                     versions[peer.name] = engines[-1].version
-                for case in (case for case, needed in rows if needed == form):
+                for case in (case for case, needed in work if needed == form):
                     if progress is not None:
-                        progress(f"{case.name}, {form}", done, len(rows))
+                        progress(f"{case.name}, {form}", done, len(work))
                     found, failed = _case(case, form, engines, config.vocab_size, rounds, seed)
                     entries += found
                     for engine, reason in failed.items():
@@ -213,22 +225,17 @@ def _batch(
     return taken - begun, tokens
 
 
-def told(table: Table) -> str:
-    """The table as lines of text."""
-    lines = [f"{table.model}; {table.threads} threads", ""]
-    head = f"{'case':<30} {'weights':<8} {'engine':<26} {'tokens/s':>9}  {'Shoal is':>9}"
-    lines += [f"{head}   90 % interval   same first tokens", "-" * (len(head) + 36)]
+def rows(table: Table) -> list[tuple[str, ...]]:
+    """Cells of the table: case, weights, engine, tokens/s, ratio, interval, wanted, agreement."""
+    found = []
     for entry in table.entries:
-        ratio = table.ratio(entry.case, entry.form, entry.engine)
-        words = ""
+        key = (entry.case, entry.form, entry.engine)
+        ratio, wanted = table.ratio(*key), GOALS.get(key)
+        cells = ["", "", "", ""]
         if entry.engine != "shoal" and ratio is not None:
-            words = f"{ratio.value:8.2f}x   {ratio.low:.2f} .. {ratio.high:.2f}    "
-            words += f"{100 * entry.agreement:.0f} %"
-        lines.append(
-            f"{entry.case:<30} {entry.form:<8} {entry.engine:<26} {entry.rate.value:9,.0f}  {words}"
-        )
-    for name, version in table.versions.items():
-        lines.append(f"{name} {version}")
-    for name, why in table.missing.items():
-        lines.append(f"{name}: left out: {why}")
-    return "\n".join(lines)
+            cells = [f"{ratio.value:.2f}x", f"{ratio.low:.2f} .. {ratio.high:.2f}", "", ""]
+            if wanted is not None:
+                cells[2] = f">= {wanted:g}x: {'yes' if ratio.value >= wanted else 'NO'}"
+            cells[3] = f"{100 * entry.agreement:.0f} %"
+        found.append((*key, f"{entry.rate.value:,.0f}", *cells))
+    return found

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from shoal.core.config import Value
 from shoal.core.measure import Spread, bootstrap
 
-__all__ = ["CASES", "Case", "Entry", "Form", "Peer", "Table"]
+__all__ = ["CASES", "GOALS", "Case", "Entry", "Form", "Peer", "Table"]
 
 Form = Literal["bf16", "int8", "int4"]
 
@@ -50,6 +50,21 @@ CASES: tuple[Case, ...] = (
     Case(name="prefill, 1,024 tokens", requests=1, prompt=1024, new=1),
     Case(name="mixed lengths, 24 requests", requests=24, prompt=80, new=24, spread=0.8),
 )
+
+
+GOALS: dict[tuple[str, str, str], float] = {
+    ("decode, batch 1", "bf16", "llama.cpp"): 1.0,
+    ("decode, batch 1", "bf16", "vllm"): 1.5,
+    ("decode, batch 1", "int8", "llama.cpp"): 1.0,
+    ("decode, batch 1", "int4", "llama.cpp"): 1.0,
+    ("decode, batch 8", "bf16", "vllm"): 1.2,
+    ("decode, batch 32", "bf16", "vllm"): 1.2,
+    ("prefill, 1,024 tokens", "bf16", "vllm"): 1.2,
+    ("prefill, 1,024 tokens", "bf16", "llama.cpp"): 1.0,
+    ("mixed lengths, 24 requests", "bf16", "transformers"): 1.5,
+    ("mixed lengths, 24 requests", "bf16", "transformers, continuous"): 1.0,
+}
+"""(case, weights, engine) -> how many times as fast Shoal should be."""
 
 
 class Peer(Value):
