@@ -53,6 +53,13 @@ class SamplingParams:
         stop_ids: tokens that end the request; the ending token is part of its output.
         logprobs: report the log probability of each token and of so many best ones; None for
             no report.
+        min_p: sample from tokens of at least this share of the best one's probability.
+        repetition_penalty: a token that prompt or output has is this many times less likely:
+            its score is divided by it if positive, else multiplied.
+        frequency_penalty: taken from a token's score for each time that the output has it.
+        presence_penalty: taken from a token's score once the output has it.
+        logit_bias: (token, what is added to its score).
+        min_tokens: no token of ``stop_ids`` before so many new tokens.
     """
 
     max_tokens: int
@@ -62,6 +69,12 @@ class SamplingParams:
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -18,6 +18,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -27,7 +28,6 @@ from starlette.responses import JSONResponse, Response
 
 from shoal import __version__
 from shoal.core.errors import ServeError
-from shoal.ir.serving import SamplingParams
 from shoal.serve import openai
 from shoal.serve.answer import Answer, Piece, pieces
 from shoal.serve.body import read_body
@@ -250,19 +250,16 @@ class _Service:
         return self._text.encode_within(text, limit, special=special)
 
     def _job(self, prefix: str, ask: Ask, prompts: list[Prompt], stops: Sequence[str] = ()) -> Job:
-        stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else self._eos)
+        stop_ids = ask.sampling.stop_ids | (frozenset() if ask.ignore_eos else self._eos)
         params = []
         for place, prompt in enumerate(prompts):
             room = min(self._check_length(prompt, ask), self._check_logprobs(len(prompts), ask))
             params += [
-                SamplingParams(
+                replace(
+                    ask.sampling,
                     max_tokens=ask.max_tokens or room,
-                    temperature=ask.temperature,
-                    top_k=ask.top_k,
-                    top_p=ask.top_p,
-                    seed=(ask.seed + place * ask.n + choice) % 2**63,
+                    seed=(ask.sampling.seed + place * ask.n + choice) % 2**63,
                     stop_ids=stop_ids,
-                    logprobs=ask.logprobs,
                 )
                 for choice in range(ask.n)
             ]
@@ -274,7 +271,16 @@ class _Service:
                 code="overloaded",
                 retry_after_s=1,
             )
-        answers = [Answer(self._text, (*ask.stops, *stops), stop_ids) for _ in params]
+        answers = [
+            Answer(
+                self._text,
+                (*ask.stops, *stops),
+                stop_ids,
+                keep_stop=ask.keep_stop,
+                min_tokens=ask.sampling.min_tokens,
+            )
+            for _ in params
+        ]
         return Job(prefix + secrets.token_hex(12), int(time.time()), ask, prompts, params, answers)
 
     def _check_logprobs(self, num_prompts: int, ask: Ask) -> int:
@@ -283,7 +289,7 @@ class _Service:
             return self._client.model.max_position
         values = num_prompts * ask.n * (1 + ask.logprobs)
         most = self._limits.logprob_values // values
-        if most < (ask.max_tokens or 1):
+        if most < (ask.max_tokens or max(1, ask.sampling.min_tokens)):
             raise ApiError(
                 f"max_tokens = {ask.max_tokens} with {values} log probabilities at each: expected "
                 f"at most {self._limits.logprob_values} together; ask for fewer of either",
@@ -303,9 +309,10 @@ class _Service:
                 code="invalid_value",
             )
         room = model.max_position - num
-        if room < (ask.max_tokens or 1):
+        wanted = ask.max_tokens or max(1, ask.sampling.min_tokens)
+        if room < wanted:
             param = "messages" if ask.messages else "prompt"
-            raise openai.too_long(num, ask.max_tokens or 1, model, param=param)
+            raise openai.too_long(num, wanted, model, param=param)
         for token in prompt.tokens:
             if token >= model.vocab_size:
                 raise ApiError(

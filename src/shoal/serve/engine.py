@@ -6,6 +6,7 @@ owns it calls :meth:`Engine.step` while it is :attr:`Engine.busy`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ __all__ = ["MAX_LOGPROBS", "Engine", "check_params"]
 
 # Most alternatives reported with a token.
 MAX_LOGPROBS = 20
+MAX_PENALTY = 10.0
 
 
 def check_params(params: SamplingParams) -> None:
@@ -29,6 +31,32 @@ def check_params(params: SamplingParams) -> None:
         ("temperature", params.temperature, 0 <= params.temperature < float("inf"), "0 or more"),
         ("top_k", params.top_k, params.top_k >= 0, "0 (all) or more"),
         ("top_p", params.top_p, 0 < params.top_p <= 1, "(0, 1]"),
+        ("min_p", params.min_p, 0 <= params.min_p <= 1, "0 (all) to 1"),
+        (
+            "repetition_penalty",
+            params.repetition_penalty,
+            0 < params.repetition_penalty <= MAX_PENALTY,
+            f"above 0, up to {MAX_PENALTY}; 1 for none",
+        ),
+        *(
+            (name, value, -MAX_PENALTY <= value <= MAX_PENALTY, f"-{MAX_PENALTY} to {MAX_PENALTY}")
+            for name, value in (
+                ("frequency_penalty", params.frequency_penalty),
+                ("presence_penalty", params.presence_penalty),
+            )
+        ),
+        (
+            "logit_bias",
+            params.logit_bias,
+            all(math.isfinite(bias) and token >= 0 for token, bias in params.logit_bias),
+            "finite numbers for token ids",
+        ),
+        (
+            "min_tokens",
+            params.min_tokens,
+            0 <= params.min_tokens <= params.max_tokens,
+            f"0 to max_tokens = {params.max_tokens}",
+        ),
         (
             "logprobs",
             params.logprobs,
@@ -87,6 +115,14 @@ class Engine:
                     token,
                     expected=f"token ids below vocab_size = {self.vocab_size}",
                     hint="use the tokenizer that belongs to the model",
+                    error=ServeError,
+                )
+            for token in (*request.params.stop_ids, *(t for t, _ in request.params.logit_bias)):
+                require(
+                    0 <= token < self.vocab_size,
+                    f"request {request.id}: stop or biased token",
+                    token,
+                    expected=f"token ids below vocab_size = {self.vocab_size}",
                     error=ServeError,
                 )
         request.arrival = self.clock()

@@ -25,6 +25,7 @@ class HttpLimits:
         logprob_values: most log probabilities of all answers of one request.
         stops: most stop strings.
         stop_chars: longest stop string, characters.
+        biases: most tokens with a bias.
         messages: most messages of a chat.
         open_requests: answers under way or waiting; more are refused with 429.
         read_s: s in which a request must have arrived.
@@ -42,6 +43,7 @@ class HttpLimits:
     logprob_values: int = 1_000_000
     stops: int = 16
     stop_chars: int = 256
+    biases: int = 300
     messages: int = 2048
     open_requests: int = 1024
     read_s: float = 30.0

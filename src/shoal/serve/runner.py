@@ -17,6 +17,7 @@ from shoal.core.errors import ServeError, require
 from shoal.ir import Chunk, Step, StepResult, TokenInfo
 from shoal.kernel.protocols import Ready
 from shoal.model.transformer import Transformer
+from shoal.serve.adjust import Adjuster
 from shoal.serve.attention import Context, PagedAttention
 from shoal.serve.cache import PagedCache
 from shoal.serve.sampler import choose
@@ -58,6 +59,7 @@ class LocalRunner:
         self.model, self.cache = model, cache
         self._attention, self._exact = attention, exact
         self._clock = clock
+        self._adjust = Adjuster()
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step; its keys and values go to the blocks of its requests.
@@ -112,7 +114,8 @@ class LocalRunner:
         if not wanted:
             return {}, {}
         requests = [chunks[place].request for place in wanted]
-        chosen, infos = choose(model.logits(hidden_RD), requests)
+        logits_RV = model.logits(hidden_RD)
+        chosen, infos = choose(logits_RV, requests, self._adjust(logits_RV, requests))
         return {request.id: (new,) for request, new in zip(requests, chosen, strict=True)}, infos
 
     def _check(self, chunk: Chunk) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shoal.ir.serving import SamplingParams
-from shoal.serve import openai
 from shoal.serve.answer import Answer, Piece
+from shoal.serve.logprobs import chat_logprobs, completion_logprobs, usage
 from shoal.serve.openai import Ask
 
 __all__ = ["ChatWriter", "CompletionWriter", "Job", "Prompt", "Writer"]
@@ -53,7 +53,7 @@ class Job:
 
     def usage(self) -> dict[str, int]:
         """Tokens so far."""
-        return openai.usage(
+        return usage(
             sum(len(prompt.tokens) for prompt in self.prompts),
             sum(answer.num_tokens for answer in self.answers),
         )
@@ -147,7 +147,7 @@ class CompletionWriter(_Writer):
         return {
             "index": index,
             "text": piece.text,
-            "logprobs": openai.completion_logprobs(piece.entries) if wanted else None,
+            "logprobs": completion_logprobs(piece.entries) if wanted else None,
             "finish_reason": piece.finish,
             **self._ids(index, piece, with_prompt=whole),
         }
@@ -196,4 +196,4 @@ class ChatWriter(_Writer):
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         wanted = self._job.ask.logprobs is not None
-        return openai.chat_logprobs(piece.entries) if wanted else None
+        return chat_logprobs(piece.entries) if wanted else None
