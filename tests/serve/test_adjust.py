@@ -60,7 +60,7 @@ def test_a_batch_is_its_rows(rows, seed):
     for _ in range(6):
         logits = torch.randn(len(rows), VOCAB, generator=source) * 3
         before = logits.clone()
-        scores = adjuster(logits, requests)
+        scores, _ = adjuster(logits, requests)
         expected = torch.stack(
             [reference(row, one) for row, one in zip(logits, requests, strict=True)]
         )
@@ -87,7 +87,7 @@ def module_uniform(request):
 def test_rows_that_want_nothing_cost_nothing():
     logits = torch.randn(2, VOCAB)
     plain = [Request(str(row), [1], 1, SamplingParams(max_tokens=9)) for row in range(2)]
-    assert Adjuster()(logits, plain) is logits
+    assert Adjuster()(logits, plain)[0] is logits
 
 
 def test_what_was_forgotten_is_counted_again(monkeypatch):
@@ -98,13 +98,13 @@ def test_what_was_forgotten_is_counted_again(monkeypatch):
     for step in range(5):
         logits = torch.randn(1, VOCAB)
         request = requests[step % 2]
-        assert torch.equal(adjuster(logits, [request])[0], reference(logits[0], request))
+        assert torch.equal(adjuster(logits, [request])[0][0], reference(logits[0], request))
         for one in requests:
             one.tokens += [step, 2]
     # Another request of the same name is another request.
     again = Request("r0", [5, 6], 2, params)
     logits = torch.randn(1, VOCAB)
-    assert torch.equal(adjuster(logits, [again])[0], reference(logits[0], again))
+    assert torch.equal(adjuster(logits, [again])[0][0], reference(logits[0], again))
 
 
 def test_banned_tokens_are_never_drawn():
@@ -112,7 +112,7 @@ def test_banned_tokens_are_never_drawn():
     logits[0, 3] = 50.0
     params = SamplingParams(max_tokens=9, temperature=1.0, stop_ids=frozenset({3, 4}), min_tokens=9)
     request = Request("r", [1], 1, params)
-    scores = Adjuster()(logits, [request])
+    scores, _ = Adjuster()(logits, [request])
     for uniform in (0.0, 0.5, 1 - 2**-53):
         assert sample(scores[0], temperature=1.0, uniform=uniform) in (0, 1, 2)
     for seed in range(20):

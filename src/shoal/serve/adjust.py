@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.ir import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from shoal.serve.grammar import Grammars
 
 __all__ = ["Adjuster", "Book"]
 
@@ -105,13 +108,22 @@ def _counts(params: SamplingParams) -> bool:
 
 
 class Adjuster:
-    """Changes scores as :func:`shoal.model.generate.adjust` does, all rows together."""
+    """Changes scores as :func:`shoal.model.generate.adjust` does, all rows together.
 
-    def __init__(self) -> None:
+    Args:
+        grammars: knows which tokens the grammars of requests allow.
+    """
+
+    def __init__(self, grammars: Grammars | None = None) -> None:
         self._histories: Book[_History] = Book(_History)
+        self._grammars = grammars
 
-    def __call__(self, logits_RV: Tensor, requests: Sequence[Request]) -> Tensor:
-        """Scores [R, V] to choose by: the same tensor if no request changes any.
+    def __call__(
+        self, logits_RV: Tensor, requests: Sequence[Request]
+    ) -> tuple[Tensor, dict[str, str]]:
+        """Scores [R, V] to choose by, and why requests cannot go on.
+
+        The scores are the same tensor if no request changes any.
 
         Args:
             logits_RV: scores of all tokens; left as they are.
@@ -126,15 +138,33 @@ class Adjuster:
             if one.n_generated < one.params.min_tokens
             for token in one.params.stop_ids
         ]
-        if not scored and not early:
-            return logits_RV
+        formed = [row for row, one in enumerate(requests) if one.params.grammar is not None]
+        if not scored and not early and not formed:
+            return logits_RV, {}
         scores_RV = logits_RV.to(torch.float32, copy=True)
         if scored:
             self._penalise(scores_RV, scored, [requests[row] for row in scored])
         if early:
             row_E, token_E = torch.tensor(early, device=scores_RV.device).unbind(-1)
             scores_RV[row_E, token_E] = float("-inf")
-        return scores_RV
+        failed = self._keep_form(scores_RV, formed, requests) if formed else {}
+        return scores_RV, failed
+
+    def _keep_form(
+        self, scores_RV: Tensor, rows: list[int], requests: Sequence[Request]
+    ) -> dict[str, str]:
+        if self._grammars is None:
+            reason = "its grammar: this engine has no tokenizer; leave the form of the answer out"
+            return {requests[row].id: reason for row in rows}
+        allowed, failed = self._grammars.allowed(
+            [requests[row] for row in rows], scores_RV.shape[-1]
+        )
+        banned_RV = torch.from_numpy(~allowed).to(scores_RV.device)
+        scores_RV[rows] = scores_RV[rows].masked_fill(banned_RV, float("-inf"))
+        for row in rows:
+            if requests[row].id in failed:  # whatever is chosen now is for nobody
+                scores_RV[row] = 0.0
+        return failed
 
     def _penalise(self, scores_RV: Tensor, rows: list[int], requests: list[Request]) -> None:
         changes = [history.changes() for history in self._histories.of(requests)]

@@ -128,13 +128,16 @@ async def pieces(
     prompt: Sequence[int],
     params: SamplingParams,
     answer: Answer,
+    *,
+    priority: float = 0.0,
+    salt: str = "",
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of an answer as they come; leaving early aborts the request.
 
     Raises:
         ServeError: the engine refused the request, died, or the reader is too slow.
     """
-    batches = client.batches(request_id, prompt, params)
+    batches = client.batches(request_id, prompt, params, priority=priority, salt=salt)
     async with contextlib.aclosing(batches):
         async for outputs in batches:
             piece = answer.feed(outputs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import KVManager, Output, Request, Runner, SamplingParams, Scheduler
@@ -58,6 +59,13 @@ def check_params(params: SamplingParams) -> None:
             f"0 to max_tokens = {params.max_tokens}",
         ),
         (
+            "grammar",
+            params.stop_ids,
+            params.grammar is None or (bool(params.stop_ids) and not params.min_tokens),
+            "a token that ends the output, and no min_tokens",
+        ),
+        ("pooling", params.pooling, params.pooling in (None, "mean", "last"), "mean or last"),
+        (
             "logprobs",
             params.logprobs,
             params.logprobs is None or 0 <= params.logprobs <= MAX_LOGPROBS,
@@ -92,6 +100,7 @@ class Engine:
         self.clock = clock
         self._prompt_tokens = self._new_tokens = self._steps = self._preemptions = 0
         self._seconds = 0.0
+        self._told: list[dict[str, Any]] = []
 
     def add(self, request: Request) -> None:
         """Queue a request; its arrival is now.
@@ -149,12 +158,25 @@ class Engine:
             max(0, min(chunk.stop, chunk.request.n_prompt) - chunk.start) for chunk in step.chunks
         )
         now = self.clock()
+        for request_id, reason in result.failed.items():
+            self.scheduler.abort(request_id)
+            self._told.append({"kind": "refused", "id": request_id, "message": reason})
+        for request_id, values in result.vectors.items():
+            self._told.append({"kind": "vector", "id": request_id, "values": list(values)})
         outputs = self.scheduler.commit(step, result, now)
         self._steps += 1
         self._seconds += now - started
         self._prompt_tokens += prompt
         self._new_tokens += sum(len(tokens) for tokens in result.tokens.values())
         return outputs
+
+    def told(self) -> list[dict[str, Any]]:
+        """What the last steps gave besides tokens, once: requests that failed, and vectors.
+
+        ``refused`` (id, message) or ``vector`` (id, values), as messages of the process.
+        """
+        told, self._told = self._told, []
+        return told
 
     def stats(self) -> dict[str, float]:
         """Gauges of now, and counters since the start, for metrics."""

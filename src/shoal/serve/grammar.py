@@ -19,20 +19,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shoal.core.errors import ServeError
+from shoal.core.errors import ServeError, ShoalError
+from shoal.core.extras import import_extra
 from shoal.ir import Request
+from shoal.serve.calls import CALL_BEGIN, CALL_END
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-__all__ = ["CALL_BEGIN", "CALL_END", "GrammarError", "Grammars", "grammar_of", "trial"]
-
-CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+__all__ = [
+    "GrammarError",
+    "Grammars",
+    "Vocabulary",
+    "grammar_of",
+    "trial",
+]
 
 # What lies between the signs of JSON: nothing, a blank, or a new line with its indent. With no
 # limit an undecided model would write blanks for ever.
@@ -48,13 +55,7 @@ class GrammarError(ServeError):
 
 
 def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as cause:
-        raise GrammarError(
-            'answers of a given form need llguidance: pip install "shoal-ml[run]"'
-        ) from cause
-    return llguidance
+    return import_extra("llguidance", extra="run", purpose="answers of a given form")
 
 
 def _limits() -> LLParserLimits:
@@ -111,26 +112,59 @@ def _calls(value: Mapping[str, Any]) -> str:
     return "\n".join(rules)
 
 
-class _Vocabulary:
-    """Tokens as the library wants them, with one more that stands for the end."""
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a model.
+
+    Args:
+        tokens: the bytes of each; empty where a row of the model stands for nothing.
+        special: ids that are no text.
+        encode: tokens of a text, as the model was trained to see it.
+    """
+
+    tokens: Sequence[bytes]
+    special: Sequence[int] = ()
+    encode: Callable[[str], Sequence[int]] = lambda text: ()
+
+
+class _Wrapper:
+    """A vocabulary as the library wants it, with one more token that stands for the end."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokens: Sequence[bytes], special: Sequence[int]) -> None:
-        self.tokens = [*tokens, b"<end of the answer>"]
-        self.eos_token_id = len(tokens)
-        self.special_token_ids = [*special, self.eos_token_id]
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._encode = vocabulary.encode
+        self.tokens = [*vocabulary.tokens, b"<end of the answer>"]
+        self.eos_token_id = len(vocabulary.tokens)
+        self.special_token_ids = [*vocabulary.special, self.eos_token_id]
+        hidden = set(self.special_token_ids)
+        self._ids = {raw: i for i, raw in enumerate(self.tokens) if raw and i not in hidden}
+        self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        raise ServeError("grammars spell texts by bytes")
+        """Tokens of a text that a grammar leaves no choice about."""
+        raw = text.encode() if isinstance(text, str) else text
+        found = list(self._encode(raw.decode(errors="replace")))
+        # Some tokenizers put a blank before a text, or know no single bytes.
+        if b"".join(self.tokens[token] for token in found) == raw:
+            return found
+        found, start = [], 0
+        while start < len(raw):
+            ends = range(min(len(raw), start + self._longest), start, -1)
+            end = next((end for end in ends if raw[start:end] in self._ids), None)
+            if end is None:
+                return found  # the model cannot spell the rest
+            found.append(self._ids[raw[start:end]])
+            start = end
+        return found
 
 
-def _tokenizer(tokens: Sequence[bytes], special: Sequence[int] = ()) -> LLTokenizer:
-    vocabulary = _Vocabulary(tokens, special)
-    end = vocabulary.eos_token_id
+def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    wrapper = _Wrapper(vocabulary)
+    end = wrapper.eos_token_id
     tokenizer: LLTokenizer = _library().LLTokenizer(
-        vocabulary, n_vocab=len(vocabulary.tokens), eos_token=end
+        wrapper, n_vocab=len(wrapper.tokens), eos_token=end
     )
     return tokenizer
 
@@ -152,7 +186,7 @@ def trial(form: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=1)
 def _bytes() -> LLTokenizer:
-    return _tokenizer([bytes([byte]) for byte in range(256)])
+    return _tokenizer(Vocabulary([bytes([byte]) for byte in range(256)]))
 
 
 class _Matching:
@@ -174,11 +208,10 @@ class Grammars:
     """Which tokens may come next, for requests with a grammar.
 
     Args:
-        vocabulary: gives the bytes of every token, and the special ones; called when the
-            first grammar is met, since most servers never meet one.
+        vocabulary: called when the first grammar is met, since most servers never meet one.
     """
 
-    def __init__(self, vocabulary: Callable[[], tuple[Sequence[bytes], Sequence[int]]]) -> None:
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         from shoal.serve.adjust import Book
 
         self._vocabulary = vocabulary
@@ -200,7 +233,11 @@ class Grammars:
         allowed = np.zeros((len(requests), vocab_size), dtype=bool)
         failed: dict[str, str] = {}
         for row, request in enumerate(requests):
-            (matching,) = self._matchings.of([request])
+            try:
+                (matching,) = self._matchings.of([request])
+            except ShoalError as cause:  # a model without a tokenizer
+                failed[request.id] = f"its grammar: {cause}"
+                continue
             matching.advance()
             mask = matching.matcher.compute_bitmask()
             if matching.matcher.is_error():
@@ -218,7 +255,7 @@ class Grammars:
 
     def _compile(self, grammar: str) -> LLMatcher:
         if self._tokenizer is None:
-            self._tokenizer = _tokenizer(*self._vocabulary())
+            self._tokenizer = _tokenizer(self._vocabulary())
         matcher: LLMatcher = _library().LLMatcher(
             self._tokenizer, grammar, limits=_limits(), log_level=0
         )

@@ -72,12 +72,18 @@ class GrammarCheck:
             self._known.popitem(last=False)
         return found
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """End the worker."""
         worker, self._worker = self._worker, None
-        if worker is not None:
-            with contextlib.suppress(ProcessLookupError):
-                worker.kill()
+        if worker is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            worker.kill()
+        # Both pipes at their ends, so that nothing of it is left open.
+        assert worker.stdin is not None and worker.stdout is not None
+        worker.stdin.close()
+        await worker.stdout.read()
+        await worker.wait()
 
     async def _try(self, form: Mapping[str, Any], param: str) -> str:
         try:
@@ -86,15 +92,15 @@ class GrammarCheck:
             async with asyncio.timeout(self._limits.grammar_s):
                 message = await self._ask({"form": form})
         except TimeoutError:
-            self.stop()
+            await self.stop()
             raise _bad(
                 param, f"too large: not compiled within {self._limits.grammar_s:g} s"
             ) from None
         except (EOFError, OSError):
-            self.stop()
+            await self.stop()
             raise _bad(param, "too large: it takes more memory than a grammar may") from None
         except BaseException:  # the client left; what the worker says next is for nobody
-            self.stop()
+            await self.stop()
             raise
         if message["kind"] == "bad":
             raise _bad(param, message["message"])

@@ -7,11 +7,13 @@ limited, and its parent ends it when it thinks for too long.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from typing import Any
 
-from shoal.serve.grammar import GrammarError, trial
+from shoal.core.errors import ShoalError
+from shoal.serve.grammar import trial
 from shoal.serve.wire import Decoder, encode
 
 __all__ = ["main"]
@@ -25,7 +27,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     decoder = Decoder()
     _answer({"kind": "ready", "grammar": trial({"choice": ["yes"]})})
-    while data := sys.stdin.buffer.read1(2**16):
+    while data := os.read(0, 2**16):
         for message in decoder.feed(data):
             _answer(_tried(message["form"]))
     return 0
@@ -34,7 +36,7 @@ def main() -> int:
 def _tried(form: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"kind": "good", "grammar": trial(form)}
-    except (GrammarError, ValueError, RecursionError) as cause:
+    except (ShoalError, ValueError, RecursionError) as cause:
         return {"kind": "bad", "message": str(cause)}
 
 

@@ -7,10 +7,11 @@ from typing import Any
 from shoal.serve.errors import ApiError
 from shoal.serve.fields import wrong
 from shoal.serve.limits import HttpLimits
+from shoal.serve.tools import read_call
 
 __all__ = ["read_messages"]
 
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_messages(value: Any, limits: HttpLimits) -> tuple[dict[str, Any], ...]:
@@ -31,18 +32,29 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     role = value.get("role")
     if role not in _ROLES:
         wrong(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if value.get(name):
             raise ApiError(
                 f"{where}.{name} is not supported by this server; leave it out",
                 param=f"{where}.{name}",
                 code="unsupported_parameter",
             )
-    message = {
+    calls = value.get("tool_calls")
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            wrong(f"{where}.tool_calls", calls, "a list of calls, in a message of the assistant")
+        calls = [read_call(one, f"{where}.tool_calls[{i}]") for i, one in enumerate(calls)]
+    silent = bool(calls) and value.get("content") is None
+    message: dict[str, Any] = {
         # The newer name of the same role; templates know the older one.
         "role": "system" if role == "developer" else role,
-        "content": _content(value.get("content"), f"{where}.content"),
+        "content": "" if silent else _content(value.get("content"), f"{where}.content"),
     }
+    if calls:
+        message["tool_calls"] = calls
+    answered = value.get("tool_call_id")
+    if isinstance(answered, str):
+        message["tool_call_id"] = answered
     speaker = value.get("name")
     if isinstance(speaker, str):
         message["name"] = speaker

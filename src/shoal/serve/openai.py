@@ -17,26 +17,21 @@ from shoal.serve.errors import ApiError
 from shoal.serve.fields import Fields, wrong
 from shoal.serve.limits import HttpLimits
 from shoal.serve.messages import read_messages
+from shoal.serve.structured import Form, read_form
+from shoal.serve.tools import Tools, read_tools
 
-__all__ = ["Ask", "read_chat", "read_completion", "too_long"]
+__all__ = ["Ask", "check_model", "read_chat", "read_completion", "read_prompts", "too_long"]
 
 # Value that means "not used" -> what is given otherwise is refused.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
     "guided_grammar": (None,),
-    "structured_outputs": (None,),
 }
 _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -44,6 +39,7 @@ _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
 }
 
+_SALT_CHARS = 256
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of the older endpoint
 
 
@@ -58,9 +54,13 @@ class Ask:
         n: answers of each prompt.
         max_tokens: most new tokens; None for what fits.
         sampling: of the first answer; ``max_tokens`` and the model's own stop tokens are open.
+        form: what an answer must be; None for anything.
+        tools: functions that the answer may call; None for none.
         stops: strings that end an answer.
         keep_stop: an answer has the string that ended it.
         ignore_eos: go on when the model ends the text.
+        priority: a smaller number goes first, where the scheduler looks at it.
+        salt: cached prompts are shared only with requests of the same one.
         echo: begin each answer with its prompt.
         stream: send pieces as they come.
         include_usage: end the stream with a piece that has the number of tokens.
@@ -73,9 +73,13 @@ class Ask:
     n: int = 1
     max_tokens: int | None = None
     sampling: SamplingParams
+    form: Form | None = None
+    tools: Tools | None = None
     stops: tuple[str, ...] = ()
     keep_stop: bool = False
     ignore_eos: bool = False
+    priority: int = 0
+    salt: str = ""
     echo: bool = False
     stream: bool = False
     include_usage: bool = False
@@ -87,7 +91,12 @@ class Ask:
         return self.sampling.logprobs
 
 
-def _served(fields: Fields, served: Sequence[str]) -> None:
+def check_model(fields: Fields, served: Sequence[str]) -> None:
+    """Refuse a model that is not served.
+
+    Raises:
+        ApiError: 404 for another name.
+    """
     name = fields.get("model")
     if not isinstance(name, str):
         wrong("model", name, f"the name of a model: {', '.join(served)}")
@@ -103,7 +112,7 @@ def _served(fields: Fields, served: Sequence[str]) -> None:
 def _common(
     fields: Fields, limits: HttpLimits, model: ModelInfo, served: Sequence[str]
 ) -> dict[str, Any]:
-    _served(fields, served)
+    check_model(fields, served)
     fields.refuse(_UNSUPPORTED)
     n = fields.integer("n", 1, limits.choices, 1)
     assert n is not None
@@ -121,13 +130,33 @@ def _common(
         wrong("stream_options.include_usage", include, "true or false")
     return {
         "n": n,
+        "form": read_form(fields),
         "stops": _stops(fields.get("stop"), limits),
         "keep_stop": fields.flag("include_stop_str_in_output"),
         "ignore_eos": fields.flag("ignore_eos"),
         "stream": stream,
         "include_usage": bool(include),
         "token_ids": fields.flag("return_token_ids"),
+        "priority": fields.integer("priority", -(2**31), 2**31 - 1, 0) or 0,
+        "salt": _salt(fields.get("cache_salt")),
     }
+
+
+def _salt(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not 1 <= len(value) <= _SALT_CHARS:
+        wrong("cache_salt", value, f"a string of 1 to {_SALT_CHARS} characters")
+    return value
+
+
+def _check_form(fields: Fields, form: Form | None) -> None:
+    for name, value in (
+        ("ignore_eos", fields.get("ignore_eos")),
+        ("min_tokens", fields.get("min_tokens")),
+    ):
+        if form is not None and value:
+            wrong(name, value, f"nothing beside {form[0]}, which says when to end")
 
 
 def _sampling(
@@ -225,7 +254,8 @@ def read_completion(
             param="echo",
             code="unsupported_parameter",
         )
-    prompts = _prompts(fields.get("prompt"), limits, model)
+    _check_form(fields, common["form"])
+    prompts = read_prompts(fields.get("prompt"), limits, model, "prompt")
     _check_batch(len(prompts), common["n"], limits)
     default = min(_DEFAULT_COMPLETION_TOKENS, model.max_position)
     most = fields.integer("max_tokens", 1, model.max_position, default)
@@ -248,33 +278,40 @@ def _check_batch(prompts: int, n: int, limits: HttpLimits) -> None:
         )
 
 
-def _prompts(value: Any, limits: HttpLimits, model: ModelInfo) -> tuple[str | tuple[int, ...], ...]:
+def read_prompts(
+    value: Any, limits: HttpLimits, model: ModelInfo, param: str
+) -> tuple[str | tuple[int, ...], ...]:
+    """One or several texts, or their tokens.
+
+    Raises:
+        ApiError: they are none of it; names the field ``param``.
+    """
     if isinstance(value, str):
         return (value,)
     expected = "a string, a list of strings, a list of token ids, or a list of such lists"
     if not isinstance(value, list):
-        wrong("prompt", value, expected, code="missing" if value is None else "invalid_value")
+        wrong(param, value, expected, code="missing" if value is None else "invalid_value")
     if not value:
-        wrong("prompt", value, f"{expected}, not empty")
+        wrong(param, value, f"{expected}, not empty")
     if isinstance(value[0], int):
-        return (_token_ids(value, model),)
+        return (_token_ids(value, model, param),)
     if len(value) > limits.batch:
-        wrong("prompt", f"{len(value)} prompts", f"at most {limits.batch}")
+        wrong(param, f"{len(value)} prompts", f"at most {limits.batch}")
     if all(isinstance(item, str) for item in value):
         return tuple(value)
     if not all(isinstance(item, list) for item in value):
-        wrong("prompt", "a mixture", expected)
-    return tuple(_token_ids(item, model) for item in value)
+        wrong(param, "a mixture", expected)
+    return tuple(_token_ids(item, model, param) for item in value)
 
 
-def _token_ids(value: list[Any], model: ModelInfo) -> tuple[int, ...]:
+def _token_ids(value: list[Any], model: ModelInfo, param: str) -> tuple[int, ...]:
     if not value:
-        wrong("prompt", value, "at least one token")
+        wrong(param, value, "at least one token")
     if len(value) >= model.max_position:
-        raise too_long(len(value), 1, model)
+        raise too_long(len(value), 1, model, param=param)
     for token in value:
         if type(token) is not int or not 0 <= token < model.vocab_size:
-            wrong("prompt", token, f"token ids from 0 to {model.vocab_size - 1}")
+            wrong(param, token, f"token ids from 0 to {model.vocab_size - 1}")
     return tuple(value)
 
 
@@ -312,9 +349,18 @@ def read_chat(
     if newer is not None and older is not None and newer != older:
         wrong("max_tokens", older, "nothing beside max_completion_tokens")
     _check_batch(1, common["n"], limits)
+    tools = read_tools(fields, limits)
+    if tools is not None and tools.form is not None:
+        if common["form"] is not None:
+            wrong(
+                "tool_choice", fields.get("tool_choice"), f"auto or none beside {common['form'][0]}"
+            )
+        common["form"] = tools.form
+    _check_form(fields, common["form"])
     most = older if newer is None else newer
     logprobs = (top or 0) if wanted else None
     return Ask(
+        tools=tools,
         messages=read_messages(fields.get("messages"), limits),
         template_values=_template_values(fields.get("chat_template_kwargs")),
         max_tokens=most,

@@ -238,6 +238,8 @@ async def _serve(
         stopping.cancel()
         await asyncio.gather(starting, stopping, return_exceptions=True)
         await client.stop()
+        if starting.done() and not starting.cancelled() and starting.exception() is None:
+            await starting.result()[0].config.app.state.stop()  # type: ignore[union-attr]
         for number in signals:
             loop.remove_signal_handler(number)
 
