@@ -118,10 +118,11 @@ class LocalRunner:
         hidden_RD = model.flat(fed[0], fed[1], mixer, rows_R)
         vectors: dict[str, list[float]] = {}
         failed: dict[str, str] = {}
-        hidden_RD, *parts = torch.split(hidden_RD, [len(wanted), *map(len, places)])
-        for place, part_ND in zip(pooled, parts, strict=True):
+        stop = len(wanted)
+        for place, some in zip(pooled, places, strict=True):
+            start, stop = stop, stop + len(some)
             try:
-                vector = self._pooler.add(chunks[place], part_ND)
+                vector = self._pooler.add(chunks[place], hidden_RD[start:stop])
             except ServeError as cause:
                 failed[chunks[place].request.id] = str(cause)
                 continue
@@ -130,7 +131,7 @@ class LocalRunner:
         if not wanted:
             return StepResult(tokens={}, failed=failed)
         requests = [chunks[place].request for place in wanted]
-        logits_RV = model.logits(hidden_RD)
+        logits_RV = model.logits(hidden_RD[: len(wanted)])
         scores_RV, unable = self._adjust(logits_RV, requests)
         chosen, infos = choose(logits_RV, requests, scores_RV)
         tokens = {request.id: (new,) for request, new in zip(requests, chosen, strict=True)}
