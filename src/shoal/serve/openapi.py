@@ -194,7 +194,7 @@ def _embeddings(limits: HttpLimits, name: str) -> _Schema:
 
 
 def _tokenize(limits: HttpLimits, name: str) -> _Schema:
-    fields = {
+    fields: dict[str, _Schema] = {
         "model": {"enum": [name, None]},
         "prompt": {"type": "string"},
         "messages": _messages(limits),
