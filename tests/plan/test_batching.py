@@ -538,3 +538,21 @@ def test_protocols_hold() -> None:
         assert isinstance(built, KVManager)
         assert isinstance(Fcfs().build(built, LIMITS), Scheduler)
     assert isinstance(Chunk(request("a", [1]), 0, 1), Chunk)
+
+
+def test_blocks_are_shared_within_a_salt_only():
+    kv = Paged(block_size=4).build(64)
+    tokens = list(range(9))
+
+    def request(name, **options):
+        return Request(name, list(tokens), 9, SamplingParams(max_tokens=1), **options)
+
+    first = request("a", salt="x", adapter="y")
+    assert kv.allocate(first, 9)
+    first.n_computed = 9
+    kv.computed(first)
+    assert kv.match_prefix(request("b", salt="x", adapter="y")) == 8
+    for place, other in enumerate(
+        ({"salt": "z"}, {"salt": "xy"}, {"salt": "y", "adapter": "x"}, {})
+    ):
+        assert kv.match_prefix(request(f"c{place}", **other)) == 0

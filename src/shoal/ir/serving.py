@@ -53,6 +53,17 @@ class SamplingParams:
         stop_ids: tokens that end the request; the ending token is part of its output.
         logprobs: report the log probability of each token and of so many best ones; None for
             no report.
+        min_p: sample from tokens of at least this share of the best one's probability.
+        repetition_penalty: a token that prompt or output has is this many times less likely:
+            its score is divided by it if positive, else multiplied.
+        frequency_penalty: taken from a token's score for each time that the output has it.
+        presence_penalty: taken from a token's score once the output has it.
+        logit_bias: (token, what is added to its score).
+        min_tokens: no token of ``stop_ids`` before so many new tokens.
+        grammar: what the output must be, in the words of the library that masks tokens; it
+            ends with a token of ``stop_ids``.
+        pooling: also give a vector of the prompt: the mean of its final hidden states, which
+            needs a ``salt`` of its own, or the last one; None for none.
     """
 
     max_tokens: int
@@ -62,6 +73,14 @@ class SamplingParams:
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    grammar: str | None = None
+    pooling: Literal["mean", "last"] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +97,7 @@ class Request:
         n_cached: tokens of the prompt that were found in the cache at the last admission.
         priority: a smaller number goes first, where a scheduler looks at it.
         adapter: name of the adapter it is for; part of the identity of its cache blocks.
+        salt: requests share cache blocks only with those of the same salt.
         blocks: numbers of the cache blocks that hold its tokens, in order.
         state: where it is in its life.
         preemptions: how often its cache was taken away, to be recomputed.
@@ -92,6 +112,7 @@ class Request:
     n_cached: int = 0
     priority: float = 0.0
     adapter: str | None = None
+    salt: str = ""
     blocks: list[int] = field(default_factory=list)
     state: RequestState = "waiting"
     preemptions: int = 0
@@ -214,12 +235,16 @@ class StepResult:
         infos: request id -> log probabilities, where they were asked for; as many.
         seconds: how long it took, or is predicted to take.
         done: transfers, of this step or of earlier ones, that are over now; each told once.
+        vectors: request id -> vector of its prompt, where one was asked for.
+        failed: request id -> why it cannot go on; others are not affected.
     """
 
     tokens: Mapping[str, Sequence[int]]
     infos: Mapping[str, Sequence[TokenInfo]] = field(default_factory=dict)
     seconds: float = 0.0
     done: frozenset[int] = frozenset()
+    vectors: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 class Output(NamedTuple):

@@ -22,8 +22,10 @@ from shoal.model.config import ModelConfig
 from shoal.model.ksort import ksort
 from shoal.model.quantize.layers import pack
 from shoal.model.transformer import Transformer
+from shoal.serve.adjust import Adjuster
 from shoal.serve.cache import PagedCache, token_bytes
 from shoal.serve.engine import Engine
+from shoal.serve.grammar import Grammars, Vocabulary
 from shoal.serve.runner import LocalRunner
 from shoal.train.allocator import keep_freed_memory
 
@@ -230,10 +232,27 @@ def engine_of(job: ServeJob, model: Transformer) -> tuple[Engine, Limits, LocalR
         form=table("kv_format").build(job.kv_format, where="kv_format"),
     )
     kernel = attention_kernel(job, model, cache)
-    runner = LocalRunner(model, cache, attention=kernel, exact=job.exact)
+    adjust = Adjuster(Grammars(lambda: _vocabulary(job, config)))
+    runner = LocalRunner(model, cache, attention=kernel, exact=job.exact, adjust=adjust)
     scheduler = scheduler_part.build(kv, limits)
     engine = Engine(scheduler, runner, kv=kv, vocab_size=config.vocab_size)
     return engine, limits, runner
+
+
+def _vocabulary(job: ServeJob, config: ModelConfig) -> Vocabulary:
+    """The tokens of a model, for grammars.
+
+    Raises:
+        ModelError: it has no tokenizer.
+    """
+    from shoal.serve.text import TextModel
+
+    text = TextModel(Path(job.model))
+    return Vocabulary(
+        [text.token_bytes(token) for token in range(config.vocab_size)],
+        sorted(token for token in text.special_ids if token < config.vocab_size),
+        lambda words: text.encode(words, special=False),
+    )
 
 
 def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:

@@ -6,9 +6,9 @@ input. Then it takes in what has come (without waiting while there is work), run
 and sends what the step gave, again and again. It ends when its parent does.
 
 Standard input: one message, ``start`` (factory, job). Messages in: ``add`` (id, tokens,
-params, priority, adapter), ``abort`` (id), ``ping`` (number). Messages out: ``ready`` (what
+params, priority, adapter, salt), ``abort`` (id), ``ping`` (number). Messages out: ``ready`` (what
 the model is), ``outputs``, ``refused`` (a request that cannot be served, with the reason),
-``pong`` (number, stats), ``failed`` (why the process ends).
+``vector`` (of a text), ``pong`` (number, stats), ``failed`` (why the process ends).
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class EngineLike(Protocol):
         """Plan, execute, commit."""
         ...
 
+    def told(self) -> list[dict[str, Any]]:
+        """Messages ``refused`` and ``vector`` that the last steps gave besides outputs."""
+        ...
+
     def stats(self) -> Mapping[str, float]:
         """Counters for metrics."""
         ...
@@ -107,6 +111,8 @@ def serve(start: Mapping[str, Any], connection: socket.socket) -> None:
                 _handle(engine, message, parent)
             if engine.busy:
                 outputs = engine.step()
+                for message in engine.told():
+                    parent.send(message)
                 if outputs:
                     parent.send({"kind": "outputs", "outputs": [pack_output(o) for o in outputs]})
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -154,6 +160,7 @@ def _handle(engine: EngineLike, message: Mapping[str, Any], parent: _Parent) -> 
             arrival=time.monotonic(),
             priority=message["priority"],
             adapter=message["adapter"],
+            salt=message["salt"],
         )
         try:
             engine.add(request)

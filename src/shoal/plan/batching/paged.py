@@ -208,7 +208,7 @@ class PagedBlocks:
         return block
 
     def _digest(self, request: Request, index: int) -> bytes:
-        """Of all tokens up to the end of block ``index``, and of the adapter.
+        """Of all tokens up to the end of block ``index``, of the adapter and of the salt.
 
         A cryptographic digest: with a plain hash, a client could make a prompt that is
         answered from somebody else's cache.
@@ -216,7 +216,8 @@ class PagedBlocks:
         chain = self._chains.setdefault(request.id, [])
         while len(chain) <= index:
             start = len(chain) * self.block_size
-            parent = chain[-1] if chain else (request.adapter or "").encode()
+            first = repr((request.adapter, request.salt)).encode()
+            parent = chain[-1] if chain else first
             tokens = array("q", request.tokens[start : start + self.block_size])
             text = parent + b"\0" + tokens.tobytes()
             chain.append(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
