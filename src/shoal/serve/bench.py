@@ -213,6 +213,7 @@ def replay(
             served.n_output += len(output.tokens)
             if output.finish is not None:
                 served.finish, served.preemptions = now, request.preemptions
+                served.switch_s = request.switch_s
                 del live[output.request_id]
                 finished += 1
                 if progress is not None:
