@@ -29,11 +29,15 @@ class Auto:
 
     Args:
         asynchronous: auto, always or never; whether requests run while one is brought back.
-        keep_host_copies: copies stay when their request goes on or ends.
+        keep_host_copies: a copy stays when its request is back, so that only new tokens are
+            sent the next time.
+        park: what a request has in the cache at its end goes to the host as well, if that is
+            faster than computing it again.
     """
 
     asynchronous: Asynchronous = "auto"
     keep_host_copies: bool = True
+    park: bool = True
 
     def build(
         self,
@@ -56,6 +60,7 @@ class Auto:
             HostBooks(host_blocks(host_tokens, kv, limits), kv.block_size),
             asynchronous=self.asynchronous,
             keep=self.keep_host_copies,
+            park=self.park,
             link=link,
             times=_Times(link, cost, limits.max_step_tokens),
         )
@@ -95,7 +100,8 @@ class Choosing(Swapping):
         kv: bookkeeping of the cache.
         host: books of host memory.
         asynchronous: see :class:`Auto`.
-        keep: keep copies when their request goes on or ends.
+        keep: copies stay when their request is back.
+        park: caches of requests that end go to the host.
         link: how long copies take.
         times: estimates of both ways.
     """
@@ -107,10 +113,11 @@ class Choosing(Swapping):
         *,
         asynchronous: Asynchronous,
         keep: bool,
+        park: bool,
         link: HostLink,
         times: _Times,
     ) -> None:
-        super().__init__(kv, host, asynchronous=asynchronous, keep=keep, link=link)
+        super().__init__(kv, host, asynchronous=asynchronous, keep=keep, park=park, link=link)
         self._times = times
 
     def worth_sending(self, request: Request) -> bool:

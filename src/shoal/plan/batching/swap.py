@@ -56,13 +56,16 @@ class Swap:
 
     Args:
         asynchronous: auto, always or never; whether requests run while one is brought back.
-        keep_host_copies: copies stay when their request goes on or ends, so that only new
-            tokens are sent the next time.
+        keep_host_copies: a copy stays when its request is back, so that only new tokens are
+            sent the next time.
+        park: what a request has in the cache at its end goes to the host as well; a later
+            prompt that begins with it, such as the next turn of a conversation, fetches it.
         join: blocks that follow each other on both sides are one copy.
     """
 
     asynchronous: Asynchronous = "auto"
     keep_host_copies: bool = True
+    park: bool = True
     join: bool = True
 
     def build(
@@ -85,6 +88,7 @@ class Swap:
             host,
             asynchronous=self.asynchronous,
             keep=self.keep_host_copies,
+            park=self.park,
             join=self.join,
             link=link,
         )
@@ -105,7 +109,8 @@ class Swapping(Recomputing):
         kv: bookkeeping of the cache.
         host: books of host memory.
         asynchronous: see :class:`Swap`.
-        keep: keep copies when their request goes on or ends.
+        keep: copies stay when their request is back.
+        park: caches of requests that end go to the host.
         join: copy runs of blocks at once.
         link: how long copies take; without it, they are taken to be long.
     """
@@ -117,12 +122,14 @@ class Swapping(Recomputing):
         *,
         asynchronous: Asynchronous = "auto",
         keep: bool = True,
+        park: bool = True,
         join: bool = True,
         link: HostLink | None = None,
     ) -> None:
         super().__init__(kv)
         self.host = host
-        self.asynchronous, self.keep, self.join = asynchronous, keep, join
+        self.asynchronous, self.keep = asynchronous, keep
+        self.park, self.join = park, join
         self.link = link
         self._next_id = 0
         self._planned: list[Transfer] = []
@@ -171,7 +178,7 @@ class Swapping(Recomputing):
     def drop(self, request: Request, *, keep: bool) -> None:
         """See :class:`~shoal.ir.serving.Preemption`."""
         self._arriving.pop(request.id, None)
-        if keep and self.keep:
+        if keep and self.park:
             self._send(request)
             self.host.end(request)
         else:
