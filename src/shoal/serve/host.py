@@ -82,7 +82,9 @@ class Mover:
         self._cache, self._host, self._link = cache, host, link
         self._clock, self._sleep = clock, sleep
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shoal-mover")
-        self._stream = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
+        self._stream = None
+        if cache.device.type == "cuda":
+            self._stream = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
         self._under_way: dict[int, Future[None]] = {}
         self._lanes: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -93,7 +95,7 @@ class Mover:
             before = [self._under_way[one] for one in transfer.after if one in self._under_way]
             computed = None
             if self._stream is not None:
-                computed = torch.cuda.Event()
+                computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 computed.record()
             # Those it waits for were submitted before, so a thread has or had each of them.
             self._under_way[transfer.id] = self._pool.submit(self._move, transfer, before, computed)
@@ -147,7 +149,7 @@ class Mover:
                 assert computed is not None
                 self._stream.wait_event(computed)
                 self._copy(transfer)
-                moved = torch.cuda.Event()
+                moved = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 moved.record(self._stream)
             moved.synchronize()
         left = over - self._clock()
