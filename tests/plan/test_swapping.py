@@ -61,7 +61,8 @@ def make(
 class Memory:
     """A runner with slots that remember what was written; transfers end whenever they like.
 
-    A transfer reads and writes at its end, or at its start, or both, and it may end much later. So whoever touches its blocks meanwhile is found out.
+    A transfer reads and writes at its end, or at its start, or both, and it may end much
+    later. So whoever touches its blocks meanwhile is found out.
     """
 
     def __init__(self, block_size: int, seed: int) -> None:
