@@ -1,4 +1,4 @@
-"""[86] FastSwitch: do few large copies, beside the computation, of what is new, make switches cheap?
+"""[86] FastSwitch: are switches cheap when copies are few, beside the computation and of news only?
 
 Source: Shen et al., FastSwitch: Optimizing Context Switching Efficiency in Fairness-aware Large
 Language Model Serving, 2024.
@@ -47,9 +47,11 @@ _COPY_S, _BYTES_PER_S = 1e-4, 4e9
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """How much is served: model, trace and cache."""
+    """How much is served: model, cache and trace."""
 
     model: str
+    positions: int
+    kv_tokens: int
     requests: int
     rate: float
     think_s: float
@@ -179,9 +181,9 @@ class FastSwitch:
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
-        size = _Size(self.model, self.requests, self.rate, self.think_s)
+        size = _Size(self.model, 2048, self.kv_tokens, self.requests, self.rate, self.think_s)
         if quick:
-            size = _Size("shoal-0.3m", 24, 8 * self.rate, self.think_s / 8)
+            size = _Size("shoal-1m", 1024, self.kv_tokens // 2, 32, 8 * self.rate, self.think_s / 8)
         rounds = 1 if quick else self.rounds
         seen: dict[str, list[_Seen]] = {}
         names = list(_VARIANTS)
@@ -258,14 +260,14 @@ class FastSwitch:
                 "precision": "fp32",
                 "threads": 1,
                 "kv": {"name": "blockgroups", "init": self.group} if kv == "groups" else kv,
-                "kv_tokens": self.kv_tokens,
-                "host_tokens": 8 * self.kv_tokens,
+                "kv_tokens": size.kv_tokens,
+                "host_tokens": 8 * size.kv_tokens,
                 "preempt": preempt,
                 # Room to grow: a request that joins leaves a fifth of the cache to the others.
                 "scheduler": {"name": "fair", "frequency": self.frequency, "watermark": 0.2},
                 "max_running": 24,
                 "max_step_tokens": 128,
-                "max_position": 2048,
+                "max_position": size.positions,
             }
         )
         model = context.remember(
@@ -292,7 +294,7 @@ class FastSwitch:
             .arrivals(
                 count=size.requests,
                 vocab_size=config.vocab_size,
-                max_position=2048,
+                max_position=size.positions,
                 seed=context.seed,
             )
         )
