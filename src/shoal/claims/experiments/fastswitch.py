@@ -55,6 +55,7 @@ class _Size:
     requests: int
     rate: float
     think_s: float
+    scale: float
 
 
 @dataclass(slots=True)
@@ -113,14 +114,14 @@ class FastSwitch:
     """
 
     model: str = "shoal-4m"
-    requests: int = 64
-    rate: float = 6.0
+    requests: int = 112
+    rate: float = 11.0
     turns: int = 20
-    think_s: float = 1.0
-    kv_tokens: int = 6144
-    group: int = 24
+    think_s: float = 0.7
+    kv_tokens: int = 4096
+    group: int = 16
     frequency: float = 0.1
-    rounds: int = 3
+    rounds: int = 5
 
     rows: ClassVar[tuple[int, ...]] = (86,)
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -183,7 +184,7 @@ class FastSwitch:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         size = _Size(self.model, 2048, self.kv_tokens, self.requests, self.rate, self.think_s)
         if quick:
-            size = _Size("shoal-1m", 1024, self.kv_tokens // 2, 32, 8 * self.rate, self.think_s / 8)
+            size = _Size("shoal-1m", 1024, self.kv_tokens // 4, 64, 6 * self.rate, self.think_s / 6, 4.0
         rounds = 1 if quick else self.rounds
         seen: dict[str, list[_Seen]] = {}
         names = list(_VARIANTS)
@@ -284,7 +285,7 @@ class FastSwitch:
             "name": "multiturn",
             "requests": size.requests,
             "rate": size.rate,
-            "scale": 2.0,
+            "scale": size.scale,
             "turns": self.turns,
             "think_s": size.think_s,
         }
