@@ -184,7 +184,9 @@ class FastSwitch:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         size = _Size(self.model, 2048, self.kv_tokens, self.requests, self.rate, self.think_s)
         if quick:
-            size = _Size("shoal-1m", 1024, self.kv_tokens // 4, 64, 6 * self.rate, self.think_s / 6, 4.0
+            size = _Size(
+                "shoal-1m", 1024, self.kv_tokens // 4, 64, 6 * self.rate, self.think_s / 6, 4.0
+            )
         rounds = 1 if quick else self.rounds
         seen: dict[str, list[_Seen]] = {}
         names = list(_VARIANTS)
