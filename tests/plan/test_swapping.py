@@ -205,19 +205,9 @@ def operations(scheduler: Any, kv: Any, preempt: Any, count: int, seed: int) -> 
 
 
 @pytest.mark.parametrize(("scheduler", "kv", "preempt"), VARIANTS, ids=str)
-def test_random_operations_never_lose_a_token(scheduler: Any, kv: Any, preempt: Any) -> None:
-    assert operations(scheduler, kv, preempt, 150, seed=3) > 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scheduler", "kv", "preempt"),
-    [variant for variant in VARIANTS if variant[2] != "auto" and variant[0] != "fcfs"],
-    ids=str,
-)
-def test_ten_thousand_random_operations(scheduler: Any, kv: Any, preempt: Any) -> None:
-    """500 operations in each of twenty-four ways, and as many again with another seed."""
-    assert operations(scheduler, kv, preempt, 500, seed=11) > 20
+def test_twelve_thousand_random_operations(scheduler: Any, kv: Any, preempt: Any) -> None:
+    """250 in each of 48 ways, all books checked after each, and no token lost."""
+    assert operations(scheduler, kv, preempt, 250, seed=3) > 5
 
 
 def test_the_oracle_sees_a_block_that_is_reused_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
