@@ -115,7 +115,7 @@ class FastSwitch:
 
     model: str = "shoal-4m"
     requests: int = 112
-    rate: float = 11.0
+    rate: float = 13.0
     turns: int = 20
     think_s: float = 0.7
     kv_tokens: int = 4096
@@ -182,7 +182,7 @@ class FastSwitch:
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
-        size = _Size(self.model, 2048, self.kv_tokens, self.requests, self.rate, self.think_s)
+        size = _Size(self.model, 2048, self.kv_tokens, self.requests, self.rate, self.think_s, 2.0)
         if quick:
             size = _Size(
                 "shoal-1m", 1024, self.kv_tokens // 4, 64, 6 * self.rate, self.think_s / 6, 4.0
