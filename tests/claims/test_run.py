@@ -241,6 +241,7 @@ def test_catalogue_has_every_system_once() -> None:
         53: "single_path",
         77: "learning_curves",
         81: "megascale",
+        86: "fastswitch",
         91: "tokenring",
         93: "skippipe",
         100: "lca_bench",

@@ -37,6 +37,7 @@ CLAIMS = PartTable(
         "bipolar_int": "shoal.claims.experiments.bipolar_int:BipolarIntClaim",
         "smash": "shoal.claims.experiments.smash:Smash",
         "parallel_algorithms": "shoal.claims.experiments.parallel_algorithms:ParallelAlgorithms",
+        "fastswitch": "shoal.claims.experiments.fastswitch:FastSwitch",
         "ksort": "shoal.claims.experiments.ksort:KSort",
     },
 )

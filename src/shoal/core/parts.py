@@ -66,6 +66,7 @@ KINDS: dict[str, str] = {
     "workload": "shoal.cost.workloads:WORKLOADS",
     "scheduler": "shoal.plan.batching:SCHEDULERS",
     "kv": "shoal.plan.batching:KV_MANAGERS",
+    "preempt": "shoal.plan.batching:PREEMPTIONS",
     "schedule": "shoal.plan.schedules:SCHEDULES",
     "kernel": "shoal.kernel:KERNELS",
     "weight_format": "shoal.kernel:WEIGHT_FORMATS",

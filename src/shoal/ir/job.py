@@ -343,6 +343,9 @@ class ServeJob(Value):
         kv: who holds which block of the cache.
         kv_tokens: tokens that the cache holds; None takes what the memory allows, up to
             ``max_running`` requests of full length.
+        preempt: what becomes of the cache of a request that has to give its blocks back.
+        host_tokens: tokens that host memory holds for that; None takes as many as the cache
+            holds, or none with ``preempt = recompute``.
         kv_format: how the cache keeps keys and values.
         weights: format of the matrices of linear layers, such as int4-g128; plain leaves them in
             the precision of the job. A directory that is quantized has its own.
@@ -364,6 +367,8 @@ class ServeJob(Value):
     scheduler: Annotated[Choice, Kind("scheduler")] = Choice(name="fcfs")
     kv: Annotated[Choice, Kind("kv")] = Choice(name="paged")
     kv_tokens: PositiveInt | None = None
+    preempt: Annotated[Choice, Kind("preempt")] = Choice(name="recompute")
+    host_tokens: NonNegativeInt | None = None
     kv_format: Annotated[Choice, Kind("kv_format")] = Choice(name="plain")
     weights: str = "plain"
     kernel: dict[str, str] = {}
@@ -378,3 +383,9 @@ class ServeJob(Value):
     def threads_of(self, cores: int) -> int:
         """Threads that compute on a host of so many cores."""
         return self.threads or max(1, cores - 1)
+
+    def host_tokens_of(self, kv_tokens: int) -> int:
+        """Tokens of the host tier beside a cache of so many."""
+        if self.host_tokens is None:
+            return 0 if self.preempt.name == "recompute" else kv_tokens
+        return self.host_tokens

@@ -9,7 +9,7 @@ time is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -17,11 +17,16 @@ __all__ = [
     "Arrival",
     "Chunk",
     "Copy",
+    "Fetched",
     "FinishReason",
+    "HostLink",
+    "InFlight",
     "KVManager",
     "KVPart",
     "Limits",
     "Output",
+    "PreemptPart",
+    "Preemption",
     "Request",
     "RequestState",
     "Runner",
@@ -36,7 +41,8 @@ __all__ = [
     "TransferKind",
 ]
 
-RequestState = Literal["waiting", "running", "finished"]
+# arriving: it holds blocks, and what belongs in them is on the way from the host.
+RequestState = Literal["waiting", "arriving", "running", "finished"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -98,9 +104,11 @@ class Request:
         priority: a smaller number goes first, where a scheduler looks at it.
         adapter: name of the adapter it is for; part of the identity of its cache blocks.
         salt: requests share cache blocks only with those of the same salt.
+        session: the conversation or client it belongs to, where a scheduler shares fairly.
         blocks: numbers of the cache blocks that hold its tokens, in order.
         state: where it is in its life.
-        preemptions: how often its cache was taken away, to be recomputed.
+        preemptions: how often its cache was taken away, to be recomputed or swapped in.
+        switch_s: s in which its cache was on the way to the host or back.
     """
 
     id: str
@@ -113,9 +121,11 @@ class Request:
     priority: float = 0.0
     adapter: str | None = None
     salt: str = ""
+    session: str = ""
     blocks: list[int] = field(default_factory=list)
     state: RequestState = "waiting"
     preemptions: int = 0
+    switch_s: float = 0.0
 
     @property
     def n_generated(self) -> int:
@@ -152,13 +162,15 @@ class Copy(NamedTuple):
     Args:
         source: first block, where they are.
         target: first block, where they go.
-        count: blocks.
+        num_blocks: how many.
     """
 
     source: int
     target: int
-    count: int
+    num_blocks: int
 
+
+Fetched = Literal["ready", "arriving", "busy"]
 
 # From the cache to the host, from the host to the cache, inside the cache (copy-on-write).
 TransferKind = Literal["out", "in", "own"]
@@ -166,23 +178,83 @@ TransferKind = Literal["out", "in", "own"]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Blocks of one request on their way, beside the computation or before it.
+    """Blocks of one request on their way, beside the steps to come.
 
     Args:
         id: rises with every transfer of a scheduler.
         kind: from where to where.
         request_id: whose blocks they are.
         copies: runs of blocks.
-        wait: the step computes only when it is over; else it goes on beside the steps to come.
-        after: transfers that must be over before it starts, since they read what it writes.
+        after: earlier transfers that must be over before it starts, since they touch its blocks.
     """
 
     id: int
     kind: TransferKind
     request_id: str
     copies: tuple[Copy, ...]
-    wait: bool = True
     after: tuple[int, ...] = ()
+
+
+class InFlight:
+    """Blocks of one memory that transfers under way read or write.
+
+    A transfer is under way from when it is decided until the runner says that it is over.
+    Whoever is given such a block waits for the transfers that touch it, and for no other.
+    """
+
+    def __init__(self) -> None:
+        self._touched_by: dict[int, set[int]] = {}
+        self._blocks_of: dict[int, tuple[int, ...]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._touched_by)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._touched_by
+
+    def begin(self, transfer: int, blocks: Iterable[int]) -> None:
+        """A transfer touches these blocks from now on."""
+        self._blocks_of[transfer] = touched = tuple(blocks)
+        for block in touched:
+            self._touched_by.setdefault(block, set()).add(transfer)
+
+    def over(self, transfer: int) -> None:
+        """A transfer is over."""
+        for block in self._blocks_of.pop(transfer):
+            touching = self._touched_by[block]
+            touching.remove(transfer)
+            if not touching:
+                del self._touched_by[block]
+
+    def touching(self, blocks: Iterable[int]) -> set[int]:
+        """Transfers under way that touch any of these blocks."""
+        if not self._touched_by:
+            return set()
+        return set().union(*(self._touched_by.get(block, ()) for block in blocks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """How long copies between cache and host take; each direction is a lane of its own.
+
+    Args:
+        copy_s: s that any copy takes, however short it is.
+        bytes_per_s: B/s beside that.
+        block_bytes: B of a block in all layers.
+        layers: copies that a run of blocks takes, one a layer.
+    """
+
+    copy_s: float
+    bytes_per_s: float
+    block_bytes: float
+    layers: int = 1
+
+    def seconds(self, copies: Sequence[Copy]) -> float:
+        """Seconds of these runs, one after the other."""
+        blocks = sum(copy.num_blocks for copy in copies)
+        return (
+            self.copy_s * self.layers * len(copies) + blocks * self.block_bytes / self.bytes_per_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +265,8 @@ class Step:
         chunks: decodes first, then prompts; at most one chunk of a request.
         preempted: requests whose blocks were taken; they wait, to be recomputed or swapped in.
         transfers: what starts to move before anything is computed, in this order.
-        wait_for: transfers of earlier steps that must be over before anything is computed.
-            A step without chunks that waits for some ends when the first of them is over.
+        wait_for: transfers, of this step or of earlier ones, that must be over before anything
+            is computed. A step without chunks that waits for some ends when the first is over.
         at: s, when it was planned, on the clock of whoever drives the scheduler.
     """
 
@@ -298,10 +370,15 @@ class Arrival:
 
 @runtime_checkable
 class KVManager(Protocol):
-    """Who holds which block of the cache: bookkeeping without tensors."""
+    """Who holds which block of the cache: bookkeeping without tensors.
+
+    ``in_flight`` is kept by who begins transfers. A manager may read it, to give out blocks
+    that nobody touches first; it must be right with any order.
+    """
 
     block_size: int
     num_blocks: int
+    in_flight: InFlight
 
     @property
     def num_free(self) -> int:
@@ -372,6 +449,77 @@ class Scheduler(Protocol):
         ...
 
 
+@runtime_checkable
+class Preemption(Protocol):
+    """Where the keys and values of a request go that has to give its blocks back.
+
+    A scheduler asks it while it plans; it is the only one that begins transfers.
+    """
+
+    def take(self, request: Request) -> None:
+        """Take the blocks of a running or arriving request, and keep what is in them or not."""
+        ...
+
+    def fetch(self, request: Request, running: int) -> Fetched:
+        """Bring what the host holds of a request to its blocks, which hold all of its tokens.
+
+        ``running`` others are in the step. ``ready``: a chunk of it may be planned. ``arriving``:
+        not before it is ``running`` again. Both set ``n_computed``. ``busy``: computing in its
+        blocks would make the others wait; take them away and try again later.
+        """
+        ...
+
+    def wait(self, blocks: Sequence[int]) -> None:
+        """These blocks are computed in by the step that is planned: it waits for what moves."""
+        ...
+
+    def drop(self, request: Request, *, keep: bool) -> None:
+        """A request has ended: take its blocks; ``keep`` what later requests may begin with."""
+        ...
+
+    def kept(self, request: Request) -> int:
+        """Tokens of a request that waits which need not be computed again."""
+        ...
+
+    def launch(
+        self, now: float, *, computing: bool, busy: bool
+    ) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
+        """``transfers`` and ``wait_for`` of the step that is planned.
+
+        ``computing``: it has chunks. ``busy``: there are requests; if none of them computes,
+        the step waits for a transfer.
+        """
+        ...
+
+    def settle(self, done: Iterable[int], now: float) -> None:
+        """These transfers are over; who was arriving by one of them is running."""
+        ...
+
+
+class PreemptPart(Protocol):
+    """A part of kind ``preempt``."""
+
+    def build(
+        self,
+        kv: KVManager,
+        limits: Limits,
+        *,
+        host_tokens: int = 0,
+        link: HostLink | None = None,
+        cost: StepCost | None = None,
+    ) -> Preemption:
+        """The preemption of one scheduler.
+
+        Args:
+            kv: its bookkeeping of the cache.
+            limits: what it keeps to.
+            host_tokens: tokens that host memory holds, rounded down to whole blocks.
+            link: how long copies take, where that is known.
+            cost: how long computing again takes, where that is known.
+        """
+        ...
+
+
 class KVPart(Protocol):
     """A part of kind ``kv``."""
 
@@ -383,8 +531,10 @@ class KVPart(Protocol):
 class SchedulerPart(Protocol):
     """A part of kind ``scheduler``."""
 
-    def build(self, kv: KVManager, limits: Limits) -> Scheduler:
-        """A scheduler without requests."""
+    def build(
+        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
+    ) -> Scheduler:
+        """A scheduler without requests; ``preemption`` is by recomputing if not given."""
         ...
 
 

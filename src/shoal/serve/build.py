@@ -9,7 +9,16 @@ import torch
 from shoal.core.errors import ServeError, require
 from shoal.core.measure import num_cores
 from shoal.core.parts import table
-from shoal.ir import KVManager, KVPart, Limits, SchedulerPart, ServeJob
+from shoal.ir import (
+    HostLink,
+    KVManager,
+    KVPart,
+    Limits,
+    PreemptPart,
+    SchedulerPart,
+    ServeJob,
+    StepCost,
+)
 from shoal.kernel.calls import Device, Linear, PagedAttention
 from shoal.kernel.dispatch import dispatch
 from shoal.kernel.kv.bfp import Bfp
@@ -26,6 +35,8 @@ from shoal.serve.adjust import Adjuster
 from shoal.serve.cache import PagedCache, token_bytes
 from shoal.serve.engine import Engine
 from shoal.serve.grammar import Grammars, Vocabulary
+from shoal.serve.host import HostStore, Mover, measure_link
+from shoal.serve.profile import quick_cost
 from shoal.serve.runner import LocalRunner
 from shoal.train.allocator import keep_freed_memory
 
@@ -192,9 +203,20 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
         hint="give a smaller kv_tokens or a smaller model",
         error=ServeError,
     )
+    host_tokens = job.host_tokens_of(tokens)
+    require(
+        (tokens + host_tokens) * size <= room,
+        "host_tokens",
+        host_tokens,
+        expected=f"at most {room // size - tokens} beside a cache of {tokens}: a token takes "
+        f"{size} bytes, and {room / 2**20:,.0f} MiB are free",
+        hint="give a smaller host_tokens",
+        error=ServeError,
+    )
     return job.model_copy(
         update={
             "kv_tokens": tokens,
+            "host_tokens": host_tokens,
             "max_position": longest,
             "precision": "bf16" if dtype == torch.bfloat16 else "fp32",
             "threads": job.threads_of(num_cores()),
@@ -202,12 +224,20 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
     )
 
 
-def engine_of(job: ServeJob, model: Transformer) -> tuple[Engine, Limits, LocalRunner]:
+def engine_of(
+    job: ServeJob,
+    model: Transformer,
+    *,
+    link: HostLink | None = None,
+    cost: StepCost | None = None,
+) -> tuple[Engine, Limits, LocalRunner]:
     """An engine for a model that is loaded, with its limits and its runner.
 
     Args:
         job: what to do.
         model: with its weights.
+        link: of a slower host tier, to emulate; None uses the machine's memory as it is.
+        cost: seconds of a step, for ``preempt = auto``; measured where it is needed.
 
     Raises:
         ShoalError: a part or a limit of the job cannot be.
@@ -217,6 +247,7 @@ def engine_of(job: ServeJob, model: Transformer) -> tuple[Engine, Limits, LocalR
     assert job.kv_tokens is not None and job.max_position is not None
     kv_part: KVPart = table("kv").build(job.kv, where="kv")
     scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
+    preempt_part: PreemptPart = table("preempt").build(job.preempt, where="preempt")
     kv: KVManager = kv_part.build(job.kv_tokens)
     limits = Limits(
         max_running=job.max_running,
@@ -234,7 +265,17 @@ def engine_of(job: ServeJob, model: Transformer) -> tuple[Engine, Limits, LocalR
     kernel = attention_kernel(job, model, cache)
     adjust = Adjuster(Grammars(lambda: _vocabulary(job, config)))
     runner = LocalRunner(model, cache, attention=kernel, exact=job.exact, adjust=adjust)
-    scheduler = scheduler_part.build(kv, limits)
+    known = link
+    if job.host_tokens:
+        host = HostStore(cache, job.host_tokens // kv.block_size)
+        runner.mover = Mover(cache, host, link=link)
+        known = link or measure_link(cache, host)
+        if cost is None and job.preempt.name == "auto":
+            cost = quick_cost(runner, limits)
+    preemption = preempt_part.build(
+        kv, limits, host_tokens=job.host_tokens or 0, link=known, cost=cost
+    )
+    scheduler = scheduler_part.build(kv, limits, preemption)
     engine = Engine(scheduler, runner, kv=kv, vocab_size=config.vocab_size)
     return engine, limits, runner
 

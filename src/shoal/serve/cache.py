@@ -86,8 +86,9 @@ class PagedCache:
             tuple(tuple(store[layer, side] for store in self.stores) for side in (0, 1))
             for layer in range(config.num_layers)
         ]
-        # The same memory by blocks, one row each: whole blocks are copied fastest.
-        self._blocks = [store.view(config.num_layers, 2, num_blocks, -1) for store in self.stores]
+        # The same memory by blocks [L, 2, blocks, ...], one row each: whole blocks are copied
+        # fastest.
+        self.blocks = [store.view(config.num_layers, 2, num_blocks, -1) for store in self.stores]
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +111,7 @@ class PagedCache:
         places = blocks_BW.reshape(-1)
         found = [
             blocks[layer].index_select(1, places).view(2, batch, -1, *store.shape[3:])
-            for blocks, store in zip(self._blocks, self.stores, strict=True)
+            for blocks, store in zip(self.blocks, self.stores, strict=True)
         ]
         if isinstance(self.form, Plain):
             return found[0][0], found[0][1]

@@ -12,7 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.core.errors import ServeError, require
-from shoal.ir import KVManager, Output, Request, Runner, SamplingParams, Scheduler
+from shoal.ir import (
+    KVManager,
+    Output,
+    Request,
+    Runner,
+    SamplingParams,
+    Scheduler,
+    Step,
+    StepResult,
+)
 
 __all__ = ["MAX_LOGPROBS", "Engine", "check_params"]
 
@@ -75,6 +84,34 @@ def check_params(params: SamplingParams) -> None:
         require(good, name, value, expected=expected, error=ServeError)
 
 
+class SwapCounters:
+    """What moved between cache and host since the start."""
+
+    def __init__(self) -> None:
+        self._blocks = {"out": 0, "in": 0, "own": 0}
+        self._copies = 0
+        self._seconds = 0.0
+        self._since: dict[int, float] = {}
+
+    def count(self, step: Step, result: StepResult, started: float, now: float) -> None:
+        """Take in a step that was planned at ``started`` and is over ``now``."""
+        for transfer in step.transfers:
+            self._blocks[transfer.kind] += sum(copy.num_blocks for copy in transfer.copies)
+            self._copies += len(transfer.copies)
+            self._since[transfer.id] = started
+        for done in result.done:
+            self._seconds += now - self._since.pop(done)
+
+    def stats(self) -> dict[str, float]:
+        """Counters for metrics."""
+        return {
+            "swap_out_blocks_total": self._blocks["out"],
+            "swap_in_blocks_total": self._blocks["in"],
+            "swap_copies_total": self._copies,
+            "switch_seconds_total": self._seconds,
+        }
+
+
 class Engine:
     """Requests in, tokens out.
 
@@ -101,6 +138,7 @@ class Engine:
         self._prompt_tokens = self._new_tokens = self._steps = self._preemptions = 0
         self._seconds = 0.0
         self._told: list[dict[str, Any]] = []
+        self._swaps = SwapCounters()
 
     def add(self, request: Request) -> None:
         """Queue a request; its arrival is now.
@@ -163,6 +201,7 @@ class Engine:
             self._told.append({"kind": "refused", "id": request_id, "message": reason})
         for request_id, values in result.vectors.items():
             self._told.append({"kind": "vector", "id": request_id, "values": list(values)})
+        self._swaps.count(step, result, started, now)
         outputs = self.scheduler.commit(step, result, now)
         self._steps += 1
         self._seconds += now - started
@@ -189,6 +228,7 @@ class Engine:
             "steps_total": self._steps,
             "step_seconds_total": self._seconds,
             "preemptions_total": self._preemptions,
+            **self._swaps.stats(),
             "blocks_used": kept.get("blocks_used", 0.0),
             "blocks_total": self.kv.num_blocks if self.kv is not None else 0.0,
             "prefix_hit_tokens": kept.get("prefix_hit_tokens", 0.0),

@@ -21,6 +21,7 @@ from shoal.model.transformer import Transformer
 from shoal.serve.adjust import Adjuster
 from shoal.serve.attention import Context, PagedAttention
 from shoal.serve.cache import PagedCache
+from shoal.serve.host import Mover
 from shoal.serve.pooling import Pooler
 from shoal.serve.sampler import choose
 
@@ -36,6 +37,7 @@ class LocalRunner:
         attention: kernel of ``paged_attention`` for this cache; pages are copied without one.
         exact: what a request gets does not depend on what else a step computes, bit for bit.
         adjust: changes scores before tokens are chosen by them.
+        mover: of blocks between cache and host; steps without transfers need none.
         clock: s, for the duration of a step.
 
     Raises:
@@ -50,6 +52,7 @@ class LocalRunner:
         attention: Ready | None = None,
         exact: bool = False,
         adjust: Adjuster | None = None,
+        mover: Mover | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         weight = model.embed.weight
@@ -61,6 +64,7 @@ class LocalRunner:
             error=ServeError,
         )
         self.model, self.cache = model, cache
+        self.mover = mover
         self._attention, self._exact = attention, exact
         self._clock = clock
         self._adjust = adjust or Adjuster()
@@ -70,14 +74,29 @@ class LocalRunner:
         """Compute a step; its keys and values go to the blocks of its requests.
 
         Raises:
-            ServeError: a request holds too few blocks for its tokens.
+            ServeError: a request holds too few blocks for its tokens, or a transfer failed.
         """
         start = self._clock()
+        self._move(step)
         if not step.chunks:
-            return StepResult(tokens={})
+            return StepResult({}, seconds=self._clock() - start, done=self._over())
         with torch.inference_mode():
             result = self._compute(step)
-        return replace(result, seconds=self._clock() - start)
+        return replace(result, seconds=self._clock() - start, done=self._over())
+
+    def _move(self, step: Step) -> None:
+        """Begin the transfers of a step, and wait for what it waits for."""
+        if not (step.transfers or step.wait_for):
+            return
+        if self.mover is None:
+            raise ServeError(
+                "the step copies blocks, and this runner has nobody who does; give it a mover"
+            )
+        self.mover.begin(step.transfers)
+        self.mover.wait(step.wait_for, first=not step.chunks)
+
+    def _over(self) -> frozenset[int]:
+        return self.mover.over() if self.mover is not None else frozenset()
 
     def _compute(self, step: Step) -> StepResult:
         # Single tokens first and longest context first, as attention wants them.

@@ -1,17 +1,18 @@
 """plan.batching: who runs now, and who holds which block of the cache. Torch-free.
 
-The door: the tables of schedulers and of cache bookkeeping. Both promise what
+The door: the tables of schedulers, of cache bookkeeping and of preemption. All promise what
 :mod:`shoal.ir.serving` says; the engine and the simulator drive the same objects.
 """
 
 from shoal.core.parts import PartTable
 
-__all__ = ["KV_MANAGERS", "SCHEDULERS"]
+__all__ = ["KV_MANAGERS", "PREEMPTIONS", "SCHEDULERS"]
 
 SCHEDULERS = PartTable(
     "scheduler",
     {
         "fcfs": "shoal.plan.batching.fcfs:Fcfs",
+        "fair": "shoal.plan.batching.fair:Fair",
         "static": "shoal.plan.batching.static:Static",
     },
 )
@@ -20,6 +21,16 @@ KV_MANAGERS = PartTable(
     "kv",
     {
         "paged": "shoal.plan.batching.paged:Paged",
+        "blockgroups": "shoal.plan.batching.blockgroups:BlockGroups",
         "contiguous": "shoal.plan.batching.contiguous:Contiguous",
+    },
+)
+
+PREEMPTIONS = PartTable(
+    "preempt",
+    {
+        "recompute": "shoal.plan.batching.recompute:Recompute",
+        "swap": "shoal.plan.batching.swap:Swap",
+        "auto": "shoal.plan.batching.auto:Auto",
     },
 )
