@@ -43,27 +43,27 @@ def peer(tmp_path: Path) -> Peer:
     return Peer(name="fake", driver=str(tmp_path / "of_fake"), python=sys.executable)
 
 
-def test_an_engine_answers_while_it_is_asked_and_rests_otherwise(peer, tmp_path):
-    with Engine(peer, {"form": "bf16"}, tmp_path / "log") as engine:
+def test_an_engine_answers_while_it_is_asked_and_rests_otherwise(peer):
+    with Engine(peer, {"form": "bf16"}) as engine:
         assert engine.version == "7"
         state = Path(f"/proc/{engine._process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         assert state == "T"
         seconds, tokens = engine.generate([[1, 2], [3]], [2, 1])
         assert seconds > 0
         assert tokens == [[2, 2], [1]]
-    assert "libraries talk" in (tmp_path / "log").read_text()
+        assert "libraries talk" in engine.said()
     assert engine._process.returncode is not None
 
 
-def test_what_fails_is_told(peer, tmp_path):
+def test_what_fails_is_told(peer):
     with pytest.raises(ServeError, match="fake: ValueError: no int8 here"):
-        Engine(peer, {"form": "int8"}, tmp_path / "log")
+        Engine(peer, {"form": "int8"})
     with (
-        Engine(peer, {"form": "short"}, tmp_path / "log") as engine,
+        Engine(peer, {"form": "short"}) as engine,
         pytest.raises(ServeError, match=r"\[0\] new tokens: expected \[1\]"),
     ):
         engine.generate([[1]], [1])
-    with Engine(peer, {"form": "int4"}, tmp_path / "log") as engine:
+    with Engine(peer, {"form": "int4"}) as engine:
         engine.generate([[1]], [1])
         with pytest.raises(ServeError, match="out of luck"):
             engine.generate([[1]], [1])
@@ -73,7 +73,7 @@ def test_an_engine_that_dies_says_its_last_words(tmp_path):
     (tmp_path / "dead.py").write_text("import sys; print('no such library', file=sys.stderr)")
     dead = Peer(name="dead", driver=str(tmp_path / "dead"), python=sys.executable)
     with pytest.raises(ServeError, match="no such library"):
-        Engine(dead, {}, tmp_path / "log")
+        Engine(dead, {})
 
 
 def test_peers_without_an_environment_have_a_reason(tmp_path):

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -64,28 +65,27 @@ class Engine:
     Args:
         peer: which.
         options: the first line of ``drivers/loop.py``.
-        log: file for what the engine says beside its answers.
 
     Raises:
         ServeError: it cannot be started or loaded.
     """
 
-    def __init__(self, peer: Peer, options: dict[str, Any], log: Path) -> None:
+    def __init__(self, peer: Peer, options: dict[str, Any]) -> None:
         self.peer = peer
-        self._log = log
+        # What it says beside its answers.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         if peer.python != sys.executable:
             # A peer's environment has no part of this one.
             environment.pop("PYTHONPATH", None)
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [peer.python, str(_DRIVERS / f"{peer.driver}.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                start_new_session=True,
-            )
+        self._process = subprocess.Popen(
+            [peer.python, str(_DRIVERS / f"{peer.driver}.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            start_new_session=True,
+        )
         try:
             self.version = str(self._ask(options, _LOAD_S)["ready"]["version"])
         except BaseException:
@@ -129,6 +129,14 @@ class Engine:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+        self._log.close()
+
+    def said(self) -> str:
+        """What it said beside its answers so far."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), min(size, 2**20), max(0, size - 2**20)).decode(
+            errors="replace"
+        )
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -151,7 +159,7 @@ class Engine:
         return answer
 
     def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
+        lines = self.said().strip().splitlines()
         return " | ".join(lines[-3:])[:600] or "nothing"
 
 

@@ -132,9 +132,8 @@ def bench(
                     }
                     if progress is not None:
                         progress(f"loading {peer.name}, {form}", done, len(work))
-                    log = Path(scratch) / f"{peer.driver}-{form}.log"
                     try:
-                        engines.append(Engine(peer, options, log))
+                        engines.append(Engine(peer, options))
                     except ServeError as cause:
                         if peer.name == "shoal":
                             raise
