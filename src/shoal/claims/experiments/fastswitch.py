@@ -185,7 +185,7 @@ class FastSwitch:
         size = _Size(self.model, 2048, self.kv_tokens, self.requests, self.rate, self.think_s, 2.0)
         if quick:
             size = _Size(
-                "shoal-1m", 1024, self.kv_tokens // 4, 64, 6 * self.rate, self.think_s / 6, 4.0
+                "shoal-1m", 1024, 3 * self.kv_tokens // 8, 40, 6 * self.rate, self.think_s / 6, 3.0
             )
         rounds = 1 if quick else self.rounds
         seen: dict[str, list[_Seen]] = {}
