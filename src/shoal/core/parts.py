@@ -65,6 +65,7 @@ KINDS: dict[str, str] = {
     "path_planner": "shoal.plan.paths:PATH_PLANNERS",
     "workload": "shoal.cost.workloads:WORKLOADS",
     "scheduler": "shoal.plan.batching:SCHEDULERS",
+    "phase": "shoal.plan.batching:PHASES",
     "kv": "shoal.plan.batching:KV_MANAGERS",
     "schedule": "shoal.plan.schedules:SCHEDULES",
     "kernel": "shoal.kernel:KERNELS",
