@@ -9,7 +9,7 @@ import torch
 from shoal.core.errors import ServeError, require
 from shoal.core.measure import num_cores
 from shoal.core.parts import table
-from shoal.ir import KVManager, KVPart, Limits, SchedulerPart, ServeJob
+from shoal.ir import KVManager, KVPart, Limits, PhasePart, SchedulerPart, ServeJob
 from shoal.kernel.calls import Device, Linear, PagedAttention
 from shoal.kernel.dispatch import dispatch
 from shoal.kernel.kv.bfp import Bfp
@@ -22,7 +22,7 @@ from shoal.model.config import ModelConfig
 from shoal.model.ksort import ksort
 from shoal.model.quantize.layers import pack
 from shoal.model.transformer import Transformer
-from shoal.serve.cache import PagedCache, token_bytes
+from shoal.serve.cache import PagedCache, Zeros, token_bytes
 from shoal.serve.engine import Engine
 from shoal.serve.runner import LocalRunner
 from shoal.train.allocator import keep_freed_memory
@@ -200,12 +200,20 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
     )
 
 
-def engine_of(job: ServeJob, model: Transformer) -> tuple[Engine, Limits, LocalRunner]:
+def engine_of(
+    job: ServeJob,
+    model: Transformer,
+    *,
+    scheduler: PhasePart | None = None,
+    zeros: Zeros | None = None,
+) -> tuple[Engine, Limits, LocalRunner]:
     """An engine for a model that is loaded, with its limits and its runner.
 
     Args:
         job: what to do.
         model: with its weights.
+        scheduler: of one phase, in the place of the job's.
+        zeros: makes the tensors of the cache; they are in memory of this process without.
 
     Raises:
         ShoalError: a part or a limit of the job cannot be.
@@ -214,7 +222,9 @@ def engine_of(job: ServeJob, model: Transformer) -> tuple[Engine, Limits, LocalR
     job = concrete(job, config, weight.dtype)
     assert job.kv_tokens is not None and job.max_position is not None
     kv_part: KVPart = table("kv").build(job.kv, where="kv")
-    scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
+    scheduler_part: PhasePart | SchedulerPart = scheduler or table("scheduler").build(
+        job.scheduler, where="scheduler"
+    )
     kv: KVManager = kv_part.build(job.kv_tokens)
     limits = Limits(
         max_running=job.max_running,
@@ -228,11 +238,11 @@ def engine_of(job: ServeJob, model: Transformer) -> tuple[Engine, Limits, LocalR
         dtype=weight.dtype,
         device=weight.device,
         form=table("kv_format").build(job.kv_format, where="kv_format"),
+        zeros=zeros,
     )
     kernel = attention_kernel(job, model, cache)
     runner = LocalRunner(model, cache, attention=kernel, exact=job.exact)
-    scheduler = scheduler_part.build(kv, limits)
-    engine = Engine(scheduler, runner, kv=kv, vocab_size=config.vocab_size)
+    engine = Engine(scheduler_part.build(kv, limits), runner, kv=kv, vocab_size=config.vocab_size)
     return engine, limits, runner
 
 

@@ -101,9 +101,7 @@ class DecodeScheduler(FcfsScheduler):
         """See :class:`~shoal.ir.phases.Fetching`."""
         accepted: list[Request] = []
         kv = self.kv
-        held = sum(
-            len(one.blocks) for book in (self.fetching, self.ready) for one in book.values()
-        )
+        held = sum(len(one.blocks) for book in (self.fetching, self.ready) for one in book.values())
         # Who was preempted came before all that are still coming.
         while self.coming and not self.waiting:
             request = self.coming[0]

@@ -52,6 +52,8 @@ class PrefillScheduler(PrefillFirstScheduler):
         # Nothing grows here, so nothing has to stay free.
         super().__init__(kv, limits, batch_tokens=batch_tokens, watermark=0.0)
         self.held: dict[str, Request] = {}
+        # In a step that was planned and is not committed.
+        self._flying: set[str] = set()
 
     @property
     def num_running(self) -> int:
@@ -65,11 +67,19 @@ class PrefillScheduler(PrefillFirstScheduler):
     def plan(self, now: float) -> Step:
         """See :class:`~shoal.ir.serving.Scheduler`."""
         prompts: list[Chunk] = []
-        self._admit(prompts, self._batch_tokens, empty=True)
+        budget = self._batch_tokens
+        # A prompt that is longer than a step goes on where it was cut.
+        for request in self.running.values():
+            if request.id not in self._flying and budget > 0:
+                left = len(request.tokens) - request.n_computed
+                budget -= self._cut(prompts, request, left, budget, empty=True)
+        self._admit(prompts, budget, empty=True)
+        self._flying.update(chunk.request.id for chunk in prompts)
         return Step(tuple(prompts))
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
         """See :class:`~shoal.ir.serving.Scheduler`; who goes on is held."""
+        self._flying.difference_update(chunk.request.id for chunk in step.chunks)
         outputs = super().commit(step, result, now)
         for output in outputs:
             if output.finish is None:

@@ -3,7 +3,8 @@
 How servers batched before prompts were cut: as soon as a request that waits fits the cache,
 the next step computes prompts and nothing else, and everybody who generates waits for it. The
 first token comes soon; those after it come in fits and starts. A batch takes prompts in the
-order of arrival up to a number of tokens; a longer prompt goes alone.
+order of arrival up to a number of tokens; a longer prompt goes alone, and in parts if it is
+longer than a step.
 
 Sources: Kwon et al., PagedAttention, 2023 (the policy of vLLM then); Agrawal et al.,
 Sarathi-Serve, 2024, section 3 (why it stalls generation).
@@ -11,7 +12,7 @@ Sarathi-Serve, 2024, section 3 (why it stalls generation).
 
 from __future__ import annotations
 
-from shoal.core.errors import ServeError, require
+from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir import Chunk, KVManager, Limits, Request, Step
 from shoal.plan.batching.fcfs import FcfsScheduler
@@ -79,7 +80,7 @@ class PrefillFirstScheduler(FcfsScheduler):
         batch_tokens: int | None = None,
         watermark: float = 0.01,
     ) -> None:
-        super().__init__(kv, limits, chunked=False, watermark=watermark)
+        super().__init__(kv, limits, watermark=watermark)
         most = limits.max_step_tokens
         self._batch_tokens = most if batch_tokens is None else min(batch_tokens, most)
 
@@ -87,7 +88,7 @@ class PrefillFirstScheduler(FcfsScheduler):
         """See :class:`~shoal.ir.serving.Scheduler`."""
         prompts: list[Chunk] = []
         budget = self._batch_tokens
-        # What is computed again may be longer than a step: it goes on where it was cut.
+        # A prompt that is longer than a step goes on where it was cut.
         for request in self.running.values():
             left = len(request.tokens) - request.n_computed
             if left > 1 and budget > 0:
