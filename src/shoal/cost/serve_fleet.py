@@ -6,6 +6,9 @@ fetches the keys and values of a prompt when its scheduler accepts the request, 
 moves one request after the other; the prefill instance holds them until they are there. What a
 request waits for that counts as time between its first and its last token.
 
+Instances on one host may slow each other: with ``crowding`` c, each of k that are in a step goes
+on at 1 / (1 + c (k - 1)) of its speed. 0 are devices of their own; 1 is one core for all.
+
 Source: Zhong et al., DistServe, 2024, sections 4 and 5.
 """
 
@@ -133,6 +136,7 @@ def simulate_fleet(
     arrivals: Sequence[Arrival],
     *,
     wire: Wire | None = None,
+    crowding: float = 0.0,
 ) -> FleetSimulation:
     """Serve ``arrivals`` in virtual time.
 
@@ -143,11 +147,19 @@ def simulate_fleet(
         dispatcher: for so many instances; without requests.
         arrivals: what comes, in the order of time.
         wire: how keys and values come to decode instances.
+        crowding: how much longer a step takes for each other instance that is in one, as a
+            share of its time alone.
 
     Raises:
         ServeError: a request that can never run.
         ConfigError: arrivals that are not in the order of time, or no wire.
     """
+    require(
+        crowding >= 0 and (crowding == 0 or all(one.stages == 1 for one in (*prefill, *decode))),
+        "crowding",
+        crowding,
+        expected="0 or more, and 0 for instances of several stages",
+    )
     require(bool(prefill), "instances", 0, expected="at least one that computes prompts")
     require(
         bool(decode) == (wire is not None),
@@ -163,10 +175,10 @@ def simulate_fleet(
             expected=f"at least {arrivals[index - 1].at}, the time of the one before",
             hint="sort the trace by time",
         )
-    return _Fleet(prefill, decode, dispatcher, wire).run(arrivals)
+    return _Fleet(prefill, decode, dispatcher, wire, crowding).run(arrivals)
 
 
-_Kind = Literal["came", "ended", "free", "fetched"]
+_Kind = Literal["came", "ended", "foretold", "free", "fetched"]
 
 
 class _Running:
@@ -180,6 +192,10 @@ class _Running:
         self.stages = [0.0] * instance.stages
         self.link_free = 0.0
         self.busy_s = 0.0
+        # Of the step that it is in, where instances slow each other: s of it alone that are
+        # left, and how often its end was foretold.
+        self.left = 0.0
+        self.foretold = 0
 
 
 class _Fleet:
@@ -191,12 +207,18 @@ class _Fleet:
         decode: Sequence[Instance],
         dispatcher: Dispatcher,
         wire: Wire | None,
+        crowding: float,
     ) -> None:
         phase = "prefill" if decode else "both"
         self.fronts = [_Running(one, phase) for one in prefill]
         self.backs = [_Running(one, "decode") for one in decode]
         self.dispatcher = dispatcher
         self.wire = wire
+        self.crowding = crowding
+        # Those in a step, where instances slow each other, with the step; and since when at
+        # the same speed.
+        self._crowd: dict[int, tuple[_Running, Step, StepResult]] = {}
+        self._steady_since = 0.0
         self.seen = FleetSimulation()
         self._events: list[tuple[float, int, _Kind, Any]] = []
         self._number = 0
@@ -246,6 +268,9 @@ class _Fleet:
             if served.n_output == 0:
                 served.first, served.n_cached = now, request.n_cached
                 self.dispatcher.prompted(name)
+                if running.phase == "prefill":
+                    _, began, _ = self._prompt.get(name, (running, now, now))
+                    self._prompt[name] = running, began, now
                 if running.phase == "prefill" and output.finish is None and not self._overlaps:
                     touched.append(self._announce(request))
             served.n_output += len(output.tokens)
@@ -255,6 +280,41 @@ class _Fleet:
                 del self._served[name]
                 self._prompt.pop(name, None)
         return touched
+
+    def _foretold(self, now: float, what: tuple[_Running, int]) -> list[_Running]:
+        """A step ends, unless its end was foretold anew meanwhile."""
+        running, number = what
+        if running.foretold != number:
+            return []
+        _, step, result = self._crowd[id(running)]
+        self._foretell(now, leaves=running)
+        running.stages[0] = now
+        return self._ended(now, (running, step, result))
+
+    def _foretell(
+        self,
+        now: float,
+        *,
+        joins: tuple[_Running, Step, StepResult] | None = None,
+        leaves: _Running | None = None,
+    ) -> None:
+        """Somebody joins or leaves those in a step: all others are done at another time."""
+        passed = now - self._steady_since
+        speed = 1.0 / (1.0 + self.crowding * (len(self._crowd) - 1))
+        for running, _, _ in self._crowd.values():
+            running.left -= passed * speed
+            running.busy_s += passed
+        self._steady_since = now
+        if leaves is not None:
+            del self._crowd[id(leaves)]
+        if joins is not None:
+            joins[0].left = joins[2].seconds
+            self._crowd[id(joins[0])] = joins
+        slowness = 1.0 + self.crowding * (len(self._crowd) - 1)
+        for running, _, _ in self._crowd.values():
+            running.foretold += 1
+            at = now + max(0.0, running.left) * slowness
+            self._push(at, "foretold", (running, running.foretold))
 
     def _free(self, now: float, what: _Running) -> list[_Running]:
         return [what]
@@ -291,6 +351,10 @@ class _Fleet:
         if not step:
             return
         result = running.runner.execute(step)
+        if self.crowding:
+            running.stages[0] = math.inf  # until it is over
+            self._foretell(now, joins=(running, step, result))
+            return
         share = result.seconds / len(running.stages)
         end = now
         for stage, free in enumerate(running.stages):
@@ -304,7 +368,7 @@ class _Fleet:
             for chunk in step.chunks:
                 request = chunk.request
                 self._prompt[request.id] = running, now, end
-                if self._overlaps and request.params.max_tokens > 1:
+                if self._overlaps and chunk.yields and request.params.max_tokens > 1:
                     back = self._announce(request)
                     for one in cast(Fetching, back.scheduler).accept():
                         self._fetch(back, one, now)
