@@ -214,14 +214,12 @@ class StepResult:
         infos: request id -> log probabilities, where they were asked for; as many.
         seconds: how long it took, or is predicted to take.
         done: transfers, of this step or of earlier ones, that are over now; each told once.
-        failed: request id -> why it cannot go on; others are not affected.
     """
 
     tokens: Mapping[str, Sequence[int]]
     infos: Mapping[str, Sequence[TokenInfo]] = field(default_factory=dict)
     seconds: float = 0.0
     done: frozenset[int] = frozenset()
-    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 class Output(NamedTuple):
