@@ -61,9 +61,7 @@ def test_tokens_are_those_of_one_engine_and_bytes_those_of_the_formula(
 ) -> None:
     alone = requests(12)
     engine = engine_for(random_model(), max_step_tokens=64)
-    want = serve_all(
-        engine, [one.tokens for one in alone], [one.params for one in requests(12)]
-    )
+    want = serve_all(engine, [one.tokens for one in alone], [one.params for one in requests(12)])
     apart = requests(12)
     with DisaggEngine(job(model_dir)) as several:
         # Two processes, neither of them this one.
@@ -81,7 +79,9 @@ def test_tokens_are_those_of_one_engine_and_bytes_those_of_the_formula(
         assert several.stats()["moved_bytes_total"] == sum(longer.values())
 
         # The books are empty again: as many requests once more, and some are aborted.
-        again = [Request(f"again{n}", [3, 5, 7], 3, SamplingParams(max_tokens=40)) for n in range(4)]
+        again = [
+            Request(f"again{n}", [3, 5, 7], 3, SamplingParams(max_tokens=40)) for n in range(4)
+        ]
         for request in again:
             several.add(request)
         ended = several.abort("again1")

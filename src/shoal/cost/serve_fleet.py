@@ -300,9 +300,9 @@ class _Fleet:
     ) -> None:
         """Somebody joins or leaves those in a step: all others are done at another time."""
         passed = now - self._steady_since
-        speed = 1.0 / (1.0 + self.crowding * (len(self._crowd) - 1))
+        slowness = 1.0 + self.crowding * max(0, len(self._crowd) - 1)
         for running, _, _ in self._crowd.values():
-            running.left -= passed * speed
+            running.left -= passed / slowness
             running.busy_s += passed
         self._steady_since = now
         if leaves is not None:
@@ -310,7 +310,7 @@ class _Fleet:
         if joins is not None:
             joins[0].left = joins[2].seconds
             self._crowd[id(joins[0])] = joins
-        slowness = 1.0 + self.crowding * (len(self._crowd) - 1)
+        slowness = 1.0 + self.crowding * max(0, len(self._crowd) - 1)
         for running, _, _ in self._crowd.values():
             running.foretold += 1
             at = now + max(0.0, running.left) * slowness

@@ -388,8 +388,8 @@ class ServeJob(Value):
         disagg: instances for prompts and for generation; None computes both in one engine, by
             ``scheduler``.
         kv: who holds which block of the cache.
-        kv_tokens: tokens that the cache of an instance holds; None takes what the memory allows, up to
-            ``max_running`` requests of full length.
+        kv_tokens: tokens that the cache of an instance holds; None takes what the memory allows,
+            up to ``max_running`` requests of full length.
         kv_format: how the cache keeps keys and values.
         weights: format of the matrices of linear layers, such as int4-g128; plain leaves them in
             the precision of the job. A directory that is quantized has its own.

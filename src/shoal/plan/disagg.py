@@ -146,7 +146,13 @@ class GoodputReport(Value):
         drawn = [one for one in (self.best_of(apart=a) for a in (True, False)) if one]
         rates = [rate for one in drawn for rate, _ in one.curve]
         series = [
-            Series(str(one.setting), *zip(*one.curve, strict=True), points=True) for one in drawn
+            Series(
+                str(one.setting),
+                [rate for rate, _ in one.curve],
+                [share for _, share in one.curve],
+                points=True,
+            )
+            for one in drawn
         ]
         ends = (min(rates), max(rates))
         series.append(Series("wanted", ends, (self.slo.share,) * 2, dashed=True))
@@ -349,7 +355,8 @@ class _Search:
             }
         )
         other = next(
-            (r for r in rows if (r.setting.both is None) != (found.both is None) and r.goodput), None
+            (r for r in rows if (r.setting.both is None) != (found.both is None) and r.goodput),
+            None,
         )
         kinds = ("one engine for both phases", "instances for each phase")
         apart = found.both is None
@@ -408,17 +415,22 @@ class _Search:
         best = [self.costs(tp, pp) for tp, pp in splits]
         first = min(cost.seconds([(0, prompt)]) for cost in best)
         token = min(cost.seconds([(prompt, 1)]) for cost in best)
+        many = f"the median prompt ({prompt} tokens)"
         for name, target, least, what in (
-            ("TTFT", self.slo.ttft, first, f"prefill time {1e3 * first:.3g} ms of the median prompt"),
-            ("TPOT", self.slo.tpot, token, f"{1e3 * token:.3g} ms of a request that is alone"),
+            ("TTFT", self.slo.ttft, first, "prefill time"),
+            ("TPOT", self.slo.tpot, token, "time of a step alone"),
         ):
             if target < least:
+                after = "of" if name == "TTFT" else "after"
                 raise PlanError(
-                    f"{name} target {1e3 * target:.3g} ms is below the {what} ({prompt} tokens) on "
-                    f"{self.machine.name}; give a looser target, or plan for faster devices"
+                    f"{name} target {1e3 * target:.3g} ms is below the {what} "
+                    f"{1e3 * least:.3g} ms {after} {many} on {self.machine.name}; give a looser "
+                    "target, or plan for faster devices"
                 )
 
-    def _instances(self, role: str, phase: Phase, scheduler: Choice | None = None) -> list[Instance]:
+    def _instances(
+        self, role: str, phase: Phase, scheduler: Choice | None = None
+    ) -> list[Instance]:
         """Schedulers with their costs; a pipeline that generates is one for each of its stages.
 
         As many groups of requests as stages take turns, each with its share of the cache.
@@ -435,7 +447,9 @@ class _Search:
             part = table("phase").build(role)
         stages = phase.pp if role == "prefill" else 1
         return [
-            Instance(part.build(table("kv").build(self.job.kv).build(tokens), self.limits), cost, stages)
+            Instance(
+                part.build(table("kv").build(self.job.kv).build(tokens), self.limits), cost, stages
+            )
             for _ in range(phase.count * lanes)
         ]
 
@@ -509,12 +523,12 @@ class _Search:
                 front = Instance(part.build(endless, self.limits), _Free())
                 backs = self._instances("decode", phase)
                 dispatcher = LeastLoaded(1, len(backs))
-                return simulate_fleet([front], backs, dispatcher, arrivals, wire=self._wire()).served
+                return simulate_fleet(
+                    [front], backs, dispatcher, arrivals, wire=self._wire()
+                ).served
 
         rates = Goodput(serve, poisson(arrivals, self.requests, self.job.seed), tp * pp)
-        return rates.find(
-            slo, tolerance=self.tolerance, relative=_COARSE, start=self._guess or 1.0
-        )
+        return rates.find(slo, tolerance=self.tolerance, relative=_COARSE, start=self._guess or 1.0)
 
     def _together(
         self, fronts: Sequence[tuple[float, int, int]], backs: Sequence[tuple[float, int, int]]

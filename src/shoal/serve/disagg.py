@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.core.errors import ServeError, require
 from shoal.cost.serve_sim import Served, request_of
+from shoal.cost.step_cost.fitted import Sample
 from shoal.ir import Arrival, Limits, Output, Request, ServeJob
 from shoal.plan.batching.common import Queues
 from shoal.plan.batching.dispatch import LeastLoaded
@@ -38,6 +39,7 @@ from shoal.serve.wire import Decoder, encode, pack_params, unpack_output
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
+    from shoal.serve.profile import Shape
 
 __all__ = ["DisaggEngine", "Moved", "build_engine", "replay"]
 
@@ -124,6 +126,13 @@ class _Child:
                 raise ServeError(f"the {self.name} failed: {message['message']}")
         return found
 
+    def answer(self, kind: str) -> dict[str, Any]:
+        """The next message of a kind; others, which are of requests that ended, are dropped."""
+        while True:
+            for message in self.receive():
+                if message["kind"] == kind:
+                    return message
+
     def died(self) -> ServeError:
         """It closed its end."""
         try:
@@ -179,10 +188,12 @@ class DisaggEngine:
         self._dropping: dict[str, int] = {}
         self._counts = {"prompt": 0, "new": 0}
         self._children: list[_Child] = []
-        memory = Path("/dev/shm")
+        memory = Path("/dev/shm")  # noqa: S108 - a directory of our own is made in it
         room = str(memory) if os.access(memory, os.W_OK) else None
         self._directory = Path(tempfile.mkdtemp(prefix="shoal-handover-", dir=room))
-        roles: list[Role] = ["prefill" if backs else "both"] * fronts + ["decode"] * backs
+        front: Role = "prefill" if backs else "both"
+        back: Role = "decode"
+        roles = [front] * fronts + [back] * backs
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         threads = job.threads or max(1, len(cores) // len(roles))
         try:
@@ -280,6 +291,44 @@ class DisaggEngine:
     def busy(self) -> bool:
         """Whether an instance has said something that was not heard yet."""
         return bool(self._readable(0.0))
+
+    def profile(
+        self, shapes: Sequence[Shape], *, seconds: float, together: bool
+    ) -> list[tuple[Sample, ...]]:
+        """Time steps of these shapes in the instances; no request may be open.
+
+        Args:
+            shapes: of the steps.
+            seconds: about how long to measure.
+            together: in all instances at once, each in the others' company; else in the first.
+
+        Returns:
+            The samples of each instance that measured.
+        """
+        require(not self._open, "open requests", len(self._open), expected="none", error=ServeError)
+        chosen = self._children if together else self._children[:1]
+        for child in chosen:
+            child.send({"kind": "profile", "shapes": shapes, "seconds": seconds})
+        found = []
+        for child in chosen:
+            taken = child.answer("profiled")["seconds"]
+            found.append(
+                tuple(Sample(chunks=c, seconds=s) for c, s in zip(shapes, taken, strict=True))
+            )
+        return found
+
+    def record(self, *, on: bool) -> list[tuple[Sample, ...]]:
+        """The steps of each instance since recording began, which begins anew or ends.
+
+        Their seconds are those of the whole turn of its loop. No request may be open.
+        """
+        require(not self._open, "open requests", len(self._open), expected="none", error=ServeError)
+        found = []
+        for child in self._children:
+            child.send({"kind": "record", "on": on})
+            steps = child.answer("recorded")["steps"]
+            found.append(tuple(Sample(chunks=c, seconds=s) for c, s in steps if c))
+        return found
 
     def _readable(self, timeout_s: float | None) -> list[socket.socket]:
         return select.select(self.sockets, [], [], timeout_s)[0]

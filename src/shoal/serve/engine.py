@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from shoal.core.errors import ServeError, require
-from shoal.ir import KVManager, Output, Request, Runner, SamplingParams, Scheduler
+from shoal.ir import Chunk, KVManager, Output, Request, Runner, SamplingParams, Scheduler
 
 __all__ = ["MAX_LOGPROBS", "Engine", "check_params"]
 
@@ -64,6 +64,7 @@ class Engine:
         self.clock = clock
         self._prompt_tokens = self._new_tokens = self._steps = self._preemptions = 0
         self._seconds = 0.0
+        self.last_chunks: tuple[Chunk, ...] = ()
 
     def add(self, request: Request) -> None:
         """Queue a request; its arrival is now.
@@ -106,6 +107,7 @@ class Engine:
         started = self.clock()
         step = self.scheduler.plan(started)
         self._preemptions += len(step.preempted)
+        self.last_chunks = step.chunks
         if not step:
             return []
         result = self.runner.execute(step)

@@ -181,7 +181,7 @@ def _mapped(file: StoreFile, mode: Any) -> Tensor:
         raw = np.memmap(file.path, dtype=np.uint8, mode=mode, shape=shape)
     except OSError as cause:
         raise ServeError(
-            f"the shared cache {file.path} cannot be mapped ({cause}); give a smaller kv_tokens, or "
-            "make room there"
+            f"the shared cache {file.path} cannot be mapped ({cause}); give a smaller kv_tokens, "
+            "or make room there"
         ) from cause
     return torch.from_numpy(np.asarray(raw)).view(dtype)

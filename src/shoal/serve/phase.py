@@ -8,8 +8,9 @@ its scheduler accepts it, and says how many bytes that moved.
 
 Messages in: ``start`` (job, role, instance, instances, directory, cpus), ``peers`` (caches),
 ``add`` (id, tokens, params, priority, adapter), ``migrate`` (the same, n_prompt, source, blocks),
-``release`` (id), ``abort`` (id). Messages out: ``ready`` (what the model and the cache are),
-``mapped``, ``outputs`` (with ``stats``, and ``held``: id -> blocks), ``fetched`` (id, bytes,
+``release`` (id), ``abort`` (id), ``profile`` (shapes, seconds), ``record`` (on). Messages out:
+``ready`` (what the model and the cache are), ``mapped``, ``profiled`` (seconds), ``recorded``
+(steps), ``outputs`` (with ``stats``, and ``held``: id -> blocks), ``fetched`` (id, bytes,
 seconds), ``dropped`` (id, of a request that was aborted), ``failed`` (why the process ends).
 """
 
@@ -93,6 +94,8 @@ class Instance:
             job, model, scheduler=part, zeros=self.stores.zeros if self.stores else None
         )
         self.transfer: KVTransfer | None = None
+        # Steps as they were run, with all that the loop does around them; None: not recorded.
+        self._record: list[tuple[list[tuple[int, int]], float]] | None = None
         # Request -> (instance that holds it, its blocks there).
         self._sources: dict[str, tuple[int, list[int]]] = {}
         assert self.engine.kv is not None
@@ -118,6 +121,7 @@ class Instance:
         engine = self.engine
         while True:
             working = self._working
+            began = time.perf_counter()
             for message in self.parent.receive(0.0 if working else None):
                 self._handle(message)
             if self.role == "decode":
@@ -126,6 +130,9 @@ class Instance:
                 outputs = engine.step()
                 if outputs:
                     self._tell(outputs)
+                if self._record is not None and working:
+                    shape = [(chunk.start, chunk.length) for chunk in engine.last_chunks]
+                    self._record.append((shape, time.perf_counter() - began))
 
     @property
     def _working(self) -> bool:
@@ -178,6 +185,15 @@ class Instance:
             self.engine.abort(message["id"])
             # Nothing of it is fetched any more: its blocks elsewhere can be given to others.
             self.parent.send({"kind": "dropped", "id": message["id"]})
+        elif kind == "record":
+            self.parent.send({"kind": "recorded", "steps": self._record or []})
+            self._record = [] if message["on"] else None
+        elif kind == "profile":
+            from shoal.serve.profile import profile
+
+            shapes = [tuple((start, length) for start, length in one) for one in message["shapes"]]
+            samples = profile(self.runner, shapes, seconds=message["seconds"])
+            self.parent.send({"kind": "profiled", "seconds": [one.seconds for one in samples]})
         elif kind == "peers":
             from shoal.serve.handover import MappedCaches, StoreFile
 

@@ -199,9 +199,7 @@ def serve(
         typer.Option(help="Requests per second; without, all at once or as in the trace."),
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Requests to simulate.")] = None,
-    scheduler: Annotated[
-        str | None, typer.Option(help="fcfs, prefill_first or static.")
-    ] = None,
+    scheduler: Annotated[str | None, typer.Option(help="fcfs, prefill_first or static.")] = None,
     slo: Annotated[
         str | None,
         typer.Option(help="Targets, such as ttft=0.25,tpot=0.03: search for the most requests."),

@@ -33,6 +33,7 @@ def goodput(
     """Search, print what was found, and write what was asked for."""
     from shoal.app.emitting import write_emitted
     from shoal.app.show import WorkBar, as_json
+    from shoal.core.errors import require
     from shoal.core.files import to_yaml, write_atomic
     from shoal.cost.shapes import resolve
     from shoal.ir import ServePlan
@@ -65,6 +66,15 @@ def goodput(
         write_atomic(picture, report.picture())
         typer.echo(f"saved {picture}", err=True)
     if emit is not None:
+        both = report.best.setting.both
+        require(
+            both is None or both.tp == 1,
+            "--emit",
+            emit,
+            expected=f"a best setting of one device or of two phases, and it is "
+            f"{report.best.setting}",
+            hint="start its instances with that tensor parallelism by hand",
+        )
         plan = ServePlan(job=report.job, machine=machine, shape=resolve(job.model), why=report.why)
         write_emitted([plan], emit, emit_dir)
     if output == "json":
@@ -115,7 +125,9 @@ def _show(report: GoodputReport) -> None:
     for one in report.tried:
         if one.curve:
             points = [(f"{rate:.3g}", f"{share:.0%}") for rate, share in one.curve]
-            table(f"within both targets: {one.setting}", ("a device", "share"), points, numeric="rr")
+            table(
+                f"within both targets: {one.setting}", ("a device", "share"), points, numeric="rr"
+            )
     typer.echo(report.why)
     for note in report.notes:
         typer.echo(f"note: {note}")

@@ -113,7 +113,9 @@ def fit_phased(samples: Sequence[Sample], *, large_from: int | None = None) -> P
     Raises:
         ConfigError: fewer than six samples for a line of three coefficients.
     """
-    prompts, small, large = [], [], []
+    prompts: list[tuple[float, ...]] = []
+    small: list[tuple[float, ...]] = []
+    large: list[tuple[float, ...]] = []
     for sample in samples:
         tokens, squares, keys, requests = _sums(sample.chunks)
         if tokens and not requests:
@@ -122,17 +124,17 @@ def fit_phased(samples: Sequence[Sample], *, large_from: int | None = None) -> P
             rows = large if large_from is not None and requests >= large_from else small
             rows.append((1.0, keys, requests, sample.seconds))
     step, token, square = _line("prompts", prompts)
-    found = {"large": None, "large_from": None}
-    if large_from is not None:
-        names = ("step", "key", "request")
-        line = dict(zip(names, _line("large decodes", large), strict=True))
-        found = {"large": DecodeLine(**line), "large_from": large_from}  # type: ignore[dict-item]
-    first, key, request = _line("decodes", small)
     return Phased(
         prefill=PromptLine(step=step, token=token, square=square),
-        decode=DecodeLine(step=first, key=key, request=request),
-        **found,  # type: ignore[arg-type]
+        decode=_decodes("decodes", small),
+        large=None if large_from is None else _decodes("large decodes", large),
+        large_from=large_from,
     )
+
+
+def _decodes(what: str, rows: Sequence[tuple[float, ...]]) -> DecodeLine:
+    step, key, request = _line(what, rows)
+    return DecodeLine(step=step, key=key, request=request)
 
 
 def _line(what: str, rows: Sequence[tuple[float, ...]]) -> tuple[float, float, float]:

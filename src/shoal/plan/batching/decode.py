@@ -142,7 +142,7 @@ class DecodeScheduler(FcfsScheduler):
     def abort(self, request_id: str) -> Output | None:
         """See :class:`~shoal.ir.serving.Scheduler`."""
         request = self.requests.get(request_id)
-        if request in self.coming:
+        if request is not None and request in self.coming:
             self.coming.remove(request)
             self.waiting.append(request)  # where the others look for one that waits
         return super().abort(request_id)
