@@ -13,6 +13,7 @@ CLAIMS = PartTable(
     "claim",
     {
         "dissect": "shoal.claims.experiments.dissect:Dissect",
+        "distserve": "shoal.claims.experiments.distserve:DistServe",
         "oneflow": "shoal.claims.experiments.oneflow:OneFlow",
         "lca_bench": "shoal.claims.experiments.lca_bench:LCABench",
         "gemm_forest": "shoal.claims.experiments.gemm_forest:GemmForest",

@@ -65,6 +65,7 @@ KINDS: dict[str, str] = {
     "path_planner": "shoal.plan.paths:PATH_PLANNERS",
     "workload": "shoal.cost.workloads:WORKLOADS",
     "scheduler": "shoal.plan.batching:SCHEDULERS",
+    "phase": "shoal.plan.batching:PHASES",
     "kv": "shoal.plan.batching:KV_MANAGERS",
     "preempt": "shoal.plan.batching:PREEMPTIONS",
     "schedule": "shoal.plan.schedules:SCHEDULES",

@@ -3,15 +3,18 @@
 from shoal.ir.estimate import Estimate, Interval
 from shoal.ir.job import (
     CheckpointPolicy,
+    Disagg,
     Evaluation,
     LayerGroup,
     Parallel,
+    Phase,
     Replan,
     ServeJob,
     TrainJob,
 )
 from shoal.ir.layout import Layout
 from shoal.ir.machine import Device, Fabric, Link, Machine, Measurement, MemoryTier
+from shoal.ir.phases import Dispatcher, Fetching, Handing, PhasePart
 from shoal.ir.plan import Plan, Report, ServePlan, ServeReport, Work
 from shoal.ir.protocols import Part
 from shoal.ir.schedule import Event, LinkModel, Op, OpCosts, Schedule, SchedulePart
@@ -47,10 +50,14 @@ __all__ = [
     "Chunk",
     "Copy",
     "Device",
+    "Disagg",
+    "Dispatcher",
     "Estimate",
     "Evaluation",
     "Event",
     "Fabric",
+    "Fetching",
+    "Handing",
     "HostLink",
     "InFlight",
     "Interval",
@@ -70,6 +77,8 @@ __all__ = [
     "Output",
     "Parallel",
     "Part",
+    "Phase",
+    "PhasePart",
     "Plan",
     "PreemptPart",
     "Preemption",

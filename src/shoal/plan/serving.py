@@ -48,6 +48,8 @@ __all__ = [
     "alternatives",
     "arrivals_of",
     "build_scheduler",
+    "fillable",
+    "fixed_memory",
     "plan_serve",
     "positions",
     "precision_of",
@@ -272,17 +274,17 @@ def _memory(
     job: ServeJob, shape: ModelShape, machine: Machine, precision: str, longest: int
 ) -> tuple[dict[str, float], float, bool]:
     """(bytes by cause, bytes that may be filled, whether they are enough)."""
-    memory = _fixed_memory(job, shape, machine, precision)
+    memory = fixed_memory(job, shape, machine, precision)
     room = _room(job, shape, machine, precision)
     wanted = job.kv_tokens or max(min(job.max_running * longest, room), _least(job, longest))
     memory["cache"] = wanted * cache_bytes_per_token(shape, precision)
     if _caches(job, machine) == 2:
         memory["host"] = memory["cache"]
-    most = _fillable(job, machine)
+    most = fillable(job, machine)
     return memory, most, sum(memory.values()) <= most
 
 
-def _fixed_memory(
+def fixed_memory(
     job: ServeJob, shape: ModelShape, machine: Machine, precision: str
 ) -> dict[str, float]:
     """Bytes by cause, the cache still empty."""
@@ -304,14 +306,15 @@ def _caches(job: ServeJob, machine: Machine) -> int:
     return 2 if doubled and machine.device.kind == "cpu" else 1
 
 
-def _fillable(job: ServeJob, machine: Machine) -> float:
+def fillable(job: ServeJob, machine: Machine) -> float:
+    """Bytes of a device that a plan may fill."""
     capacity = Rates(machine, Parallel(), job.threads).capacity_bytes
     return FILL[machine.device.kind] * capacity
 
 
 def _room(job: ServeJob, shape: ModelShape, machine: Machine, precision: str) -> int:
     """Tokens of the largest cache that fits, in whole blocks; 0 or less if there is no room."""
-    free = _fillable(job, machine) - sum(_fixed_memory(job, shape, machine, precision).values())
+    free = fillable(job, machine) - sum(fixed_memory(job, shape, machine, precision).values())
     size = _block_size(job)
     token = cache_bytes_per_token(shape, precision) * _caches(job, machine)
     return math.floor(free / token / size) * size

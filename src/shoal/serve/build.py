@@ -14,6 +14,7 @@ from shoal.ir import (
     KVManager,
     KVPart,
     Limits,
+    PhasePart,
     PreemptPart,
     SchedulerPart,
     ServeJob,
@@ -32,7 +33,7 @@ from shoal.model.ksort import ksort
 from shoal.model.quantize.layers import pack
 from shoal.model.transformer import Transformer
 from shoal.serve.adjust import Adjuster
-from shoal.serve.cache import PagedCache, token_bytes
+from shoal.serve.cache import PagedCache, Zeros, token_bytes
 from shoal.serve.engine import Engine
 from shoal.serve.grammar import Grammars, Vocabulary
 from shoal.serve.host import HostStore, Mover, measure_link
@@ -230,6 +231,8 @@ def engine_of(
     *,
     link: HostLink | None = None,
     cost: StepCost | None = None,
+    phase: PhasePart | None = None,
+    zeros: Zeros | None = None,
 ) -> tuple[Engine, Limits, LocalRunner]:
     """An engine for a model that is loaded, with its limits and its runner.
 
@@ -238,6 +241,8 @@ def engine_of(
         model: with its weights.
         link: of a slower host tier, to emulate; None uses the machine's memory as it is.
         cost: seconds of a step, for ``preempt = auto``; measured where it is needed.
+        phase: the scheduler of one phase, in the place of the job's.
+        zeros: makes the tensors of the cache; they are in memory of this process without.
 
     Raises:
         ShoalError: a part or a limit of the job cannot be.
@@ -246,7 +251,6 @@ def engine_of(
     job = concrete(job, config, weight.dtype)
     assert job.kv_tokens is not None and job.max_position is not None
     kv_part: KVPart = table("kv").build(job.kv, where="kv")
-    scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
     preempt_part: PreemptPart = table("preempt").build(job.preempt, where="preempt")
     kv: KVManager = kv_part.build(job.kv_tokens)
     limits = Limits(
@@ -261,6 +265,7 @@ def engine_of(
         dtype=weight.dtype,
         device=weight.device,
         form=table("kv_format").build(job.kv_format, where="kv_format"),
+        zeros=zeros,
     )
     kernel = attention_kernel(job, model, cache)
     adjust = Adjuster(Grammars(lambda: _vocabulary(job, config)))
@@ -275,8 +280,13 @@ def engine_of(
     preemption = preempt_part.build(
         kv, limits, host_tokens=job.host_tokens or 0, link=known, cost=cost
     )
-    scheduler = scheduler_part.build(kv, limits, preemption)
-    engine = Engine(scheduler, runner, kv=kv, vocab_size=config.vocab_size)
+    if phase is not None:
+        # Who does one phase gives way to nobody: what it holds is on its way out, or was let in.
+        built = phase.build(kv, limits)
+    else:
+        scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
+        built = scheduler_part.build(kv, limits, preemption)
+    engine = Engine(built, runner, kv=kv, vocab_size=config.vocab_size)
     return engine, limits, runner
 
 

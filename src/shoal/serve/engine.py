@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import (
+    Chunk,
     KVManager,
     Output,
     Request,
@@ -139,6 +140,7 @@ class Engine:
         self._seconds = 0.0
         self._told: list[dict[str, Any]] = []
         self._swaps = SwapCounters()
+        self.last_chunks: tuple[Chunk, ...] = ()
 
     def add(self, request: Request) -> None:
         """Queue a request; its arrival is now.
@@ -189,6 +191,7 @@ class Engine:
         started = self.clock()
         step = self.scheduler.plan(started)
         self._preemptions += len(step.preempted)
+        self.last_chunks = step.chunks
         if not step:
             return []
         result = self.runner.execute(step)
