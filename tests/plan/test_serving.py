@@ -186,7 +186,7 @@ def test_competitors_differ_in_one_part_or_two() -> None:
     found = {(one.scheduler.name, one.kv.name) for one in alternatives(job())}
     every = {
         (scheduler, kv)
-        for scheduler in ("fcfs", "fair", "static")
+        for scheduler in ("fcfs", "fair", "prefill_first", "static")
         for kv in ("paged", "blockgroups", "contiguous")
     }
     assert found == every - {("fcfs", "paged")}

@@ -486,7 +486,7 @@ class DisaggEngine:
         return found
 
     def told(self) -> list[dict[str, Any]]:
-        """See :class:`~shoal.serve.process.EngineLike`: whoever needs more than tokens is refused."""
+        """Nothing: whoever needs more than tokens is refused when it is added."""
         return []
 
     def stats(self) -> dict[str, float]:

@@ -7,7 +7,8 @@ keeps them until it is told to release them. A decode instance fetches a request
 its scheduler accepts it, and says how many bytes that moved.
 
 Messages in: ``start`` (job, role, instance, instances, directory, cpus), ``peers`` (caches),
-``add`` (id, tokens, params, priority, adapter, salt), ``migrate`` (the same, n_prompt, source, blocks),
+``add`` (id, tokens, params, priority, adapter, salt), ``migrate`` (the same, n_prompt, source,
+blocks),
 ``release`` (id), ``abort`` (id), ``profile`` (shapes, seconds), ``record`` (on). Messages out:
 ``ready`` (what the model and the cache are), ``mapped``, ``profiled`` (seconds), ``recorded``
 (steps), ``outputs`` (with ``stats``, and ``held``: id -> blocks), ``fetched`` (id, bytes,

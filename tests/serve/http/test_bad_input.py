@@ -273,7 +273,7 @@ def test_unknown_paths_and_methods(call):
         "/v1",
         "/v1/completions/",
         "/docs",
-        "/v1/embeddings",
+        "/v1/audio",
         "/%ff",
     ):
         status, error = call.error("GET", path)
