@@ -184,9 +184,8 @@ class DistServe:
         ),
         Attempt(
             metric="attainment_error",
-            tried="the line fitted to profiled steps and to those of the trace together, and scaled "
-            "to their sum, as now: separate engines were faster than predicted. Near the rate where "
-            "targets begin to be missed, 5 % of a step's time are 10 to 20 points",
+            tried="the line fitted to profiled steps and to those of the trace together, and "
+            "scaled to their sum, as now: separate engines were faster than predicted",
             value=0.2516,
         ),
     )
