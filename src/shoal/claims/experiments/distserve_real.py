@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from shoal.core.config import Value
 from shoal.core.parts import table
 from shoal.cost.serve_fleet import Instance, Wire, attainment, simulate_fleet
 from shoal.cost.serve_sim import Served, quantities
-from shoal.cost.step_cost.fitted import Fitted, Sample, fit
+from shoal.cost.step_cost.fitted import FEATURES, Fitted, Sample, fit
 from shoal.ir import Arrival, Disagg, Limits, ServeJob
 from shoal.plan.batching.dispatch import LeastLoaded
 from shoal.plan.goodput import Goodput, Slo, poisson
@@ -96,8 +94,8 @@ class Real:
         self.cost: Fitted | None = None
         self.crowding = 0.0
         self.slo: Slo | None = None
-        # s that a step, and a request in it, take longer in the loop than in the profile.
-        self.around = (0.0, 0.0)
+        # Steps of a trace over what the fitted line says of them, in sum.
+        self.around = 1.0
 
     def points(self) -> list[Point]:
         """All rates of both systems."""
@@ -116,12 +114,12 @@ class Real:
             engine.profile(shapes, seconds=1.0, together=True)  # warm
             (own,) = engine.profile(shapes, seconds=4.0, together=False)
             company = engine.profile(shapes, seconds=4.0, together=True)
-            self.cost = fit(own)
             ratios = [_slower(one, own) for one in company]
             self.crowding = max(0.0, statistics.mean(ratios) - 1)
             few = shapes[:: max(1, len(shapes) // _AGAIN)]
             before = company[0][:: max(1, len(shapes) // _AGAIN)]
-            self._around(engine)
+            self._around(engine, own)
+            assert self.cost is not None
             best = self._goodput(system, engine.token_bytes)
             found = []
             for share in _RATES:
@@ -150,30 +148,22 @@ class Real:
                 )
         return found
 
-    def _around(self, engine: DisaggEngine) -> None:
-        """Correct the cost by steps in the loop: what is around them, and what is warm in it."""
+    def _around(self, engine: DisaggEngine, own: Sequence[Sample]) -> None:
+        """Fit the cost to profiled steps and to those of a trace, whose sum it then meets.
+
+        A step in the loop has something around it, finds its caches warm, and is interrupted now
+        and then: the mean counts, for whoever waits waits for all of it.
+        """
         from shoal.serve.disagg import replay
 
-        assert self.cost is not None
-        rate = 0.6 / self.cost.seconds([(0, 82)])
-        lengths = self._arrivals(rate, 150, self._seed + 1)
+        rate = 0.6 / fit(own).seconds([(0, 82)])
         engine.record(on=True)
-        replay(engine, lengths)
+        replay(engine, self._arrivals(rate, 200, self._seed + 1))
         steps = [step for one in engine.record(on=False) for step in one]
-        over = np.array([one.seconds - self.cost.seconds(one.chunks) for one in steps])
-        rows = np.array([(1.0, float(len(one.chunks))) for one in steps])
-        # By medians of few and of many requests: a step that was interrupted tells nothing.
-        few = rows[:, 1] <= np.median(rows[:, 1])
-        step = float(np.median(over[few]))
-        beyond = over[~few] - step
-        chunk = float(np.median(beyond / rows[~few, 1])) if len(beyond) else 0.0
-        self.cost = self.cost.model_copy(
-            update={
-                "step": max(0.0, self.cost.step + step),
-                "chunk": max(0.0, self.cost.chunk + chunk),
-            }
-        )
-        self.around = (step, chunk)
+        cost = fit([*own, *steps])
+        took = sum(one.seconds for one in steps)
+        self.around = took / sum(cost.seconds(one.chunks) for one in steps)
+        self.cost = _scaled(cost, self.around)
 
     def _arrivals(self, rate: float, count: int, seed: int | None = None) -> list[Arrival]:
         seed = self._seed if seed is None else seed
@@ -200,10 +190,7 @@ class Real:
         self, system: str, arrivals: Sequence[Arrival], token_bytes: int, slower: float
     ) -> list[Served]:
         assert self.cost is not None
-        names = ("step", "token", "prompt_pair", "decode_key", "chunk")
-        cost = self.cost.model_copy(
-            update={name: slower * getattr(self.cost, name) for name in names}
-        )
+        cost = _scaled(self.cost, slower)
 
         def instance(kind: str, name: str) -> Instance:
             kv = table("kv").build("paged").build(_KV_TOKENS)
@@ -220,6 +207,11 @@ class Real:
             wire=Wire(bandwidth=_COPY_BANDWIDTH, token_bytes=token_bytes),
             crowding=self.crowding,
         ).served
+
+
+def _scaled(cost: Fitted, factor: float) -> Fitted:
+    """A cost times a factor."""
+    return cost.model_copy(update={name: factor * getattr(cost, name) for name in FEATURES})
 
 
 def _slower(now: Sequence[Sample], before: Sequence[Sample]) -> float:
