@@ -52,7 +52,7 @@ def main() -> None:
                 value=whole / 60,
                 unit="min",
                 comparison="<=",
-                threshold=18,
+                threshold=20,
                 note=told,
             ),
         ]

@@ -16,6 +16,7 @@ from shoal.serve.api import ROUTES, create_app
 from shoal.serve.errors import TYPES
 from shoal.serve.limits import HttpLimits
 from shoal.serve.metrics import METRICS
+from shoal.serve.openapi import document
 
 TEXT = (DOCS / "reference" / "http.md").read_text()
 SERVE = ROOT / "src" / "shoal" / "serve"
@@ -30,13 +31,13 @@ def section(title: str) -> str:
 def arguments(method: str) -> set[str]:
     """First arguments of all calls of ``x.method("...")`` in the reader of requests."""
     found = set()
-    for node in ast.walk(ast.parse((SERVE / "openai.py").read_text())):
+    trees = [ast.parse(path.read_text()) for path in sorted(SERVE.glob("*.py"))]
+    for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             first = node.args[0] if node.args else None
-            if node.func.attr == method and ast.unparse(node.func.value) == "fields":
-                assert isinstance(first, (ast.Constant, ast.Name))
-                if isinstance(first, ast.Constant):
-                    found.add(str(first.value))
+            ours = node.func.attr == method and ast.unparse(node.func.value) == "fields"
+            if ours and isinstance(first, ast.Constant):
+                found.add(str(first.value))
     return found
 
 
@@ -60,7 +61,18 @@ def test_every_endpoint(method: str, path: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
 def test_every_field(name: str) -> None:
-    assert f"| `{name}` |" in section("Fields of both POST endpoints")
+    assert f"| `{name}` |" in section("Fields of both POST endpoints") + section(
+        "Tokens"
+    ) + section("Embeddings")
+
+
+def test_every_field_is_in_the_openapi_document() -> None:
+    shown: set[str] = set()
+    for operations in document(ROUTES, HttpLimits(), "x")["paths"].values():
+        for operation in operations.values():
+            for body in operation.get("requestBody", {}).get("content", {}).values():
+                shown |= set(body["schema"]["properties"])
+    assert shown == FIELDS
 
 
 def test_the_fields_were_found() -> None:

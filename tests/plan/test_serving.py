@@ -184,7 +184,12 @@ def test_says_what_binds() -> None:
 
 def test_competitors_differ_in_one_part_or_two() -> None:
     found = {(one.scheduler.name, one.kv.name) for one in alternatives(job())}
-    assert found == {("fcfs", "contiguous"), ("static", "paged"), ("static", "contiguous")}
+    every = {
+        (scheduler, kv)
+        for scheduler in ("fcfs", "fair", "prefill_first", "static")
+        for kv in ("paged", "blockgroups", "contiguous")
+    }
+    assert found == every - {("fcfs", "paged")}
 
 
 def test_continuous_batching_and_paging_rank_first_where_they_should() -> None:

@@ -31,13 +31,16 @@ def test_equals_the_reference(vocab_size, spread, ties):
             temperature=source.choice([0.3, 1.0, 2.5]),
             top_k=source.choice([0, 1, 5, 300, 5000]),
             top_p=source.choice([1.0, 0.999, 0.9, 0.3, 1e-6]),
+            min_p=source.choice([0.0, 0.0, 1e-5, 0.1, 1.0]),
         )
         for _ in range(rows)
     ]
     uniforms = [source.choice([0.0, source.random(), 1 - 2**-53]) for _ in range(rows)]
     found = sample_rows(logits, params, uniforms).tolist()
     expected = [
-        sample(row, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, uniform=u)
+        sample(
+            row, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, uniform=u
+        )
         for row, p, u in zip(logits, params, uniforms, strict=True)
     ]
     assert found == expected
@@ -91,6 +94,12 @@ def test_greedy_beside_sampled_and_log_probabilities():
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"logprobs": 21}, "logprobs"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"frequency_penalty": -11.0}, "frequency_penalty"),
+        ({"presence_penalty": float("nan")}, "presence_penalty"),
+        ({"logit_bias": ((3, float("inf")),)}, "logit_bias"),
+        ({"min_tokens": 2}, "min_tokens"),
     ],
 )
 def test_parameters_out_of_range(bad, name):

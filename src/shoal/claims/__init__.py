@@ -13,6 +13,7 @@ CLAIMS = PartTable(
     "claim",
     {
         "dissect": "shoal.claims.experiments.dissect:Dissect",
+        "distserve": "shoal.claims.experiments.distserve:DistServe",
         "oneflow": "shoal.claims.experiments.oneflow:OneFlow",
         "lca_bench": "shoal.claims.experiments.lca_bench:LCABench",
         "gemm_forest": "shoal.claims.experiments.gemm_forest:GemmForest",
@@ -37,6 +38,7 @@ CLAIMS = PartTable(
         "bipolar_int": "shoal.claims.experiments.bipolar_int:BipolarIntClaim",
         "smash": "shoal.claims.experiments.smash:Smash",
         "parallel_algorithms": "shoal.claims.experiments.parallel_algorithms:ParallelAlgorithms",
+        "fastswitch": "shoal.claims.experiments.fastswitch:FastSwitch",
         "ksort": "shoal.claims.experiments.ksort:KSort",
     },
 )

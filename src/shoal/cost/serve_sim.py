@@ -11,8 +11,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shoal.core.errors import require
-from shoal.ir import Arrival, Request, SamplingParams, Scheduler, Step, StepCost, StepResult
+from shoal.core.errors import ServeError, require
+from shoal.ir import (
+    Arrival,
+    HostLink,
+    Request,
+    SamplingParams,
+    Scheduler,
+    Step,
+    StepCost,
+    StepResult,
+)
 
 __all__ = [
     "Predicted",
@@ -37,7 +46,8 @@ class Served:
         finish: when its last token was there.
         n_output: tokens it was given.
         n_cached: tokens of the prompt that were found in the cache.
-        preemptions: how often it was computed again.
+        preemptions: how often its cache was taken away.
+        switch_s: s in which its cache was on the way to the host or back.
     """
 
     id: str
@@ -48,6 +58,7 @@ class Served:
     n_output: int = 0
     n_cached: int = 0
     preemptions: int = 0
+    switch_s: float = 0.0
 
     @property
     def ttft(self) -> float:
@@ -99,22 +110,60 @@ class Simulation:
 class Predicted:
     """A runner that computes nothing: it takes the predicted time and gives token 0.
 
+    Transfers go over a link with a lane for each direction, one after another, beside the
+    computation; a step that waits for some takes that much longer.
+
     Args:
         cost: seconds of a step.
+        link: of transfers; there must be none without it.
     """
 
-    def __init__(self, cost: StepCost) -> None:
-        self._cost = cost
+    def __init__(self, cost: StepCost, link: HostLink | None = None) -> None:
+        self._cost, self._link = cost, link
+        self._lanes: dict[str, float] = {}
+        # When each transfer that has not been told is over, s on the clock of the steps.
+        self._ends: dict[int, float] = {}
 
     def execute(self, step: Step) -> StepResult:
-        """See :class:`~shoal.ir.serving.Runner`."""
-        shape = [(chunk.start, chunk.length) for chunk in step.chunks]
-        tokens = {
+        """See :class:`~shoal.ir.serving.Runner`.
+
+        Raises:
+            ServeError: something is copied, and there is no link.
+        """
+        chunks = step.chunks
+        if not (step.transfers or step.wait_for or self._ends):
+            return StepResult(self._tokens(step), seconds=self._seconds(step))
+        self._begin(step)
+        waits = [self._ends[one] for one in step.wait_for]
+        begins = max(step.at, (max if chunks else min)(waits, default=step.at))
+        ends = begins + (self._seconds(step) if chunks else 0.0)
+        done = frozenset(one for one, over in self._ends.items() if over <= ends)
+        for one in done:
+            del self._ends[one]
+        return StepResult(self._tokens(step), seconds=ends - step.at, done=done)
+
+    def _begin(self, step: Step) -> None:
+        for transfer in step.transfers:
+            if self._link is None:
+                raise ServeError(
+                    f"transfer {transfer.id} of request {transfer.request_id}: this simulation "
+                    "has no link to copy over; give it one, or preempt by recomputing"
+                )
+            free = self._lanes.get(transfer.kind, 0.0)
+            # One that is not known any more is over.
+            begins = max(step.at, free, *(self._ends.get(one, 0.0) for one in transfer.after))
+            ends = begins + self._link.seconds(transfer.copies)
+            self._lanes[transfer.kind] = self._ends[transfer.id] = ends
+
+    def _seconds(self, step: Step) -> float:
+        return self._cost.seconds([(chunk.start, chunk.length) for chunk in step.chunks])
+
+    def _tokens(self, step: Step) -> dict[str, tuple[int, ...]]:
+        return {
             chunk.request.id: _ONE
             for chunk in step.chunks
             if chunk.start + chunk.length == len(chunk.request.tokens)
         }
-        return StepResult(tokens, seconds=self._cost.seconds(shape))
 
 
 _ONE = (0,)
@@ -128,22 +177,30 @@ def request_of(name: str, arrival: Arrival) -> Request:
         len(arrival.prompt),
         SamplingParams(max_tokens=arrival.output_tokens),
         arrival=arrival.at,
+        session=arrival.session,
     )
 
 
-def simulate(scheduler: Scheduler, cost: StepCost, arrivals: Sequence[Arrival]) -> Simulation:
+def simulate(
+    scheduler: Scheduler,
+    cost: StepCost,
+    arrivals: Sequence[Arrival],
+    *,
+    link: HostLink | None = None,
+) -> Simulation:
     """Serve ``arrivals`` in virtual time.
 
     Args:
         scheduler: one without requests; it has none afterwards.
         cost: seconds of a step.
         arrivals: what comes, in the order of time.
+        link: between cache and host; needed where the scheduler swaps.
 
     Raises:
         ServeError: a request that can never run.
         ConfigError: arrivals that are not in the order of time.
     """
-    runner = Predicted(cost)
+    runner = Predicted(cost, link)
     seen = Simulation()
     live: dict[str, tuple[Request, Served]] = {}
     now, place, total = 0.0, 0, len(arrivals)
@@ -182,7 +239,7 @@ def simulate(scheduler: Scheduler, cost: StepCost, arrivals: Sequence[Arrival]) 
             served.n_output += len(output.tokens)
             if output.finish is not None:
                 served.finish = now
-                served.preemptions = request.preemptions
+                served.preemptions, served.switch_s = request.preemptions, request.switch_s
                 del live[output.request_id]
     return seen
 

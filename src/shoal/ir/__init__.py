@@ -3,25 +3,33 @@
 from shoal.ir.estimate import Estimate, Interval
 from shoal.ir.job import (
     CheckpointPolicy,
+    Disagg,
     Evaluation,
     LayerGroup,
     Parallel,
+    Phase,
     Replan,
     ServeJob,
     TrainJob,
 )
 from shoal.ir.layout import Layout
 from shoal.ir.machine import Device, Fabric, Link, Machine, Measurement, MemoryTier
+from shoal.ir.phases import Dispatcher, Fetching, Handing, PhasePart
 from shoal.ir.plan import Plan, Report, ServePlan, ServeReport, Work
 from shoal.ir.protocols import Part
 from shoal.ir.schedule import Event, LinkModel, Op, OpCosts, Schedule, SchedulePart
 from shoal.ir.serving import (
     Arrival,
     Chunk,
+    Copy,
+    HostLink,
+    InFlight,
     KVManager,
     KVPart,
     Limits,
     Output,
+    Preemption,
+    PreemptPart,
     Request,
     Runner,
     SamplingParams,
@@ -31,6 +39,7 @@ from shoal.ir.serving import (
     StepCost,
     StepResult,
     TokenInfo,
+    Transfer,
 )
 from shoal.ir.shape import ModelShape
 from shoal.ir.watch import WatchPolicy
@@ -39,11 +48,18 @@ __all__ = [
     "Arrival",
     "CheckpointPolicy",
     "Chunk",
+    "Copy",
     "Device",
+    "Disagg",
+    "Dispatcher",
     "Estimate",
     "Evaluation",
     "Event",
     "Fabric",
+    "Fetching",
+    "Handing",
+    "HostLink",
+    "InFlight",
     "Interval",
     "KVManager",
     "KVPart",
@@ -61,7 +77,11 @@ __all__ = [
     "Output",
     "Parallel",
     "Part",
+    "Phase",
+    "PhasePart",
     "Plan",
+    "PreemptPart",
+    "Preemption",
     "Replan",
     "Report",
     "Request",
@@ -79,6 +99,7 @@ __all__ = [
     "StepResult",
     "TokenInfo",
     "TrainJob",
+    "Transfer",
     "WatchPolicy",
     "Work",
 ]

@@ -6,7 +6,7 @@ kind; reading a job checks every name and option.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -26,9 +26,11 @@ from shoal.ir.watch import WatchPolicy
 __all__ = [
     "TILES",
     "CheckpointPolicy",
+    "Disagg",
     "Evaluation",
     "LayerGroup",
     "Parallel",
+    "Phase",
     "Replan",
     "ServeJob",
     "TrainJob",
@@ -331,6 +333,49 @@ class TrainJob(Value):
         return frozenset(found)
 
 
+class Phase(Value):
+    """The instances of one phase of serving.
+
+    Args:
+        count: how many; a plain number stands for this alone.
+        tp: devices of an instance that share every layer.
+        pp: devices of an instance that share the layers one after the other.
+        scheduler: who runs now in an instance; None for that of the phase.
+    """
+
+    count: PositiveInt = 1
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    scheduler: Annotated[Choice, Kind("phase")] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _number(cls, raw: Any) -> Any:
+        return {"count": raw} if isinstance(raw, int | str) else raw
+
+    @property
+    def devices(self) -> int:
+        """Devices of all instances."""
+        return self.count * self.tp * self.pp
+
+
+class Disagg(Value):
+    """Prompts and generation on instances of their own.
+
+    Args:
+        prefill: those that compute prompts.
+        decode: those that generate.
+    """
+
+    prefill: Phase = Phase()
+    decode: Phase = Phase()
+
+    @property
+    def devices(self) -> int:
+        """Devices of both phases."""
+        return self.prefill.devices + self.decode.devices
+
+
 class ServeJob(Value):
     """Answer requests with a decoder-only language model.
 
@@ -340,9 +385,14 @@ class ServeJob(Value):
         model: a Hugging Face directory; for planning also a shipped shape.
         precision: dtype of weights and cache; auto takes that of the model's files.
         scheduler: who runs now.
+        disagg: instances for prompts and for generation; None computes both in one engine, by
+            ``scheduler``.
         kv: who holds which block of the cache.
-        kv_tokens: tokens that the cache holds; None takes what the memory allows, up to
-            ``max_running`` requests of full length.
+        kv_tokens: tokens that the cache of an instance holds; None takes what the memory allows,
+            up to ``max_running`` requests of full length.
+        preempt: what becomes of the cache of a request that has to give its blocks back.
+        host_tokens: tokens that host memory holds for that; None takes as many as the cache
+            holds, or none with ``preempt = recompute``.
         kv_format: how the cache keeps keys and values.
         weights: format of the matrices of linear layers, such as int4-g128; plain leaves them in
             the precision of the job. A directory that is quantized has its own.
@@ -362,8 +412,11 @@ class ServeJob(Value):
     model: str
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     scheduler: Annotated[Choice, Kind("scheduler")] = Choice(name="fcfs")
+    disagg: Disagg | None = None
     kv: Annotated[Choice, Kind("kv")] = Choice(name="paged")
     kv_tokens: PositiveInt | None = None
+    preempt: Annotated[Choice, Kind("preempt")] = Choice(name="recompute")
+    host_tokens: NonNegativeInt | None = None
     kv_format: Annotated[Choice, Kind("kv_format")] = Choice(name="plain")
     weights: str = "plain"
     kernel: dict[str, str] = {}
@@ -378,3 +431,9 @@ class ServeJob(Value):
     def threads_of(self, cores: int) -> int:
         """Threads that compute on a host of so many cores."""
         return self.threads or max(1, cores - 1)
+
+    def host_tokens_of(self, kv_tokens: int) -> int:
+        """Tokens of the host tier beside a cache of so many."""
+        if self.host_tokens is None:
+            return 0 if self.preempt.name == "recompute" else kv_tokens
+        return self.host_tokens

@@ -9,18 +9,24 @@ time is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 __all__ = [
     "Arrival",
     "Chunk",
+    "Copy",
+    "Fetched",
     "FinishReason",
+    "HostLink",
+    "InFlight",
     "KVManager",
     "KVPart",
     "Limits",
     "Output",
+    "PreemptPart",
+    "Preemption",
     "Request",
     "RequestState",
     "Runner",
@@ -31,9 +37,12 @@ __all__ = [
     "StepCost",
     "StepResult",
     "TokenInfo",
+    "Transfer",
+    "TransferKind",
 ]
 
-RequestState = Literal["waiting", "running", "finished"]
+# arriving: it holds blocks, and what belongs in them is on the way from the host.
+RequestState = Literal["waiting", "arriving", "running", "finished"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -50,6 +59,17 @@ class SamplingParams:
         stop_ids: tokens that end the request; the ending token is part of its output.
         logprobs: report the log probability of each token and of so many best ones; None for
             no report.
+        min_p: sample from tokens of at least this share of the best one's probability.
+        repetition_penalty: a token that prompt or output has is this many times less likely:
+            its score is divided by it if positive, else multiplied.
+        frequency_penalty: taken from a token's score for each time that the output has it.
+        presence_penalty: taken from a token's score once the output has it.
+        logit_bias: (token, what is added to its score).
+        min_tokens: no token of ``stop_ids`` before so many new tokens.
+        grammar: what the output must be, in the words of the library that masks tokens; it
+            ends with a token of ``stop_ids``.
+        pooling: also give a vector of the prompt: the mean of its final hidden states, which
+            needs a ``salt`` of its own, or the last one; None for none.
     """
 
     max_tokens: int
@@ -59,6 +79,14 @@ class SamplingParams:
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    grammar: str | None = None
+    pooling: Literal["mean", "last"] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -75,9 +103,12 @@ class Request:
         n_cached: tokens of the prompt that were found in the cache at the last admission.
         priority: a smaller number goes first, where a scheduler looks at it.
         adapter: name of the adapter it is for; part of the identity of its cache blocks.
+        salt: requests share cache blocks only with those of the same salt.
+        session: the conversation or client it belongs to, where a scheduler shares fairly.
         blocks: numbers of the cache blocks that hold its tokens, in order.
         state: where it is in its life.
-        preemptions: how often its cache was taken away, to be recomputed.
+        preemptions: how often its cache was taken away, to be recomputed or swapped in.
+        switch_s: s in which its cache was on the way to the host or back.
     """
 
     id: str
@@ -89,9 +120,12 @@ class Request:
     n_cached: int = 0
     priority: float = 0.0
     adapter: str | None = None
+    salt: str = ""
+    session: str = ""
     blocks: list[int] = field(default_factory=list)
     state: RequestState = "waiting"
     preemptions: int = 0
+    switch_s: float = 0.0
 
     @property
     def n_generated(self) -> int:
@@ -122,20 +156,128 @@ class Chunk(NamedTuple):
         return self.stop == len(self.request.tokens)
 
 
+class Copy(NamedTuple):
+    """A run of consecutive blocks that is copied at once.
+
+    Args:
+        source: first block, where they are.
+        target: first block, where they go.
+        num_blocks: how many.
+    """
+
+    source: int
+    target: int
+    num_blocks: int
+
+
+Fetched = Literal["ready", "arriving", "busy"]
+
+# From the cache to the host, from the host to the cache, inside the cache (copy-on-write).
+TransferKind = Literal["out", "in", "own"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Blocks of one request on their way, beside the steps to come.
+
+    Args:
+        id: rises with every transfer of a scheduler.
+        kind: from where to where.
+        request_id: whose blocks they are.
+        copies: runs of blocks.
+        after: earlier transfers that must be over before it starts, since they touch its blocks.
+    """
+
+    id: int
+    kind: TransferKind
+    request_id: str
+    copies: tuple[Copy, ...]
+    after: tuple[int, ...] = ()
+
+
+class InFlight:
+    """Blocks of one memory that transfers under way read or write.
+
+    A transfer is under way from when it is decided until the runner says that it is over.
+    Whoever is given such a block waits for the transfers that touch it, and for no other.
+    """
+
+    def __init__(self) -> None:
+        self._touched_by: dict[int, set[int]] = {}
+        self._blocks_of: dict[int, tuple[int, ...]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._touched_by)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._touched_by
+
+    def begin(self, transfer: int, blocks: Iterable[int]) -> None:
+        """A transfer touches these blocks from now on."""
+        self._blocks_of[transfer] = touched = tuple(blocks)
+        for block in touched:
+            self._touched_by.setdefault(block, set()).add(transfer)
+
+    def over(self, transfer: int) -> None:
+        """A transfer is over."""
+        for block in self._blocks_of.pop(transfer):
+            touching = self._touched_by[block]
+            touching.remove(transfer)
+            if not touching:
+                del self._touched_by[block]
+
+    def touching(self, blocks: Iterable[int]) -> set[int]:
+        """Transfers under way that touch any of these blocks."""
+        if not self._touched_by:
+            return set()
+        return set().union(*(self._touched_by.get(block, ()) for block in blocks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """How long copies between cache and host take; each direction is a lane of its own.
+
+    Args:
+        copy_s: s that any copy takes, however short it is.
+        bytes_per_s: B/s beside that.
+        block_bytes: B of a block in all layers.
+        layers: copies that a run of blocks takes, one a layer.
+    """
+
+    copy_s: float
+    bytes_per_s: float
+    block_bytes: float
+    layers: int = 1
+
+    def seconds(self, copies: Sequence[Copy]) -> float:
+        """Seconds of these runs, one after the other."""
+        blocks = sum(copy.num_blocks for copy in copies)
+        return (
+            self.copy_s * self.layers * len(copies) + blocks * self.block_bytes / self.bytes_per_s
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one iteration computes.
 
     Args:
         chunks: decodes first, then prompts; at most one chunk of a request.
-        preempted: requests whose blocks were taken; they wait, to be recomputed.
+        preempted: requests whose blocks were taken; they wait, to be recomputed or swapped in.
+        transfers: what starts to move before anything is computed, in this order.
+        wait_for: transfers, of this step or of earlier ones, that must be over before anything
+            is computed. A step without chunks that waits for some ends when the first is over.
+        at: s, when it was planned, on the clock of whoever drives the scheduler.
     """
 
     chunks: tuple[Chunk, ...]
     preempted: tuple[Request, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    wait_for: tuple[int, ...] = ()
+    at: float = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self.chunks)
+        return bool(self.chunks or self.transfers or self.wait_for)
 
     @property
     def num_tokens(self) -> int:
@@ -164,11 +306,17 @@ class StepResult:
         tokens: request id -> new tokens, for every chunk that yields.
         infos: request id -> log probabilities, where they were asked for; as many.
         seconds: how long it took, or is predicted to take.
+        done: transfers, of this step or of earlier ones, that are over now; each told once.
+        vectors: request id -> vector of its prompt, where one was asked for.
+        failed: request id -> why it cannot go on; others are not affected.
     """
 
     tokens: Mapping[str, Sequence[int]]
     infos: Mapping[str, Sequence[TokenInfo]] = field(default_factory=dict)
     seconds: float = 0.0
+    done: frozenset[int] = frozenset()
+    vectors: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 class Output(NamedTuple):
@@ -222,10 +370,15 @@ class Arrival:
 
 @runtime_checkable
 class KVManager(Protocol):
-    """Who holds which block of the cache: bookkeeping without tensors."""
+    """Who holds which block of the cache: bookkeeping without tensors.
+
+    ``in_flight`` is kept by who begins transfers. A manager may read it, to give out blocks
+    that nobody touches first; it must be right with any order.
+    """
 
     block_size: int
     num_blocks: int
+    in_flight: InFlight
 
     @property
     def num_free(self) -> int:
@@ -296,6 +449,77 @@ class Scheduler(Protocol):
         ...
 
 
+@runtime_checkable
+class Preemption(Protocol):
+    """Where the keys and values of a request go that has to give its blocks back.
+
+    A scheduler asks it while it plans; it is the only one that begins transfers.
+    """
+
+    def take(self, request: Request) -> None:
+        """Take the blocks of a running or arriving request, and keep what is in them or not."""
+        ...
+
+    def fetch(self, request: Request, running: int) -> Fetched:
+        """Bring what the host holds of a request to its blocks, which hold all of its tokens.
+
+        ``running`` others are in the step. ``ready``: a chunk of it may be planned. ``arriving``:
+        not before it is ``running`` again. Both set ``n_computed``. ``busy``: computing in its
+        blocks would make the others wait; take them away and try again later.
+        """
+        ...
+
+    def wait(self, blocks: Sequence[int]) -> None:
+        """These blocks are computed in by the step that is planned: it waits for what moves."""
+        ...
+
+    def drop(self, request: Request, *, keep: bool) -> None:
+        """A request has ended: take its blocks; ``keep`` what later requests may begin with."""
+        ...
+
+    def kept(self, request: Request) -> int:
+        """Tokens of a request that waits which need not be computed again."""
+        ...
+
+    def launch(
+        self, now: float, *, computing: bool, busy: bool
+    ) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
+        """``transfers`` and ``wait_for`` of the step that is planned.
+
+        ``computing``: it has chunks. ``busy``: there are requests; if none of them computes,
+        the step waits for a transfer.
+        """
+        ...
+
+    def settle(self, done: Iterable[int], now: float) -> None:
+        """These transfers are over; who was arriving by one of them is running."""
+        ...
+
+
+class PreemptPart(Protocol):
+    """A part of kind ``preempt``."""
+
+    def build(
+        self,
+        kv: KVManager,
+        limits: Limits,
+        *,
+        host_tokens: int = 0,
+        link: HostLink | None = None,
+        cost: StepCost | None = None,
+    ) -> Preemption:
+        """The preemption of one scheduler.
+
+        Args:
+            kv: its bookkeeping of the cache.
+            limits: what it keeps to.
+            host_tokens: tokens that host memory holds, rounded down to whole blocks.
+            link: how long copies take, where that is known.
+            cost: how long computing again takes, where that is known.
+        """
+        ...
+
+
 class KVPart(Protocol):
     """A part of kind ``kv``."""
 
@@ -307,8 +531,10 @@ class KVPart(Protocol):
 class SchedulerPart(Protocol):
     """A part of kind ``scheduler``."""
 
-    def build(self, kv: KVManager, limits: Limits) -> Scheduler:
-        """A scheduler without requests."""
+    def build(
+        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
+    ) -> Scheduler:
+        """A scheduler without requests; ``preemption`` is by recomputing if not given."""
         ...
 
 

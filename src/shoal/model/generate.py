@@ -1,11 +1,14 @@
-"""Text from a model: greedy, or sampled with temperature, top-k and top-p.
+"""Text from a model: greedy, or sampled with temperature, top-k, top-p and min-p.
 
 Source of top-p: Holtzman et al., The Curious Case of Neural Text Degeneration, 2020.
+Source of min-p: Nguyen et al., Turning Up the Heat: Min-p Sampling, 2024.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +18,45 @@ from shoal.core.random import generator
 from shoal.model.attention import KVCache
 from shoal.model.transformer import Transformer
 
-__all__ = ["generate", "sample", "stream"]
+__all__ = ["adjust", "generate", "sample", "stream"]
+
+
+def adjust(
+    logits_V: Tensor,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    logit_bias: Sequence[tuple[int, float]] = (),
+    banned: Collection[int] = (),
+) -> Tensor:
+    """Scores after penalties, bias and bans, in this order; one row, token by token.
+
+    Args:
+        logits_V: scores of all tokens.
+        prompt: tokens of the prompt.
+        output: tokens generated so far.
+        repetition_penalty: divides positive scores of tokens of both, multiplies others.
+        frequency_penalty: taken off for each time that the output has a token.
+        presence_penalty: taken off once for each token of the output.
+        logit_bias: (token, what is added).
+        banned: tokens that must not be chosen.
+
+    Source of the repetition penalty: Keskar et al., CTRL, 2019, section 4.1.
+    """
+    scores_V = logits_V.double()
+    for token in {*prompt, *output}:
+        score = scores_V[token].item()
+        scores_V[token] = score / repetition_penalty if score > 0 else score * repetition_penalty
+    for token, count in Counter(output).items():
+        scores_V[token] -= count * frequency_penalty + presence_penalty
+    for token, bias in logit_bias:
+        scores_V[token] += bias
+    for token in banned:
+        scores_V[token] = float("-inf")
+    return scores_V.float()
 
 
 def sample(
@@ -24,6 +65,7 @@ def sample(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     uniform: float = 0.0,
 ) -> int:
     """Choose the next token.
@@ -33,6 +75,8 @@ def sample(
         temperature: 0 takes the best token.
         top_k: only so many of the best tokens; 0 for all.
         top_p: only the best tokens that together have this probability; 1 for all.
+        min_p: only tokens of at least this share of the best one's probability; comes before
+            ``top_p``.
         uniform: the random number in [0, 1) that decides.
     """
     if temperature == 0:
@@ -40,7 +84,10 @@ def sample(
     scores, order = (logits_V.double() / temperature).sort(descending=True, stable=True)
     if top_k:
         scores = scores[:top_k]
+    if min_p:
+        scores = scores[scores - scores[0] >= math.log(min_p)]
     p = torch.softmax(scores, -1)
+    p = p[p > 0]  # what is banned stays banned, whatever the random number
     if top_p < 1:
         p = p[: int((p.cumsum(-1) - p < top_p).sum())]
     cumulative = p.cumsum(-1)

@@ -17,6 +17,7 @@ from pathlib import Path
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.arithmetic import flops_per_token, parameters
+from shoal.cost.host_link import host_link
 from shoal.cost.rates import Rates
 from shoal.cost.serve_sim import Simulation, simulate
 from shoal.cost.shapes import resolve
@@ -31,6 +32,7 @@ from shoal.cost.workloads.describe import sentence
 from shoal.ir import (
     Arrival,
     Estimate,
+    HostLink,
     Interval,
     Limits,
     Machine,
@@ -46,6 +48,8 @@ __all__ = [
     "alternatives",
     "arrivals_of",
     "build_scheduler",
+    "fillable",
+    "fixed_memory",
     "plan_serve",
     "positions",
     "precision_of",
@@ -132,8 +136,15 @@ def positions(job: ServeJob, shape: ModelShape) -> int:
     return wanted
 
 
-def build_scheduler(job: ServeJob) -> Scheduler:
+def build_scheduler(
+    job: ServeJob, *, link: HostLink | None = None, cost: StepCost | None = None
+) -> Scheduler:
     """The scheduler of a concrete job, with its bookkeeping and without requests.
+
+    Args:
+        job: with ``kv_tokens`` and ``max_position``.
+        link: between cache and host, where it is known.
+        cost: seconds of a step, for ``preempt = auto``.
 
     Raises:
         PlanError: the job leaves ``kv_tokens`` or ``max_position`` open.
@@ -149,7 +160,13 @@ def build_scheduler(job: ServeJob) -> Scheduler:
         max_step_tokens=job.max_step_tokens,
         max_position=job.max_position,
     )
-    found: Scheduler = table("scheduler").build(job.scheduler, where="scheduler").build(kv, limits)
+    preemption = (
+        table("preempt")
+        .build(job.preempt, where="preempt")
+        .build(kv, limits, host_tokens=job.host_tokens_of(job.kv_tokens), link=link, cost=cost)
+    )
+    part = table("scheduler").build(job.scheduler, where="scheduler")
+    found: Scheduler = part.build(kv, limits, preemption)
     return found
 
 
@@ -193,11 +210,13 @@ def plan_serve(
             )
             longest = shorter
             memory, most, fits = _memory(job, shape, machine, precision, longest)
+    kv_tokens = max(1, int(memory["cache"] / cache_bytes_per_token(shape, precision)))
     concrete = ServeJob.model_validate(
         {
             **job.model_dump(),
             "precision": precision,
-            "kv_tokens": max(1, int(memory["cache"] / cache_bytes_per_token(shape, precision))),
+            "kv_tokens": kv_tokens,
+            "host_tokens": job.host_tokens_of(kv_tokens),
             "threads": job.threads_of(machine.device.num_cores or 1)
             if machine.device.kind == "cpu"
             else 0,
@@ -221,10 +240,15 @@ def plan_serve(
     require(
         bool(arrivals), "trace", len(arrivals), expected="at least one request", hint="add some"
     )
-    seen = simulate(build_scheduler(concrete), model, arrivals)
+    link = host_link(machine, shape, precision, _block_size(job))
+
+    def simulated(cost: StepCost) -> Simulation:
+        scheduler = build_scheduler(concrete, link=link, cost=cost)
+        return simulate(scheduler, cost, arrivals, link=link)
+
+    seen = simulated(model)
     ends = [
-        simulate(build_scheduler(concrete), _Scaled(model, factor), arrivals).quantities()
-        for factor in (1 / (1 + spread), 1 + spread)
+        simulated(_Scaled(model, factor)).quantities() for factor in (1 / (1 + spread), 1 + spread)
     ]
     context = round(sum(len(a.prompt) + a.output_tokens / 2 for a in arrivals) / len(arrivals))
     estimate = _decode_step(concrete, shape, roofline, model, spread, memory, context)
@@ -250,37 +274,50 @@ def _memory(
     job: ServeJob, shape: ModelShape, machine: Machine, precision: str, longest: int
 ) -> tuple[dict[str, float], float, bool]:
     """(bytes by cause, bytes that may be filled, whether they are enough)."""
-    memory = _fixed_memory(job, shape, machine, precision)
+    memory = fixed_memory(job, shape, machine, precision)
     room = _room(job, shape, machine, precision)
     wanted = job.kv_tokens or max(min(job.max_running * longest, room), _least(job, longest))
     memory["cache"] = wanted * cache_bytes_per_token(shape, precision)
-    most = _fillable(job, machine)
+    if _caches(job, machine) == 2:
+        memory["host"] = memory["cache"]
+    most = fillable(job, machine)
     return memory, most, sum(memory.values()) <= most
 
 
-def _fixed_memory(
+def fixed_memory(
     job: ServeJob, shape: ModelShape, machine: Machine, precision: str
 ) -> dict[str, float]:
     """Bytes by cause, the cache still empty."""
     requests = min(job.max_running, job.max_step_tokens)
+    # The host tier of a CPU lies in the memory that the device fills too.
+    host = job.host_tokens or 0 if machine.device.kind == "cpu" else 0
     return {
         "weights": parameters(shape) * BYTES[precision],
         "cache": 0.0,
         "activations": activation_bytes(shape, job.max_step_tokens, requests, precision),
         "runtime": RUNTIME_BYTES[machine.device.kind],
+        **({"host": host * cache_bytes_per_token(shape, precision)} if host else {}),
     }
 
 
-def _fillable(job: ServeJob, machine: Machine) -> float:
+def _caches(job: ServeJob, machine: Machine) -> int:
+    """How many times the memory of a device holds as much as the cache: a host tier doubles it."""
+    doubled = job.host_tokens is None and job.host_tokens_of(1) > 0
+    return 2 if doubled and machine.device.kind == "cpu" else 1
+
+
+def fillable(job: ServeJob, machine: Machine) -> float:
+    """Bytes of a device that a plan may fill."""
     capacity = Rates(machine, Parallel(), job.threads).capacity_bytes
     return FILL[machine.device.kind] * capacity
 
 
 def _room(job: ServeJob, shape: ModelShape, machine: Machine, precision: str) -> int:
     """Tokens of the largest cache that fits, in whole blocks; 0 or less if there is no room."""
-    free = _fillable(job, machine) - sum(_fixed_memory(job, shape, machine, precision).values())
+    free = fillable(job, machine) - sum(fixed_memory(job, shape, machine, precision).values())
     size = _block_size(job)
-    return math.floor(free / cache_bytes_per_token(shape, precision) / size) * size
+    token = cache_bytes_per_token(shape, precision) * _caches(job, machine)
+    return math.floor(free / token / size) * size
 
 
 def _least(job: ServeJob, longest: int) -> int:
@@ -397,8 +434,8 @@ def _seen(job: ServeJob, seen: Simulation) -> tuple[str, ...]:
     again = sum(one.preemptions for one in seen.served)
     if again:
         found.append(
-            f"the cache of {job.kv_tokens} tokens was full: requests were computed again "
-            f"{again} times; more kv_tokens or a smaller max_running avoids it"
+            f"the cache of {job.kv_tokens} tokens was full: requests were preempted {again} "
+            f"times, by {job.preempt}; more kv_tokens or a smaller max_running avoids it"
         )
     return tuple(found)
 

@@ -57,13 +57,24 @@ class Answer:
         model: the tokenizer.
         stops: strings that end the answer; they are no part of it.
         stop_ids: tokens that end it; they have no text.
+        keep_stop: the string that ends the answer is part of it.
+        min_tokens: no string ends the answer before so many tokens.
     """
 
-    def __init__(self, model: TextModel, stops: Sequence[str], stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        model: TextModel,
+        stops: Sequence[str],
+        stop_ids: frozenset[int],
+        *,
+        keep_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         self._model = model
         self._text = model.stream()
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, keep=keep_stop)
         self._stop_ids = stop_ids
+        self._min_tokens = min_tokens
         self._decoded = 0
         self._sent = 0
         self._held: list[Entry] = []
@@ -91,7 +102,8 @@ class Answer:
                     self._held.append(Entry(raw, info.logprob, top, self._decoded))
                 new = self._text.feed(token)
                 self._decoded += len(new)
-                text.append(self._stops.feed(new))
+                early = self.num_tokens < self._min_tokens
+                text.append(new if early else self._stops.feed(new))
                 if self.stopped:
                     break
             if self.stopped:
@@ -116,13 +128,16 @@ async def pieces(
     prompt: Sequence[int],
     params: SamplingParams,
     answer: Answer,
+    *,
+    priority: float = 0.0,
+    salt: str = "",
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of an answer as they come; leaving early aborts the request.
 
     Raises:
         ServeError: the engine refused the request, died, or the reader is too slow.
     """
-    batches = client.batches(request_id, prompt, params)
+    batches = client.batches(request_id, prompt, params, priority=priority, salt=salt)
     async with contextlib.aclosing(batches):
         async for outputs in batches:
             piece = answer.feed(outputs)

@@ -4,10 +4,14 @@
 ``GET /health``              whether requests are taken; the only one without a key
 ``GET /version``             version of Shoal
 ``GET /metrics``             numbers for Prometheus
+``GET /openapi.json``        this list with every field and status
 ``GET /v1/models``           what is served
 ``GET /v1/models/{model}``   the same of one model
 ``POST /v1/completions``     continue texts or tokens
 ``POST /v1/chat/completions``  answer the messages of a chat
+``POST /v1/embeddings``      vectors of texts
+``POST /tokenize``           the tokens of a text or of a chat
+``POST /detokenize``         the text of tokens
 ===========================  =================================================
 """
 
@@ -18,6 +22,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -32,14 +37,18 @@ from shoal.serve import openai
 from shoal.serve.answer import Answer, Piece, pieces
 from shoal.serve.body import read_body
 from shoal.serve.client import EngineClient
+from shoal.serve.embeddings import read_embeddings, written
 from shoal.serve.errors import ApiError, as_api_error, error_response
+from shoal.serve.grammar_check import GrammarCheck
 from shoal.serve.guard import Access, Guard
 from shoal.serve.limits import HttpLimits
 from shoal.serve.metrics import Metrics
 from shoal.serve.openai import Ask
+from shoal.serve.openapi import document
 from shoal.serve.stream import EventStream, events, gather, merge, until_gone
 from shoal.serve.template import ChatTemplate
 from shoal.serve.text import TextModel
+from shoal.serve.tokens import read_detokenize, read_tokenize
 from shoal.serve.writers import ChatWriter, CompletionWriter, Job, Prompt, Writer
 
 __all__ = ["ROUTES", "create_app"]
@@ -48,10 +57,14 @@ ROUTES: tuple[tuple[str, str], ...] = (
     ("GET", "/health"),
     ("GET", "/version"),
     ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
 )
 """Every endpoint: method and path."""
 
@@ -85,10 +98,14 @@ def create_app(
         ("GET", "/health"): service.health,
         ("GET", "/version"): service.version,
         ("GET", "/metrics"): service.metrics_text,
+        ("GET", "/openapi.json"): service.openapi,
         ("GET", "/v1/models"): service.models,
         ("GET", "/v1/models/{model}"): service.model,
         ("POST", "/v1/completions"): service.completions,
         ("POST", "/v1/chat/completions"): service.chat_completions,
+        ("POST", "/v1/embeddings"): service.embeddings,
+        ("POST", "/tokenize"): service.tokenize,
+        ("POST", "/detokenize"): service.detokenize,
     }
     for method, path in ROUTES:
         app.add_api_route(path, handlers[method, path], methods=[method], response_model=None)
@@ -103,6 +120,7 @@ def create_app(
         # Paths that nobody defined must not become labels without bound.
         metrics.http(route if route in known else "other", status)
 
+    app.state.stop = service.stop
     app.add_middleware(Guard, access=access or Access(), limits=limits, count=count)
     return app
 
@@ -111,8 +129,8 @@ async def _http_error(request: Request, cause: Exception) -> Response:
     """404 and 405 of the router, in the one shape."""
     assert isinstance(cause, HTTPException)
     messages = {
-        404: f"{request.url.path[:80]}: no such endpoint; see /v1/models, /v1/completions, "
-        "/v1/chat/completions, /health, /metrics and /version",
+        404: f"{request.url.path[:80]}: no such endpoint; see "
+        f"{', '.join(path for _, path in ROUTES)}",
         405: f"{request.method} {request.url.path[:80]}: expected another method, "
         f"{(cause.headers or {}).get('Allow', 'GET or POST')}",
     }
@@ -155,10 +173,15 @@ class _Service:
         self._name = name
         self._limits = limits
         self._metrics = metrics
+        self._grammars = GrammarCheck(limits)
         self._created = int(time.time())
         self._eos = client.model.eos_ids | {
             token for token in text.eos_ids() if token < client.model.vocab_size
         }
+
+    async def stop(self) -> None:
+        """End what was started for requests."""
+        await self._grammars.stop()
 
     # Small endpoints
 
@@ -182,6 +205,10 @@ class _Service:
         with contextlib.suppress(ServeError):  # without an engine: engine_up 0 and the last ones
             await self._client.stats()
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def openapi(self) -> Response:
+        """What can be asked, for programs."""
+        return JSONResponse(document(ROUTES, self._limits, self._name))
 
     async def models(self) -> Response:
         """What is served."""
@@ -207,6 +234,64 @@ class _Service:
             "max_model_len": self._client.model.max_position,
         }
 
+    async def embeddings(self, request: Request) -> Response:
+        """Vectors of texts."""
+        body = await read_body(request, self._limits)
+        asked = read_embeddings(body, self._limits, self._client.model, (self._name,))
+        prompts = [
+            await asyncio.to_thread(self._encode, text, "input") if isinstance(text, str) else text
+            for text in asked.texts
+        ]
+        for tokens in prompts:
+            self._check_prompt(tokens, 1, "input")
+        self._check_room(len(prompts))
+        name = f"embd-{secrets.token_hex(12)}"
+        params = SamplingParams(max_tokens=1, pooling=asked.pooling)
+
+        async def one(place: int, tokens: Sequence[int]) -> list[float]:
+            # The mean needs every token's state, so nothing of it may be found in the cache.
+            own = f"{name}-{place}"
+            return await self._client.embed(
+                own,
+                tokens,
+                params,
+                priority=asked.priority,
+                salt=own if asked.pooling == "mean" else "",
+            )
+
+        work = asyncio.gather(*(one(place, tokens) for place, tokens in enumerate(prompts)))
+
+        async def together() -> list[list[float]]:
+            return await work
+
+        vectors = await until_gone(request.receive, together())
+        total = sum(map(len, prompts))
+        return JSONResponse(written(vectors, asked, self._name, total))
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text or of a chat."""
+        body = await read_body(request, self._limits)
+        given, special, texts = read_tokenize(body, self._limits, (self._name,))
+        if isinstance(given, str):
+            tokens = await asyncio.to_thread(self._encode, given, "prompt", special=special)
+        else:
+            tokens = list((await asyncio.to_thread(self._rendered, given, {})).tokens)
+        longest = self._client.model.max_position
+        if len(tokens) > longest:  # a text far too long is not read to its end
+            raise openai.too_long(len(tokens), 0, self._client.model)
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": longest}
+        answer |= {"tokens": list(tokens), "token_strs": None}
+        if texts:
+            raw = map(self._text.token_bytes, tokens)
+            answer["token_strs"] = [one.decode(errors="replace") for one in raw]
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        body = await read_body(request, self._limits)
+        tokens = read_detokenize(body, self._client.model, (self._name,))
+        return JSONResponse({"prompt": await asyncio.to_thread(self._text.decode, tokens)})
+
     # Completions
 
     async def completions(self, request: Request) -> Response:
@@ -221,7 +306,7 @@ class _Service:
             else:
                 shown = self._text.decode(prompt) if ask.echo else None
                 prompts.append(Prompt(prompt, shown))
-        job = self._job("cmpl-", ask, prompts)
+        job = self._job("cmpl-", await self._formed(ask), prompts)
         return await self._answer(request, job, CompletionWriter(job, self._name))
 
     async def chat_completions(self, request: Request) -> Response:
@@ -229,11 +314,29 @@ class _Service:
         body = await read_body(request, self._limits)
         ask = openai.read_chat(body, self._limits, self._client.model, (self._name,))
         prompt = await asyncio.to_thread(self._render, ask)
-        job = self._job("chatcmpl-", ask, [prompt], self._template.stops)
+        job = self._job("chatcmpl-", await self._formed(ask), [prompt], self._template.stops)
         return await self._answer(request, job, ChatWriter(job, self._name))
 
+    async def _formed(self, ask: Ask) -> Ask:
+        """With the grammar of the answer's form."""
+        if ask.form is None:
+            return ask
+        param, form = ask.form
+        if not self._eos and not ask.sampling.stop_ids:
+            raise ApiError(
+                f"{param}: this model has no token that ends a text; give stop_token_ids",
+                param=param,
+                code="unsupported_parameter",
+            )
+        grammar = await self._grammars.grammar(form, param)
+        return replace(ask, sampling=replace(ask.sampling, grammar=grammar))
+
     def _render(self, ask: Ask) -> Prompt:
-        text = self._template.render(ask.messages, **ask.template_values)
+        tools = None if ask.tools is None else [dict(tool) for tool in ask.tools.given]
+        return self._rendered(ask.messages, {**ask.template_values, "tools": tools})
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], values: dict[str, Any]) -> Prompt:
+        text = self._template.render(messages, **values)
         return Prompt(self._encode(text, "messages", special=self._template.special), None)
 
     def _encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
@@ -250,23 +353,35 @@ class _Service:
         return self._text.encode_within(text, limit, special=special)
 
     def _job(self, prefix: str, ask: Ask, prompts: list[Prompt], stops: Sequence[str] = ()) -> Job:
-        stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else self._eos)
+        stop_ids = ask.sampling.stop_ids | (frozenset() if ask.ignore_eos else self._eos)
         params = []
         for place, prompt in enumerate(prompts):
             room = min(self._check_length(prompt, ask), self._check_logprobs(len(prompts), ask))
             params += [
-                SamplingParams(
+                replace(
+                    ask.sampling,
                     max_tokens=ask.max_tokens or room,
-                    temperature=ask.temperature,
-                    top_k=ask.top_k,
-                    top_p=ask.top_p,
-                    seed=(ask.seed + place * ask.n + choice) % 2**63,
+                    seed=(ask.sampling.seed + place * ask.n + choice) % 2**63,
                     stop_ids=stop_ids,
-                    logprobs=ask.logprobs,
                 )
                 for choice in range(ask.n)
             ]
-        if self._client.num_open + len(params) > self._limits.open_requests:
+        self._check_room(len(params))
+        answers = [
+            Answer(
+                self._text,
+                (*ask.stops, *stops),
+                stop_ids,
+                keep_stop=ask.keep_stop,
+                min_tokens=ask.sampling.min_tokens,
+            )
+            for _ in params
+        ]
+        return Job(prefix + secrets.token_hex(12), int(time.time()), ask, prompts, params, answers)
+
+    def _check_room(self, number: int) -> None:
+        """429 where so many more answers would be too many."""
+        if self._client.num_open + number > self._limits.open_requests:
             raise ApiError(
                 f"{self._client.num_open} answers are under way: expected at most "
                 f"{self._limits.open_requests}; try again",
@@ -274,8 +389,6 @@ class _Service:
                 code="overloaded",
                 retry_after_s=1,
             )
-        answers = [Answer(self._text, (*ask.stops, *stops), stop_ids) for _ in params]
-        return Job(prefix + secrets.token_hex(12), int(time.time()), ask, prompts, params, answers)
 
     def _check_logprobs(self, num_prompts: int, ask: Ask) -> int:
         """Tokens of an answer whose log probabilities, with those of the others, stay in bounds."""
@@ -283,7 +396,7 @@ class _Service:
             return self._client.model.max_position
         values = num_prompts * ask.n * (1 + ask.logprobs)
         most = self._limits.logprob_values // values
-        if most < (ask.max_tokens or 1):
+        if most < (ask.max_tokens or max(1, ask.sampling.min_tokens)):
             raise ApiError(
                 f"max_tokens = {ask.max_tokens} with {values} log probabilities at each: expected "
                 f"at most {self._limits.logprob_values} together; ask for fewer of either",
@@ -294,24 +407,26 @@ class _Service:
 
     def _check_length(self, prompt: Prompt, ask: Ask) -> int:
         """Room for new tokens behind a prompt."""
+        wanted = ask.max_tokens or max(1, ask.sampling.min_tokens)
+        return self._check_prompt(prompt.tokens, wanted, "messages" if ask.messages else "prompt")
+
+    def _check_prompt(self, tokens: Sequence[int], wanted: int, param: str) -> int:
         model = self._client.model
-        num = len(prompt.tokens)
-        if num == 0:
+        if not tokens:
             raise ApiError(
-                "prompt: no tokens: expected at least one; give some text",
-                param="prompt",
+                f"{param}: no tokens: expected at least one; give some text",
+                param=param,
                 code="invalid_value",
             )
-        room = model.max_position - num
-        if room < (ask.max_tokens or 1):
-            param = "messages" if ask.messages else "prompt"
-            raise openai.too_long(num, ask.max_tokens or 1, model, param=param)
-        for token in prompt.tokens:
+        room = model.max_position - len(tokens)
+        if room < wanted:
+            raise openai.too_long(len(tokens), wanted, model, param=param)
+        for token in tokens:
             if token >= model.vocab_size:
                 raise ApiError(
-                    f"prompt: token {token}: expected ids below {model.vocab_size}; the tokenizer "
+                    f"{param}: token {token}: expected ids below {model.vocab_size}; the tokenizer "
                     "does not belong to the model",
-                    param="prompt",
+                    param=param,
                     code="invalid_value",
                 )
         return room
@@ -331,7 +446,13 @@ class _Service:
             timer = self._metrics.begin(len(prompt))
             finish = "abort"
             source = pieces(
-                self._client, f"{job.id}-{index}", prompt, job.params[index], job.answers[index]
+                self._client,
+                f"{job.id}-{index}",
+                prompt,
+                job.params[index],
+                job.answers[index],
+                priority=job.ask.priority,
+                salt=job.ask.salt,
             )
             try:
                 async with contextlib.aclosing(source):

@@ -15,7 +15,7 @@ from shoal.core.errors import ServeError, nearest, require
 from shoal.core.measure import check_quiet
 from shoal.core.parts import Choice, options_of, table
 from shoal.cost.serve_sim import Served, quantities, request_of
-from shoal.ir import Arrival, Machine, ServeJob, ServeReport
+from shoal.ir import Arrival, Machine, Output, ServeJob, ServeReport
 from shoal.machine import host
 from shoal.serve.engine import Engine
 
@@ -174,6 +174,7 @@ def replay(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
     progress: Progress | None = None,
+    watch: Callable[[Output, float], None] | None = None,
 ) -> list[Served]:
     """Serve ``arrivals`` in real time: each is added when its time has come.
 
@@ -183,6 +184,7 @@ def replay(
         clock: s.
         sleep: waits so many s.
         progress: called with (done, total, text).
+        watch: called with every output and when it came, s.
 
     Raises:
         ServeError: a request that can never run.
@@ -206,6 +208,8 @@ def replay(
         outputs = engine.step()
         now = clock() - began
         for output in outputs:
+            if watch is not None:
+                watch(output, now)
             served = live[output.request_id]
             request = requests[int(output.request_id)]
             if served.n_output == 0:
@@ -213,6 +217,7 @@ def replay(
             served.n_output += len(output.tokens)
             if output.finish is not None:
                 served.finish, served.preemptions = now, request.preemptions
+                served.switch_s = request.switch_s
                 del live[output.request_id]
                 finished += 1
                 if progress is not None:

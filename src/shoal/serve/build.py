@@ -9,7 +9,17 @@ import torch
 from shoal.core.errors import ServeError, require
 from shoal.core.measure import num_cores
 from shoal.core.parts import table
-from shoal.ir import KVManager, KVPart, Limits, SchedulerPart, ServeJob
+from shoal.ir import (
+    HostLink,
+    KVManager,
+    KVPart,
+    Limits,
+    PhasePart,
+    PreemptPart,
+    SchedulerPart,
+    ServeJob,
+    StepCost,
+)
 from shoal.kernel.calls import Device, Linear, PagedAttention
 from shoal.kernel.dispatch import dispatch
 from shoal.kernel.kv.bfp import Bfp
@@ -22,8 +32,12 @@ from shoal.model.config import ModelConfig
 from shoal.model.ksort import ksort
 from shoal.model.quantize.layers import pack
 from shoal.model.transformer import Transformer
-from shoal.serve.cache import PagedCache, token_bytes
+from shoal.serve.adjust import Adjuster
+from shoal.serve.cache import PagedCache, Zeros, token_bytes
 from shoal.serve.engine import Engine
+from shoal.serve.grammar import Grammars, Vocabulary
+from shoal.serve.host import HostStore, Mover, measure_link
+from shoal.serve.profile import quick_cost
 from shoal.serve.runner import LocalRunner
 from shoal.train.allocator import keep_freed_memory
 
@@ -190,9 +204,20 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
         hint="give a smaller kv_tokens or a smaller model",
         error=ServeError,
     )
+    host_tokens = job.host_tokens_of(tokens)
+    require(
+        (tokens + host_tokens) * size <= room,
+        "host_tokens",
+        host_tokens,
+        expected=f"at most {room // size - tokens} beside a cache of {tokens}: a token takes "
+        f"{size} bytes, and {room / 2**20:,.0f} MiB are free",
+        hint="give a smaller host_tokens",
+        error=ServeError,
+    )
     return job.model_copy(
         update={
             "kv_tokens": tokens,
+            "host_tokens": host_tokens,
             "max_position": longest,
             "precision": "bf16" if dtype == torch.bfloat16 else "fp32",
             "threads": job.threads_of(num_cores()),
@@ -200,12 +225,24 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
     )
 
 
-def engine_of(job: ServeJob, model: Transformer) -> tuple[Engine, Limits, LocalRunner]:
+def engine_of(
+    job: ServeJob,
+    model: Transformer,
+    *,
+    link: HostLink | None = None,
+    cost: StepCost | None = None,
+    phase: PhasePart | None = None,
+    zeros: Zeros | None = None,
+) -> tuple[Engine, Limits, LocalRunner]:
     """An engine for a model that is loaded, with its limits and its runner.
 
     Args:
         job: what to do.
         model: with its weights.
+        link: of a slower host tier, to emulate; None uses the machine's memory as it is.
+        cost: seconds of a step, for ``preempt = auto``; measured where it is needed.
+        phase: the scheduler of one phase, in the place of the job's.
+        zeros: makes the tensors of the cache; they are in memory of this process without.
 
     Raises:
         ShoalError: a part or a limit of the job cannot be.
@@ -214,7 +251,7 @@ def engine_of(job: ServeJob, model: Transformer) -> tuple[Engine, Limits, LocalR
     job = concrete(job, config, weight.dtype)
     assert job.kv_tokens is not None and job.max_position is not None
     kv_part: KVPart = table("kv").build(job.kv, where="kv")
-    scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
+    preempt_part: PreemptPart = table("preempt").build(job.preempt, where="preempt")
     kv: KVManager = kv_part.build(job.kv_tokens)
     limits = Limits(
         max_running=job.max_running,
@@ -228,12 +265,45 @@ def engine_of(job: ServeJob, model: Transformer) -> tuple[Engine, Limits, LocalR
         dtype=weight.dtype,
         device=weight.device,
         form=table("kv_format").build(job.kv_format, where="kv_format"),
+        zeros=zeros,
     )
     kernel = attention_kernel(job, model, cache)
-    runner = LocalRunner(model, cache, attention=kernel, exact=job.exact)
-    scheduler = scheduler_part.build(kv, limits)
-    engine = Engine(scheduler, runner, kv=kv, vocab_size=config.vocab_size)
+    adjust = Adjuster(Grammars(lambda: _vocabulary(job, config)))
+    runner = LocalRunner(model, cache, attention=kernel, exact=job.exact, adjust=adjust)
+    known = link
+    if job.host_tokens:
+        host = HostStore(cache, job.host_tokens // kv.block_size)
+        runner.mover = Mover(cache, host, link=link)
+        known = link or measure_link(cache, host)
+        if cost is None and job.preempt.name == "auto":
+            cost = quick_cost(runner, limits)
+    preemption = preempt_part.build(
+        kv, limits, host_tokens=job.host_tokens or 0, link=known, cost=cost
+    )
+    if phase is not None:
+        # Who does one phase gives way to nobody: what it holds is on its way out, or was let in.
+        built = phase.build(kv, limits)
+    else:
+        scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
+        built = scheduler_part.build(kv, limits, preemption)
+    engine = Engine(built, runner, kv=kv, vocab_size=config.vocab_size)
     return engine, limits, runner
+
+
+def _vocabulary(job: ServeJob, config: ModelConfig) -> Vocabulary:
+    """The tokens of a model, for grammars.
+
+    Raises:
+        ModelError: it has no tokenizer.
+    """
+    from shoal.serve.text import TextModel
+
+    text = TextModel(Path(job.model))
+    return Vocabulary(
+        [text.token_bytes(token) for token in range(config.vocab_size)],
+        sorted(token for token in text.special_ids if token < config.vocab_size),
+        lambda words: text.encode(words, special=False),
+    )
 
 
 def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:

@@ -10,6 +10,7 @@ PagedAttention, 2023.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -21,7 +22,10 @@ from shoal.kernel.protocols import KVFormat
 from shoal.kernel.tensors import name_of
 from shoal.model.config import ModelConfig
 
-__all__ = ["PagedCache", "token_bytes"]
+__all__ = ["PagedCache", "Zeros", "token_bytes"]
+
+# Shape, type and device of a tensor -> the tensor, all zeros.
+Zeros = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 
 _TYPES = {
     "fp32": torch.float32,
@@ -49,6 +53,7 @@ class PagedCache:
         dtype: of the keys and values, as the model computes them.
         device: where they live.
         form: how they are kept; as they are, if not given.
+        zeros: makes the tensors (of this shape, type and device) in memory of its own.
 
     Raises:
         ServeError: there is no memory for it.
@@ -64,6 +69,7 @@ class PagedCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         form: KVFormat | None = None,
+        zeros: Zeros | None = None,
     ) -> None:
         require(
             num_blocks > 0 and block_size > 0,
@@ -78,16 +84,18 @@ class PagedCache:
         self.form: KVFormat = form or Plain()
         slots, heads = num_blocks * block_size, config.num_kv_heads
         # One tensor [L, 2, S, K, numbers] for each that the format stores of a token.
+        zeros = zeros or _zeros
         self.stores = [
-            _zeros((config.num_layers, 2, slots, heads, numbers), _TYPES[kind], self.device)
+            zeros((config.num_layers, 2, slots, heads, numbers), _TYPES[kind], self.device)
             for numbers, kind in self.form.layout(config.head_dim, name_of(dtype))
         ]
         self._sides = [
             tuple(tuple(store[layer, side] for store in self.stores) for side in (0, 1))
             for layer in range(config.num_layers)
         ]
-        # The same memory by blocks, one row each: whole blocks are copied fastest.
-        self._blocks = [store.view(config.num_layers, 2, num_blocks, -1) for store in self.stores]
+        # The same memory by blocks [L, 2, blocks, ...], one row each: whole blocks are copied
+        # fastest.
+        self.blocks = [store.view(config.num_layers, 2, num_blocks, -1) for store in self.stores]
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +118,7 @@ class PagedCache:
         places = blocks_BW.reshape(-1)
         found = [
             blocks[layer].index_select(1, places).view(2, batch, -1, *store.shape[3:])
-            for blocks, store in zip(self._blocks, self.stores, strict=True)
+            for blocks, store in zip(self.blocks, self.stores, strict=True)
         ]
         if isinstance(self.form, Plain):
             return found[0][0], found[0][1]

@@ -185,13 +185,14 @@ def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> Launched:
 class _Stream:
     """The outputs of one request that its reader has not taken yet."""
 
-    __slots__ = ("_error", "_ready", "_unread", "ended")
+    __slots__ = ("_error", "_ready", "_unread", "ended", "vector")
 
     def __init__(self) -> None:
         self._unread: deque[Output] = deque()
         self._ready = asyncio.Event()
         self._error: ServeError | None = None
         self.ended = False
+        self.vector: list[float] | None = None
 
     def put(self, output: Output) -> int:
         self._unread.append(output)
@@ -323,9 +324,12 @@ class EngineClient:
         *,
         priority: float = 0.0,
         adapter: str | None = None,
+        salt: str = "",
     ) -> AsyncIterator[Output]:
         """Outputs of a request one by one; see :meth:`batches`."""
-        batches = self.batches(request_id, tokens, params, priority=priority, adapter=adapter)
+        batches = self.batches(
+            request_id, tokens, params, priority=priority, adapter=adapter, salt=salt
+        )
         async with contextlib.aclosing(batches):
             async for batch in batches:
                 for output in batch:
@@ -339,6 +343,7 @@ class EngineClient:
         *,
         priority: float = 0.0,
         adapter: str | None = None,
+        salt: str = "",
     ) -> AsyncGenerator[list[Output], None]:
         """All outputs that are there, as soon as there is one; leaving early aborts.
 
@@ -347,6 +352,53 @@ class EngineClient:
             RefusedError: the engine can never run this request.
             SlowReaderError: the outputs were not taken in time.
         """
+        stream = self._open(request_id, tokens, params, priority, adapter, salt)
+        try:
+            finished = False
+            while not finished:
+                batch = await stream.take()
+                finished = batch[-1].finish is not None
+                yield batch
+        finally:
+            if self._streams.get(request_id) is stream:
+                self.abort(request_id)
+
+    async def embed(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: float = 0.0,
+        salt: str = "",
+    ) -> list[float]:
+        """The vector of a text, by ``params.pooling``; leaving early aborts.
+
+        Raises:
+            EngineDownError: the engine is not there, or died meanwhile.
+            RefusedError: the engine can never run this request.
+            ServeError: the engine gives no vectors.
+        """
+        stream = self._open(request_id, tokens, params, priority, None, salt)
+        try:
+            await stream.take()
+        finally:
+            if self._streams.get(request_id) is stream:
+                self.abort(request_id)
+        if stream.vector is None:
+            raise ServeError("this engine gives no vectors of texts")
+        return stream.vector
+
+    def _open(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        priority: float,
+        adapter: str | None,
+        salt: str,
+    ) -> _Stream:
+        """Send a request to the engine."""
         link = self._alive()
         require(
             request_id not in self._streams,
@@ -363,18 +415,11 @@ class EngineClient:
             "params": pack_params(params),
             "priority": priority,
             "adapter": adapter,
+            "salt": salt,
         }
         link.writer.write(encode(message))
         self._streams[request_id] = stream
-        try:
-            finished = False
-            while not finished:
-                batch = await stream.take()
-                finished = batch[-1].finish is not None
-                yield batch
-        finally:
-            if self._streams.get(request_id) is stream:
-                self.abort(request_id)
+        return stream
 
     def abort(self, request_id: str) -> None:
         """Forget a request, here and in the engine; nothing happens if it is gone already."""
@@ -586,6 +631,10 @@ class EngineClient:
                     self._drop(output.request_id, stream)
                 elif stream.ended:
                     del self._streams[output.request_id]
+        elif kind == "vector":
+            stream = self._streams.get(message["id"])
+            if stream is not None:
+                stream.vector = message["values"]
         elif kind == "refused":
             stream = self._streams.pop(message["id"], None)
             if stream is not None:

@@ -7,6 +7,7 @@ read them; then its connection is cut, which ends the request that hangs on it.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +78,8 @@ class _Connection(H11Protocol):
         else:
             error = ApiError("the request is not valid HTTP", code="invalid_http")
         answer = error_response(error)
-        head = h11.Response(
-            status_code=error.status, headers=[*answer.raw_headers, (b"connection", b"close")]
-        )
+        named = [(b"x-request-id", secrets.token_hex(16).encode()), (b"connection", b"close")]
+        head = h11.Response(status_code=error.status, headers=[*answer.raw_headers, *named])
         for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

@@ -6,16 +6,29 @@ owns it calls :meth:`Engine.step` while it is :attr:`Engine.busy`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 from shoal.core.errors import ServeError, require
-from shoal.ir import KVManager, Output, Request, Runner, SamplingParams, Scheduler
+from shoal.ir import (
+    Chunk,
+    KVManager,
+    Output,
+    Request,
+    Runner,
+    SamplingParams,
+    Scheduler,
+    Step,
+    StepResult,
+)
 
 __all__ = ["MAX_LOGPROBS", "Engine", "check_params"]
 
 # Most alternatives reported with a token.
 MAX_LOGPROBS = 20
+MAX_PENALTY = 10.0
 
 
 def check_params(params: SamplingParams) -> None:
@@ -29,6 +42,39 @@ def check_params(params: SamplingParams) -> None:
         ("temperature", params.temperature, 0 <= params.temperature < float("inf"), "0 or more"),
         ("top_k", params.top_k, params.top_k >= 0, "0 (all) or more"),
         ("top_p", params.top_p, 0 < params.top_p <= 1, "(0, 1]"),
+        ("min_p", params.min_p, 0 <= params.min_p <= 1, "0 (all) to 1"),
+        (
+            "repetition_penalty",
+            params.repetition_penalty,
+            0 < params.repetition_penalty <= MAX_PENALTY,
+            f"above 0, up to {MAX_PENALTY}; 1 for none",
+        ),
+        *(
+            (name, value, -MAX_PENALTY <= value <= MAX_PENALTY, f"-{MAX_PENALTY} to {MAX_PENALTY}")
+            for name, value in (
+                ("frequency_penalty", params.frequency_penalty),
+                ("presence_penalty", params.presence_penalty),
+            )
+        ),
+        (
+            "logit_bias",
+            params.logit_bias,
+            all(math.isfinite(bias) and token >= 0 for token, bias in params.logit_bias),
+            "finite numbers for token ids",
+        ),
+        (
+            "min_tokens",
+            params.min_tokens,
+            0 <= params.min_tokens <= params.max_tokens,
+            f"0 to max_tokens = {params.max_tokens}",
+        ),
+        (
+            "grammar",
+            params.stop_ids,
+            params.grammar is None or (bool(params.stop_ids) and not params.min_tokens),
+            "a token that ends the output, and no min_tokens",
+        ),
+        ("pooling", params.pooling, params.pooling in (None, "mean", "last"), "mean or last"),
         (
             "logprobs",
             params.logprobs,
@@ -37,6 +83,34 @@ def check_params(params: SamplingParams) -> None:
         ),
     ):
         require(good, name, value, expected=expected, error=ServeError)
+
+
+class SwapCounters:
+    """What moved between cache and host since the start."""
+
+    def __init__(self) -> None:
+        self._blocks = {"out": 0, "in": 0, "own": 0}
+        self._copies = 0
+        self._seconds = 0.0
+        self._since: dict[int, float] = {}
+
+    def count(self, step: Step, result: StepResult, started: float, now: float) -> None:
+        """Take in a step that was planned at ``started`` and is over ``now``."""
+        for transfer in step.transfers:
+            self._blocks[transfer.kind] += sum(copy.num_blocks for copy in transfer.copies)
+            self._copies += len(transfer.copies)
+            self._since[transfer.id] = started
+        for done in result.done:
+            self._seconds += now - self._since.pop(done)
+
+    def stats(self) -> dict[str, float]:
+        """Counters for metrics."""
+        return {
+            "swap_out_blocks_total": self._blocks["out"],
+            "swap_in_blocks_total": self._blocks["in"],
+            "swap_copies_total": self._copies,
+            "switch_seconds_total": self._seconds,
+        }
 
 
 class Engine:
@@ -64,6 +138,9 @@ class Engine:
         self.clock = clock
         self._prompt_tokens = self._new_tokens = self._steps = self._preemptions = 0
         self._seconds = 0.0
+        self._told: list[dict[str, Any]] = []
+        self._swaps = SwapCounters()
+        self.last_chunks: tuple[Chunk, ...] = ()
 
     def add(self, request: Request) -> None:
         """Queue a request; its arrival is now.
@@ -89,6 +166,14 @@ class Engine:
                     hint="use the tokenizer that belongs to the model",
                     error=ServeError,
                 )
+            for token in (*request.params.stop_ids, *(t for t, _ in request.params.logit_bias)):
+                require(
+                    0 <= token < self.vocab_size,
+                    f"request {request.id}: stop or biased token",
+                    token,
+                    expected=f"token ids below vocab_size = {self.vocab_size}",
+                    error=ServeError,
+                )
         request.arrival = self.clock()
         self.scheduler.add(request)
 
@@ -106,6 +191,7 @@ class Engine:
         started = self.clock()
         step = self.scheduler.plan(started)
         self._preemptions += len(step.preempted)
+        self.last_chunks = step.chunks
         if not step:
             return []
         result = self.runner.execute(step)
@@ -113,12 +199,26 @@ class Engine:
             max(0, min(chunk.stop, chunk.request.n_prompt) - chunk.start) for chunk in step.chunks
         )
         now = self.clock()
+        for request_id, reason in result.failed.items():
+            self.scheduler.abort(request_id)
+            self._told.append({"kind": "refused", "id": request_id, "message": reason})
+        for request_id, values in result.vectors.items():
+            self._told.append({"kind": "vector", "id": request_id, "values": list(values)})
+        self._swaps.count(step, result, started, now)
         outputs = self.scheduler.commit(step, result, now)
         self._steps += 1
         self._seconds += now - started
         self._prompt_tokens += prompt
         self._new_tokens += sum(len(tokens) for tokens in result.tokens.values())
         return outputs
+
+    def told(self) -> list[dict[str, Any]]:
+        """What the last steps gave besides tokens, once: requests that failed, and vectors.
+
+        ``refused`` (id, message) or ``vector`` (id, values), as messages of the process.
+        """
+        told, self._told = self._told, []
+        return told
 
     def stats(self) -> dict[str, float]:
         """Gauges of now, and counters since the start, for metrics."""
@@ -131,6 +231,7 @@ class Engine:
             "steps_total": self._steps,
             "step_seconds_total": self._seconds,
             "preemptions_total": self._preemptions,
+            **self._swaps.stats(),
             "blocks_used": kept.get("blocks_used", 0.0),
             "blocks_total": self.kv.num_blocks if self.kv is not None else 0.0,
             "prefix_hit_tokens": kept.get("prefix_hit_tokens", 0.0),

@@ -10,6 +10,8 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import re
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -30,6 +32,8 @@ OPEN = frozenset({"/health"})
 
 # What is counted for a client that left before there was an answer.
 _LEFT = 499
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -123,18 +127,22 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = name
                 if origin in self._origins:
                     out = MutableHeaders(scope=message)
                     out["access-control-allow-origin"] = origin
                     out["vary"] = "Origin"
             await send(message)
 
+        # Whoever asks may name the request, so that both logs have the same name.
+        given = headers.get("x-request-id", "")
+        name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         try:
             await self._guarded(scope, headers, receive, watched)
         except ServeError as cause:
             await self._answer(as_api_error(cause), status, scope, receive, watched)
         except Exception:
-            log.exception("%s %s failed", scope["method"], scope["path"])
+            log.exception("%s %s failed (request %s)", scope["method"], scope["path"], name)
             error = ApiError(
                 "the server failed on this request; its log has the reason",
                 status=500,
@@ -142,6 +150,7 @@ class Guard:
             )
             await self._answer(error, status, scope, receive, watched)
         finally:
+            log.debug("%s %s %d (request %s)", scope["method"], scope["path"], status, name)
             self._count(scope["path"], status or _LEFT)
 
     async def _answer(

@@ -25,7 +25,11 @@ class HttpLimits:
         logprob_values: most log probabilities of all answers of one request.
         stops: most stop strings.
         stop_chars: longest stop string, characters.
+        biases: most tokens with a bias.
         messages: most messages of a chat.
+        tools: most functions that an answer may call.
+        grammar_bytes: largest form of an answer, schemas of its tools included, B.
+        grammar_s: s in which it must be compiled.
         open_requests: answers under way or waiting; more are refused with 429.
         read_s: s in which a request must have arrived.
         write_s: s for which a client may not read before its request is aborted.
@@ -42,7 +46,11 @@ class HttpLimits:
     logprob_values: int = 1_000_000
     stops: int = 16
     stop_chars: int = 256
+    biases: int = 300
     messages: int = 2048
+    tools: int = 128
+    grammar_bytes: int = 64 * 2**10
+    grammar_s: float = 0.5
     open_requests: int = 1024
     read_s: float = 30.0
     write_s: float = 30.0

@@ -63,7 +63,27 @@ _ENGINE = {
     "num_preemptions_total": (
         "preemptions_total",
         "counter",
-        "Requests whose cache was taken, to be recomputed.",
+        "Requests whose cache was taken, to be recomputed or swapped in.",
+    ),
+    "swap_out_blocks_total": (
+        "swap_out_blocks_total",
+        "counter",
+        "Cache blocks copied to the host.",
+    ),
+    "swap_in_blocks_total": (
+        "swap_in_blocks_total",
+        "counter",
+        "Cache blocks copied back from the host.",
+    ),
+    "swap_copies_total": (
+        "swap_copies_total",
+        "counter",
+        "Runs of blocks copied to the host or back.",
+    ),
+    "request_switch_seconds_total": (
+        "switch_seconds_total",
+        "counter",
+        "Time in which caches of requests were on the way to the host or back, s.",
     ),
 }
 

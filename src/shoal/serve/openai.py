@@ -1,4 +1,4 @@
-"""OpenAI's requests and answers: what is read of the one, how the other is written.
+"""OpenAI's requests: the fields of a body become what is asked of the engine.
 
 A field that would change the answer and is not supported is refused by name. A field that
 would not, such as ``user``, is ignored, as OpenAI does with fields it does not know.
@@ -6,50 +6,32 @@ would not, such as ``user``, is ignored, as OpenAI does with fields it does not 
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
-from shoal.serve.answer import Entry
+from shoal.ir.serving import SamplingParams
 from shoal.serve.client import ModelInfo
 from shoal.serve.errors import ApiError
+from shoal.serve.fields import Fields, wrong
 from shoal.serve.limits import HttpLimits
+from shoal.serve.messages import read_messages
+from shoal.serve.structured import Form, read_form
+from shoal.serve.tools import Tools, read_tools
 
-__all__ = [
-    "Ask",
-    "chat_logprobs",
-    "completion_logprobs",
-    "read_chat",
-    "read_completion",
-    "too_long",
-    "usage",
-]
+__all__ = ["Ask", "check_model", "read_chat", "read_completion", "read_prompts", "too_long"]
 
 # Value that means "not used" -> what is given otherwise is refused.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
     "guided_grammar": (None,),
-    "structured_outputs": (None,),
 }
 _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -57,7 +39,7 @@ _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
 }
 
-_ROLES = ("system", "developer", "user", "assistant")
+_SALT_CHARS = 256
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of the older endpoint
 
 
@@ -71,14 +53,14 @@ class Ask:
         template_values: further names for the chat template.
         n: answers of each prompt.
         max_tokens: most new tokens; None for what fits.
-        temperature: 0 is greedy.
-        top_k: 0 for all.
-        top_p: 1 for all.
-        seed: of the first answer.
+        sampling: of the first answer; ``max_tokens`` and the model's own stop tokens are open.
+        form: what an answer must be; None for anything.
+        tools: functions that the answer may call; None for none.
         stops: strings that end an answer.
-        stop_ids: tokens that end it, besides the model's own.
+        keep_stop: an answer has the string that ended it.
         ignore_eos: go on when the model ends the text.
-        logprobs: log probabilities a token; None for none.
+        priority: a smaller number goes first, where the scheduler looks at it.
+        salt: cached prompts are shared only with requests of the same one.
         echo: begin each answer with its prompt.
         stream: send pieces as they come.
         include_usage: end the stream with a piece that has the number of tokens.
@@ -90,75 +72,34 @@ class Ask:
     template_values: dict[str, Any] = field(default_factory=dict)
     n: int = 1
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    sampling: SamplingParams
+    form: Form | None = None
+    tools: Tools | None = None
     stops: tuple[str, ...] = ()
-    stop_ids: frozenset[int] = frozenset()
+    keep_stop: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None
+    priority: int = 0
+    salt: str = ""
     echo: bool = False
     stream: bool = False
     include_usage: bool = False
     token_ids: bool = False
 
-
-def _wrong(param: str, given: object, expected: str, *, code: str = "invalid_value") -> NoReturn:
-    shown = repr(given)
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    raise ApiError(f"{param} = {shown}: expected {expected}", param=param, code=code)
-
-
-class _Fields:
-    """The fields of a body, each read with its type and range."""
-
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        self._body = body
-
-    def get(self, name: str) -> Any:
-        return self._body.get(name)
-
-    def integer(self, name: str, low: int, high: int, default: int | None) -> int | None:
-        value = self._body.get(name)
-        if value is None:
-            return default
-        if type(value) is not int or not low <= value <= high:
-            _wrong(name, value, f"an integer from {low} to {high}")
-        return value
-
-    def number(self, name: str, low: float, high: float, default: float) -> float:
-        value = self._body.get(name)
-        if value is None:
-            return default
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not low <= value <= high:  # also refuses what is no number at all
-            _wrong(name, value, f"a number from {low:g} to {high:g}")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self._body.get(name)
-        if value is not None and not isinstance(value, bool):
-            _wrong(name, value, "true or false")
-        return bool(value)
-
-    def refuse(self, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-        for name, unused in unsupported.items():
-            value = self._body.get(name)
-            if not any(value == harmless for harmless in unused):
-                raise ApiError(
-                    f"{name} is not supported by this server; leave it out",
-                    param=name,
-                    code="unsupported_parameter",
-                )
+    @property
+    def logprobs(self) -> int | None:
+        """Log probabilities a token; None for none."""
+        return self.sampling.logprobs
 
 
-def _common(
-    fields: _Fields, limits: HttpLimits, model: ModelInfo, served: Sequence[str]
-) -> dict[str, Any]:
+def check_model(fields: Fields, served: Sequence[str]) -> None:
+    """Refuse a model that is not served.
+
+    Raises:
+        ApiError: 404 for another name.
+    """
     name = fields.get("model")
     if not isinstance(name, str):
-        _wrong("model", name, f"the name of a model: {', '.join(served)}")
+        wrong("model", name, f"the name of a model: {', '.join(served)}")
     if name not in served:
         raise ApiError(
             f"model = {name[:80]!r}: no such model; this server has {', '.join(served)}",
@@ -166,39 +107,108 @@ def _common(
             param="model",
             code="model_not_found",
         )
+
+
+def _common(
+    fields: Fields, limits: HttpLimits, model: ModelInfo, served: Sequence[str]
+) -> dict[str, Any]:
+    check_model(fields, served)
     fields.refuse(_UNSUPPORTED)
     n = fields.integer("n", 1, limits.choices, 1)
     assert n is not None
     best_of = fields.integer("best_of", 1, limits.choices, n)
     if best_of != n:
-        _wrong("best_of", best_of, f"the same as n = {n}, or nothing", code="unsupported_parameter")
-    top_p = fields.number("top_p", 0.0, 1.0, 1.0)
-    if top_p == 0:
-        _wrong("top_p", top_p, "a number above 0, up to 1; use temperature 0 for the best token")
-    top_k = fields.integer("top_k", -1, model.vocab_size, 0)
-    seed = fields.integer("seed", -(2**63), 2**63 - 1, None)
+        wrong("best_of", best_of, f"the same as n = {n}, or nothing", code="unsupported_parameter")
     stream = fields.flag("stream")
     options = fields.get("stream_options")
     if options is not None and not isinstance(options, dict):
-        _wrong("stream_options", options, "an object")
+        wrong("stream_options", options, "an object")
     if options is not None and not stream:
-        _wrong("stream_options", options, "nothing unless stream is true")
+        wrong("stream_options", options, "nothing unless stream is true")
     include = (options or {}).get("include_usage")
     if include is not None and not isinstance(include, bool):
-        _wrong("stream_options.include_usage", include, "true or false")
+        wrong("stream_options.include_usage", include, "true or false")
     return {
         "n": n,
-        "temperature": fields.number("temperature", 0.0, 2.0, 1.0),
-        "top_p": top_p,
-        "top_k": max(0, top_k or 0),
-        "seed": secrets.randbits(62) if seed is None else seed % 2**63,
+        "form": read_form(fields),
         "stops": _stops(fields.get("stop"), limits),
-        "stop_ids": _stop_ids(fields.get("stop_token_ids"), limits, model),
+        "keep_stop": fields.flag("include_stop_str_in_output"),
         "ignore_eos": fields.flag("ignore_eos"),
         "stream": stream,
         "include_usage": bool(include),
         "token_ids": fields.flag("return_token_ids"),
+        "priority": fields.integer("priority", -(2**31), 2**31 - 1, 0) or 0,
+        "salt": _salt(fields.get("cache_salt")),
     }
+
+
+def _salt(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not 1 <= len(value) <= _SALT_CHARS:
+        wrong("cache_salt", value, f"a string of 1 to {_SALT_CHARS} characters")
+    return value
+
+
+def _check_form(fields: Fields, form: Form | None) -> None:
+    for name, value in (
+        ("ignore_eos", fields.get("ignore_eos")),
+        ("min_tokens", fields.get("min_tokens")),
+    ):
+        if form is not None and value:
+            wrong(name, value, f"nothing beside {form[0]}, which says when to end")
+
+
+def _sampling(
+    fields: Fields,
+    limits: HttpLimits,
+    model: ModelInfo,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    top_p = fields.number("top_p", 0.0, 1.0, 1.0)
+    if top_p == 0:
+        wrong("top_p", top_p, "a number above 0, up to 1; use temperature 0 for the best token")
+    repetition = fields.number("repetition_penalty", 0.0, 10.0, 1.0)
+    if repetition == 0:
+        wrong("repetition_penalty", repetition, "a number above 0, up to 10; 1 is none")
+    top_k = fields.integer("top_k", -1, model.vocab_size, 0)
+    seed = fields.integer("seed", -(2**63), 2**63 - 1, None)
+    most = max_tokens or model.max_position
+    return SamplingParams(
+        max_tokens=most,
+        temperature=fields.number("temperature", 0.0, 2.0, 1.0),
+        top_p=top_p,
+        top_k=max(0, top_k or 0),
+        min_p=fields.number("min_p", 0.0, 1.0, 0.0),
+        seed=secrets.randbits(62) if seed is None else seed % 2**63,
+        stop_ids=_stop_ids(fields.get("stop_token_ids"), limits, model),
+        logprobs=logprobs,
+        repetition_penalty=repetition,
+        frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0, 0.0),
+        presence_penalty=fields.number("presence_penalty", -2.0, 2.0, 0.0),
+        logit_bias=_bias(fields.get("logit_bias"), limits, model),
+        min_tokens=fields.integer("min_tokens", 0, most, 0) or 0,
+    )
+
+
+def _bias(value: Any, limits: HttpLimits, model: ModelInfo) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, dict) or len(value) > limits.biases:
+        given = f"{len(value)} tokens" if isinstance(value, dict) else value
+        wrong("logit_bias", given, f"an object of up to {limits.biases} token ids")
+    found: dict[int, float] = {}
+    for name, bias in value.items():
+        token = int(name) if name.isdecimal() and len(name) <= 9 else -1
+        if not 0 <= token < model.vocab_size:
+            wrong("logit_bias", name, f"token ids from 0 to {model.vocab_size - 1} as names")
+        number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if not number or not -100 <= bias <= 100:
+            wrong(f"logit_bias.{token}", bias, "a number from -100 to 100")
+        found[token] = float(bias)
+    return tuple(found.items())
 
 
 def _stops(value: Any, limits: HttpLimits) -> tuple[str, ...]:
@@ -207,10 +217,10 @@ def _stops(value: Any, limits: HttpLimits) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     expected = f"a string or up to {limits.stops} of 1 to {limits.stop_chars} characters"
     if not isinstance(stops, list) or len(stops) > limits.stops:
-        _wrong("stop", value if isinstance(value, str) else type(value).__name__, expected)
+        wrong("stop", value if isinstance(value, str) else type(value).__name__, expected)
     for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= limits.stop_chars:
-            _wrong("stop", stop if not isinstance(stop, str) else stop[:80], expected)
+            wrong("stop", stop if not isinstance(stop, str) else stop[:80], expected)
     return tuple(stops)
 
 
@@ -219,10 +229,10 @@ def _stop_ids(value: Any, limits: HttpLimits, model: ModelInfo) -> frozenset[int
         return frozenset()
     expected = f"up to {limits.stops} token ids from 0 to {model.vocab_size - 1}"
     if not isinstance(value, list) or len(value) > limits.stops:
-        _wrong("stop_token_ids", type(value).__name__, expected)
+        wrong("stop_token_ids", type(value).__name__, expected)
     for token in value:
         if type(token) is not int or not 0 <= token < model.vocab_size:
-            _wrong("stop_token_ids", token, expected)
+            wrong("stop_token_ids", token, expected)
     return frozenset(value)
 
 
@@ -234,7 +244,7 @@ def read_completion(
     Raises:
         ApiError: a field is wrong or not supported; names it.
     """
-    fields = _Fields(body)
+    fields = Fields(body)
     common = _common(fields, limits, model, served)
     logprobs = fields.integer("logprobs", 0, limits.logprobs, None)
     echo = fields.flag("echo")
@@ -244,14 +254,15 @@ def read_completion(
             param="echo",
             code="unsupported_parameter",
         )
-    prompts = _prompts(fields.get("prompt"), limits, model)
+    _check_form(fields, common["form"])
+    prompts = read_prompts(fields.get("prompt"), limits, model, "prompt")
     _check_batch(len(prompts), common["n"], limits)
+    default = min(_DEFAULT_COMPLETION_TOKENS, model.max_position)
+    most = fields.integer("max_tokens", 1, model.max_position, default)
     return Ask(
         prompts=prompts,
-        max_tokens=fields.integer(
-            "max_tokens", 1, model.max_position, min(_DEFAULT_COMPLETION_TOKENS, model.max_position)
-        ),
-        logprobs=logprobs,
+        max_tokens=most,
+        sampling=_sampling(fields, limits, model, max_tokens=most, logprobs=logprobs),
         echo=echo,
         **common,
     )
@@ -267,33 +278,40 @@ def _check_batch(prompts: int, n: int, limits: HttpLimits) -> None:
         )
 
 
-def _prompts(value: Any, limits: HttpLimits, model: ModelInfo) -> tuple[str | tuple[int, ...], ...]:
+def read_prompts(
+    value: Any, limits: HttpLimits, model: ModelInfo, param: str
+) -> tuple[str | tuple[int, ...], ...]:
+    """One or several texts, or their tokens.
+
+    Raises:
+        ApiError: they are none of it; names the field ``param``.
+    """
     if isinstance(value, str):
         return (value,)
     expected = "a string, a list of strings, a list of token ids, or a list of such lists"
     if not isinstance(value, list):
-        _wrong("prompt", value, expected, code="missing" if value is None else "invalid_value")
+        wrong(param, value, expected, code="missing" if value is None else "invalid_value")
     if not value:
-        _wrong("prompt", value, f"{expected}, not empty")
+        wrong(param, value, f"{expected}, not empty")
     if isinstance(value[0], int):
-        return (_token_ids(value, model),)
+        return (_token_ids(value, model, param),)
     if len(value) > limits.batch:
-        _wrong("prompt", f"{len(value)} prompts", f"at most {limits.batch}")
+        wrong(param, f"{len(value)} prompts", f"at most {limits.batch}")
     if all(isinstance(item, str) for item in value):
         return tuple(value)
-    if all(isinstance(item, list) for item in value):
-        return tuple(_token_ids(item, model) for item in value)
-    _wrong("prompt", "a mixture", expected)
+    if not all(isinstance(item, list) for item in value):
+        wrong(param, "a mixture", expected)
+    return tuple(_token_ids(item, model, param) for item in value)
 
 
-def _token_ids(value: list[Any], model: ModelInfo) -> tuple[int, ...]:
+def _token_ids(value: list[Any], model: ModelInfo, param: str) -> tuple[int, ...]:
     if not value:
-        _wrong("prompt", value, "at least one token")
+        wrong(param, value, "at least one token")
     if len(value) >= model.max_position:
-        raise too_long(len(value), 1, model)
+        raise too_long(len(value), 1, model, param=param)
     for token in value:
         if type(token) is not int or not 0 <= token < model.vocab_size:
-            _wrong("prompt", token, f"token ids from 0 to {model.vocab_size - 1}")
+            wrong(param, token, f"token ids from 0 to {model.vocab_size - 1}")
     return tuple(value)
 
 
@@ -319,23 +337,34 @@ def read_chat(
     Raises:
         ApiError: a field is wrong or not supported; names it.
     """
-    fields = _Fields(body)
+    fields = Fields(body)
     common = _common(fields, limits, model, served)
     fields.refuse(_UNSUPPORTED_CHAT)
     top = fields.integer("top_logprobs", 0, limits.logprobs, None)
     wanted = fields.flag("logprobs")
     if top is not None and not wanted:
-        _wrong("top_logprobs", top, "nothing unless logprobs is true")
+        wrong("top_logprobs", top, "nothing unless logprobs is true")
     newer = fields.integer("max_completion_tokens", 1, model.max_position, None)
     older = fields.integer("max_tokens", 1, model.max_position, None)
     if newer is not None and older is not None and newer != older:
-        _wrong("max_tokens", older, "nothing beside max_completion_tokens")
+        wrong("max_tokens", older, "nothing beside max_completion_tokens")
     _check_batch(1, common["n"], limits)
+    tools = read_tools(fields, limits)
+    if tools is not None and tools.form is not None:
+        if common["form"] is not None:
+            wrong(
+                "tool_choice", fields.get("tool_choice"), f"auto or none beside {common['form'][0]}"
+            )
+        common["form"] = tools.form
+    _check_form(fields, common["form"])
+    most = older if newer is None else newer
+    logprobs = (top or 0) if wanted else None
     return Ask(
-        messages=_messages(fields.get("messages"), limits),
+        tools=tools,
+        messages=read_messages(fields.get("messages"), limits),
         template_values=_template_values(fields.get("chat_template_kwargs")),
-        max_tokens=older if newer is None else newer,
-        logprobs=(top or 0) if wanted else None,
+        max_tokens=most,
+        sampling=_sampling(fields, limits, model, max_tokens=most, logprobs=logprobs),
         **common,
     )
 
@@ -345,113 +374,9 @@ def _template_values(value: Any) -> dict[str, Any]:
         return {}
     expected = "up to 16 names with a string, number or boolean each"
     if not isinstance(value, dict) or len(value) > 16:
-        _wrong("chat_template_kwargs", type(value).__name__, expected)
+        wrong("chat_template_kwargs", type(value).__name__, expected)
     for name, item in value.items():
         simple = isinstance(item, (str, int, float, bool)) or item is None
         if not name.isidentifier() or name in ("messages", "tools") or not simple:
-            _wrong(f"chat_template_kwargs.{name[:80]}", item, expected)
+            wrong(f"chat_template_kwargs.{name[:80]}", item, expected)
     return dict(value)
-
-
-def _messages(value: Any, limits: HttpLimits) -> tuple[dict[str, Any], ...]:
-    if not isinstance(value, list) or not 1 <= len(value) <= limits.messages:
-        given = f"{len(value)} messages" if isinstance(value, list) else value
-        _wrong("messages", given, f"a list of 1 to {limits.messages} messages")
-    return tuple(_message(item, f"messages[{index}]") for index, item in enumerate(value))
-
-
-def _message(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        _wrong(where, value, "an object with role and content")
-    role = value.get("role")
-    if role not in _ROLES:
-        _wrong(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
-    for name in ("tool_calls", "function_call", "audio"):
-        if value.get(name):
-            raise ApiError(
-                f"{where}.{name} is not supported by this server; leave it out",
-                param=f"{where}.{name}",
-                code="unsupported_parameter",
-            )
-    message = {
-        # The newer name of the same role; templates know the older one.
-        "role": "system" if role == "developer" else role,
-        "content": _content(value.get("content"), f"{where}.content"),
-    }
-    speaker = value.get("name")
-    if isinstance(speaker, str):
-        message["name"] = speaker
-    return message
-
-
-def _content(value: Any, where: str) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        _wrong(where, value, "a string, or a list of parts of type text")
-    texts = []
-    for index, item in enumerate(value):
-        if not isinstance(item, dict) or item.get("type") != "text":
-            kind = item.get("type") if isinstance(item, dict) else item
-            _wrong(f"{where}[{index}].type", kind, "text; other parts are not supported")
-        if not isinstance(item.get("text"), str):
-            _wrong(f"{where}[{index}].text", item.get("text"), "a string")
-        texts.append(item["text"])
-    return "".join(texts)
-
-
-# Answers
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """The number of tokens of a request."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
-def _finite(logprob: float) -> float:
-    # JSON has no infinity; OpenAI writes this number for "never".
-    return logprob if math.isfinite(logprob) else -9999.0
-
-
-def _spell(raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def chat_logprobs(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Log probabilities as chats have them."""
-
-    def one(raw: bytes, logprob: float) -> dict[str, Any]:
-        text = raw.decode(errors="replace")
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
-
-    content = [
-        {
-            **one(entry.raw, entry.logprob),
-            "top_logprobs": [one(raw, logprob) for raw, logprob in entry.top],
-        }
-        for entry in entries
-    ]
-    return {"content": content, "refusal": None}
-
-
-def completion_logprobs(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Log probabilities as completions have them."""
-    return {
-        "tokens": [_spell(entry.raw) for entry in entries],
-        "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": [
-            {
-                **{_spell(raw): _finite(logprob) for raw, logprob in reversed(entry.top)},
-                _spell(entry.raw): _finite(entry.logprob),
-            }
-            for entry in entries
-        ],
-        "text_offset": [entry.offset for entry in entries],
-    }

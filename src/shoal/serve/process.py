@@ -6,9 +6,9 @@ input. Then it takes in what has come (without waiting while there is work), run
 and sends what the step gave, again and again. It ends when its parent does.
 
 Standard input: one message, ``start`` (factory, job). Messages in: ``add`` (id, tokens,
-params, priority, adapter), ``abort`` (id), ``ping`` (number). Messages out: ``ready`` (what
+params, priority, adapter, salt), ``abort`` (id), ``ping`` (number). Messages out: ``ready`` (what
 the model is), ``outputs``, ``refused`` (a request that cannot be served, with the reason),
-``pong`` (number, stats), ``failed`` (why the process ends).
+``vector`` (of a text), ``pong`` (number, stats), ``failed`` (why the process ends).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.core.config import parse
@@ -34,9 +34,23 @@ from shoal.serve.wire import Decoder, encode, pack_output, unpack_params
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
 
-__all__ = ["DEFAULT_FACTORY", "EngineLike", "main", "serve"]
+__all__ = [
+    "DEFAULT_FACTORY",
+    "Connection",
+    "EngineLike",
+    "die_with_parent",
+    "factory_of",
+    "main",
+    "serve",
+]
 
 DEFAULT_FACTORY = "shoal.serve.build:build_engine"
+
+
+def factory_of(job: ServeJob) -> str:
+    """What builds the engine of a job: one that computes, or one made of several processes."""
+    return DEFAULT_FACTORY if job.disagg is None else "shoal.serve.disagg:build_engine"
+
 
 _READ_BYTES = 2**20
 _PR_SET_PDEATHSIG = 1
@@ -62,22 +76,37 @@ class EngineLike(Protocol):
         """Plan, execute, commit."""
         ...
 
+    def told(self) -> list[dict[str, Any]]:
+        """Messages ``refused`` and ``vector`` that the last steps gave besides outputs."""
+        ...
+
     def stats(self) -> Mapping[str, float]:
         """Counters for metrics."""
         ...
 
 
-class _Parent:
-    """The connection to the HTTP process."""
+class Connection:
+    """The connection to the process that gives the work.
+
+    Args:
+        connection: a stream of messages.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._decoder = Decoder()
 
-    def receive(self, timeout_s: float | None) -> Iterator[dict[str, Any]]:
-        """Messages that are here, or come within the time; EOFError when the parent is gone."""
-        readable, _, _ = select.select([self._socket], [], [], timeout_s)
-        if not readable:
+    def receive(
+        self, timeout_s: float | None, others: Sequence[socket.socket] = ()
+    ) -> Iterator[dict[str, Any]]:
+        """Messages that are here, or come within the time; EOFError when the parent is gone.
+
+        Args:
+            timeout_s: how long to wait; None for as long as it takes.
+            others: sockets whose messages end the wait, too.
+        """
+        readable, _, _ = select.select([self._socket, *others], [], [], timeout_s)
+        if self._socket not in readable:
             return
         data = self._socket.recv(_READ_BYTES)
         if not data:
@@ -87,6 +116,13 @@ class _Parent:
     def send(self, message: Mapping[str, Any]) -> None:
         """Send, waiting until the parent has room."""
         self._socket.sendall(encode(message))
+
+    def tell_end(self, reason: str, known: bool) -> None:
+        """Send the reason of the end; a parent that is gone too needs none."""
+        try:
+            self.send({"kind": "failed", "message": reason, "known": known})
+        except OSError:
+            print(f"error: {reason}", file=sys.stderr)
 
 
 def serve(start: Mapping[str, Any], connection: socket.socket) -> None:
@@ -99,14 +135,18 @@ def serve(start: Mapping[str, Any], connection: socket.socket) -> None:
     Raises:
         ShoalError: the model cannot be loaded, or a step failed; the parent was told.
     """
-    parent = _Parent(connection)
+    parent = Connection(connection)
     try:
         engine = _start(start, parent)
+        # An engine of several processes has work when one of them has something to say.
+        others: Sequence[socket.socket] = getattr(engine, "sockets", ())
         while True:
-            for message in parent.receive(0.0 if engine.busy else None):
+            for message in parent.receive(0.0 if engine.busy else None, others):
                 _handle(engine, message, parent)
             if engine.busy:
                 outputs = engine.step()
+                for message in engine.told():
+                    parent.send(message)
                 if outputs:
                     parent.send({"kind": "outputs", "outputs": [pack_output(o) for o in outputs]})
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -114,19 +154,11 @@ def serve(start: Mapping[str, Any], connection: socket.socket) -> None:
     except Exception as cause:
         known = isinstance(cause, ShoalError)
         reason = str(cause) if known else f"{type(cause).__name__}: {cause}"
-        _tell(parent, reason, known)
+        parent.tell_end(reason, known)
         raise
 
 
-def _tell(parent: _Parent, reason: str, known: bool) -> None:
-    """Send the reason of the end; a parent that is gone too needs none."""
-    try:
-        parent.send({"kind": "failed", "message": reason, "known": known})
-    except OSError:
-        print(f"error: {reason}", file=sys.stderr)
-
-
-def _start(start: Mapping[str, Any], parent: _Parent) -> EngineLike:
+def _start(start: Mapping[str, Any], parent: Connection) -> EngineLike:
     job = parse(ServeJob, start["job"], where="job")
     engine: EngineLike
     config: ModelConfig
@@ -142,7 +174,7 @@ def _start(start: Mapping[str, Any], parent: _Parent) -> EngineLike:
     return engine
 
 
-def _handle(engine: EngineLike, message: Mapping[str, Any], parent: _Parent) -> None:
+def _handle(engine: EngineLike, message: Mapping[str, Any], parent: Connection) -> None:
     kind = message.get("kind")
     if kind == "add":
         tokens = list(message["tokens"])
@@ -154,6 +186,7 @@ def _handle(engine: EngineLike, message: Mapping[str, Any], parent: _Parent) -> 
             arrival=time.monotonic(),
             priority=message["priority"],
             adapter=message["adapter"],
+            salt=message["salt"],
         )
         try:
             engine.add(request)
@@ -167,7 +200,7 @@ def _handle(engine: EngineLike, message: Mapping[str, Any], parent: _Parent) -> 
         raise ServeError(f"message to the engine = {kind!r}: expected add, abort or ping")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies, even in the middle of a step.
 
     Only Linux knows how. Elsewhere the closed socket ends the process after its step.
@@ -183,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shoal.serve.process", description=__doc__)
     parser.add_argument("--socket", required=True, help="the Unix socket of the HTTP process")
     options = parser.parse_args(arguments)
-    _die_with_parent()
+    die_with_parent()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(options.socket)
         (start,) = Decoder().feed(sys.stdin.buffer.read())

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 from shoal.core.errors import ServeError, require
 from shoal.core.random import generator
-from shoal.cost.step_cost.fitted import Sample
+from shoal.cost.step_cost.fitted import Fitted, Sample
 from shoal.ir import Chunk, Limits, Request, SamplingParams, Step
 from shoal.serve.cache import PagedCache
 from shoal.serve.runner import LocalRunner
 
-__all__ = ["Shape", "profile", "spread"]
+__all__ = ["Shape", "profile", "quick_cost", "spread"]
 
 Shape = tuple[tuple[int, int], ...]
 """(tokens before it, tokens in it) of each chunk of a step."""
@@ -123,6 +123,29 @@ def profile(
         Sample(chunks=shape, seconds=statistics.median(taken))
         for shape, taken in zip(shapes, times, strict=True)
     ]
+
+
+def quick_cost(
+    runner: LocalRunner, limits: Limits, *, clock: Callable[[], float] = time.perf_counter
+) -> Fitted:
+    """Seconds of a step and of a token of a prompt, from a few steps; for coarse choices.
+
+    Args:
+        runner: whose model is measured.
+        limits: of its scheduler.
+        clock: s.
+    """
+    size = runner.cache.block_size
+    room = runner.cache.num_blocks * size
+    most = max(2, min(256, limits.max_step_tokens, limits.max_position - 1, room))
+    times = {
+        sample.chunks[0][1]: sample.seconds
+        for sample in profile(runner, [((0, 1),), ((0, most),)], seconds=0.0, clock=clock)
+    }
+    token = max(1e-9, (times[most] - times[1]) / (most - 1))
+    return Fitted(
+        step=max(0.0, times[1] - token), token=token, prompt_pair=0.0, decode_key=0.0, chunk=0.0
+    )
 
 
 def _blocks(part: tuple[int, int], block_size: int) -> int:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from shoal.core.errors import ServeError, require
-from shoal.ir import Chunk, Step, StepResult, TokenInfo
+from shoal.ir import Chunk, Step, StepResult
 from shoal.kernel.protocols import Ready
 from shoal.model.transformer import Transformer
+from shoal.serve.adjust import Adjuster
 from shoal.serve.attention import Context, PagedAttention
 from shoal.serve.cache import PagedCache
+from shoal.serve.host import Mover
+from shoal.serve.pooling import Pooler
 from shoal.serve.sampler import choose
 
 __all__ = ["LocalRunner"]
@@ -32,6 +36,8 @@ class LocalRunner:
         cache: of the same dtype and device.
         attention: kernel of ``paged_attention`` for this cache; pages are copied without one.
         exact: what a request gets does not depend on what else a step computes, bit for bit.
+        adjust: changes scores before tokens are chosen by them.
+        mover: of blocks between cache and host; steps without transfers need none.
         clock: s, for the duration of a step.
 
     Raises:
@@ -45,6 +51,8 @@ class LocalRunner:
         *,
         attention: Ready | None = None,
         exact: bool = False,
+        adjust: Adjuster | None = None,
+        mover: Mover | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         weight = model.embed.weight
@@ -56,25 +64,41 @@ class LocalRunner:
             error=ServeError,
         )
         self.model, self.cache = model, cache
+        self.mover = mover
         self._attention, self._exact = attention, exact
         self._clock = clock
+        self._adjust = adjust or Adjuster()
+        self._pooler = Pooler()
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step; its keys and values go to the blocks of its requests.
 
         Raises:
-            ServeError: a request holds too few blocks for its tokens.
+            ServeError: a request holds too few blocks for its tokens, or a transfer failed.
         """
         start = self._clock()
+        self._move(step)
         if not step.chunks:
-            return StepResult(tokens={})
+            return StepResult({}, seconds=self._clock() - start, done=self._over())
         with torch.inference_mode():
-            tokens, infos = self._compute(step)
-        return StepResult(tokens=tokens, infos=infos, seconds=self._clock() - start)
+            result = self._compute(step)
+        return replace(result, seconds=self._clock() - start, done=self._over())
 
-    def _compute(
-        self, step: Step
-    ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[TokenInfo, ...]]]:
+    def _move(self, step: Step) -> None:
+        """Begin the transfers of a step, and wait for what it waits for."""
+        if not (step.transfers or step.wait_for):
+            return
+        if self.mover is None:
+            raise ServeError(
+                "the step copies blocks, and this runner has nobody who does; give it a mover"
+            )
+        self.mover.begin(step.transfers)
+        self.mover.wait(step.wait_for, first=not step.chunks)
+
+    def _over(self) -> frozenset[int]:
+        return self.mover.over() if self.mover is not None else frozenset()
+
+    def _compute(self, step: Step) -> StepResult:
         # Single tokens first and longest context first, as attention wants them.
         chunks = sorted(step.chunks, key=lambda chunk: (chunk.length > 1, -chunk.stop))
         token: list[int] = []
@@ -105,15 +129,33 @@ class LocalRunner:
             self.cache, contexts, fed[2], weight.dtype, self._attention, exact=self._exact
         )
         wanted = [place for place, chunk in enumerate(chunks) if chunk.yields]
-        rows = [last[place] for place in wanted]
+        pooled = [place for place, chunk in enumerate(chunks) if chunk.request.params.pooling]
+        places = [self._pooler.rows(chunks[place], last[place]) for place in pooled]
+        rows = [last[place] for place in wanted] + [row for some in places for row in some]
         everything = rows == list(range(len(token)))
         rows_R = None if everything else torch.tensor(rows, dtype=torch.int64, device=device)
         hidden_RD = model.flat(fed[0], fed[1], mixer, rows_R)
+        vectors: dict[str, list[float]] = {}
+        failed: dict[str, str] = {}
+        stop = len(wanted)
+        for place, some in zip(pooled, places, strict=True):
+            start, stop = stop, stop + len(some)
+            try:
+                vector = self._pooler.add(chunks[place], hidden_RD[start:stop])
+            except ServeError as cause:
+                failed[chunks[place].request.id] = str(cause)
+                continue
+            if vector is not None:
+                vectors[chunks[place].request.id] = vector
         if not wanted:
-            return {}, {}
+            return StepResult(tokens={}, failed=failed)
         requests = [chunks[place].request for place in wanted]
-        chosen, infos = choose(model.logits(hidden_RD), requests)
-        return {request.id: (new,) for request, new in zip(requests, chosen, strict=True)}, infos
+        logits_RV = model.logits(hidden_RD[: len(wanted)])
+        scores_RV, unable = self._adjust(logits_RV, requests)
+        chosen, infos = choose(logits_RV, requests, scores_RV)
+        tokens = {request.id: (new,) for request, new in zip(requests, chosen, strict=True)}
+        failed |= unable
+        return StepResult(tokens=tokens, infos=infos, vectors=vectors, failed=failed)
 
     def _check(self, chunk: Chunk) -> None:
         room = len(chunk.request.blocks) * self.cache.block_size

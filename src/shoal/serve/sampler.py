@@ -9,10 +9,12 @@ not decide are left to that function.
 Shapes: R rows, V vocabulary, M candidates.
 
 Source of top-p: Holtzman et al., The Curious Case of Neural Text Degeneration, 2020.
+Source of min-p: Nguyen et al., Turning Up the Heat: Min-p Sampling, 2024.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -31,21 +33,23 @@ _CLOSE = 1e-12
 
 
 def choose(
-    logits_RV: Tensor, requests: Sequence[Request]
+    logits_RV: Tensor, requests: Sequence[Request], scores_RV: Tensor | None = None
 ) -> tuple[list[int], dict[str, tuple[TokenInfo, ...]]]:
     """The next token of every row, and the log probabilities that were asked for.
 
     Args:
-        logits_RV: scores of all tokens.
+        logits_RV: scores of all tokens, by the model; log probabilities are theirs.
         requests: whose rows they are.
+        scores_RV: what tokens are chosen by, where penalties or grammars changed them.
     """
-    tokens_R = logits_RV.argmax(-1)
+    scores_RV = logits_RV if scores_RV is None else scores_RV
+    tokens_R = scores_RV.argmax(-1)
     rows = [row for row, request in enumerate(requests) if request.params.temperature > 0]
     if rows:
         chosen = [requests[row] for row in rows]
         everything = len(rows) == len(requests)
         picked = sample_rows(
-            logits_RV if everything else logits_RV[rows],
+            scores_RV if everything else scores_RV[rows],
             [request.params for request in chosen],
             [_uniform(request) for request in chosen],
         )
@@ -83,6 +87,7 @@ def sample_rows(
             temperature=one.temperature,
             top_k=one.top_k,
             top_p=one.top_p,
+            min_p=one.min_p,
             uniform=uniforms[row],
         )
     return tokens_R
@@ -94,36 +99,38 @@ def _pick(
     """Tokens by the best candidates of each row, and whether these were enough to tell."""
     vocab_size = logits_RV.shape[-1]
     width = min(_CANDIDATES, vocab_size)
-    settings_4R = torch.tensor(
+    settings_5R = torch.tensor(
         [
             [one.temperature for one in params],
             [one.top_k or vocab_size for one in params],
             [one.top_p for one in params],
+            [math.log(one.min_p) if one.min_p else -math.inf for one in params],
             list(uniforms),
         ],
         dtype=torch.float64,
         device=logits_RV.device,
     )
-    temperature_R1, top_k_R1, top_p_R1, uniform_R1 = settings_4R.unsqueeze(-1)
+    temperature_R1, top_k_R1, top_p_R1, log_R1, uniform_R1 = settings_5R.unsqueeze(-1)
+    floor_R1 = log_R1 if any(one.min_p for one in params) else None
     scores_RV = logits_RV.double() / temperature_R1
     # By falling score, and by token where scores are equal, as a stable sort has it.
     token_RM = logits_RV.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
     scores_RM, order_RM = scores_RV.gather(-1, token_RM).sort(dim=-1, descending=True, stable=True)
     token_RM = token_RM.gather(-1, order_RM)
     best_R1 = scores_RM[:, :1]
-    weight_RM = (scores_RM - best_R1).exp()
+    weight_RM = _weights(scores_RM - best_R1, floor_R1)
     all_R1 = top_k_R1 >= vocab_size
-    inside_RM = torch.arange(width, device=logits_RV.device) < top_k_R1
+    inside_RM = (torch.arange(width, device=logits_RV.device) < top_k_R1) & (weight_RM > 0)
     total_R1 = torch.where(
         all_R1,
-        (scores_RV - best_R1).exp().sum(-1, keepdim=True),
+        _weights(scores_RV - best_R1, floor_R1).sum(-1, keepdim=True),
         (weight_RM * inside_RM).sum(-1, keepdim=True),
     )
     p_RM = weight_RM / total_R1
     cumulative_RM = p_RM.cumsum(-1)
     before_RM = cumulative_RM - p_RM
     unlimited_R1 = top_p_R1 == 1
-    kept_RM = inside_RM & ((before_RM < top_p_R1) | unlimited_R1)
+    kept_RM = inside_RM & (p_RM > 0) & ((before_RM < top_p_R1) | unlimited_R1)
     num_kept_R1 = kept_RM.sum(-1, keepdim=True)
     # Tokens beyond the candidates may take part; then the end is known only where nothing
     # limits it.
@@ -143,6 +150,11 @@ def _pick(
     known_R1 = whole_R1 & (~cut_R1 | (free_R1 & (place_R1 < width)))
     sure_R1 = known_R1 & ~close_R1 & ~equal_R1
     return token_RM.gather(-1, last_R1)[:, 0], sure_R1[:, 0]
+
+
+def _weights(below: Tensor, floor_R1: Tensor | None) -> Tensor:
+    """Probabilities over that of the best token; none for those under the floor."""
+    return below.exp() if floor_R1 is None else below.exp() * (below >= floor_R1)
 
 
 def log_probabilities(

@@ -15,7 +15,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -230,7 +230,7 @@ async def _serve(
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             return
-        server, name = starting.result()
+        server, name, _ = starting.result()
         address = _address(options, listener, name, client)
         await _run(server, listener, stopping, lambda: ready(address), client, options.grace_s)
     finally:
@@ -238,6 +238,8 @@ async def _serve(
         stopping.cancel()
         await asyncio.gather(starting, stopping, return_exceptions=True)
         await client.stop()
+        if not starting.cancelled() and starting.exception() is None:
+            await starting.result()[2]()
         for number in signals:
             loop.remove_signal_handler(number)
 
@@ -251,8 +253,8 @@ def _address(
 
 async def _start(
     job: ServeJob, options: ServerOptions, client: EngineClient
-) -> tuple[uvicorn.Server, str]:
-    """Everything that takes time, while the engine loads."""
+) -> tuple[uvicorn.Server, str, Callable[[], Awaitable[None]]]:
+    """Everything that takes time, while the engine loads; also what ends it."""
     loading = asyncio.create_task(client.start())
     try:
         import uvicorn
@@ -288,7 +290,7 @@ async def _start(
         timeout_graceful_shutdown=math.ceil(options.grace_s) + _FAREWELL_S,
         backlog=_BACKLOG,
     )
-    return uvicorn.Server(config), name
+    return uvicorn.Server(config), name, app.state.stop
 
 
 def _access(options: ServerOptions, *, local: bool) -> Access:

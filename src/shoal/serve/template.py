@@ -34,9 +34,15 @@ _MAX_INTEGER = 2**63
 
 # A transcript that every reader of plain text has seen.
 PLAIN = (
+    "{% if tools %}Functions: {{ tools | tojson }}\n"
+    "Call one by writing <tool_call>\n"
+    '{"name": NAME, "arguments": {...}}\n</tool_call>\n\n{% endif %}'
     "{% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ message['content'] }}\n\n"
-    "{% elif message['role'] == 'assistant' %}Assistant: {{ message['content'] }}\n\n"
+    "{% elif message['role'] == 'assistant' %}Assistant: {{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>\n"
+    "{{ call['function'] | tojson }}\n</tool_call>{% endfor %}\n\n"
+    "{% elif message['role'] == 'tool' %}Tool: {{ message['content'] }}\n\n"
     "{% else %}User: {{ message['content'] }}\n\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"

@@ -111,10 +111,12 @@ class StopStrings:
 
     Args:
         stops: strings that end the text; none may be empty.
+        keep: the text ends behind the string.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         self._stops = tuple(stops)
+        self._keep = keep
         self._held = ""
         self._longest = max(map(len, self._stops), default=0)
         self.found = False
@@ -134,7 +136,7 @@ class StopStrings:
         if best is not None:
             self.found = True
             self._held = ""
-            return text[: best[1]]
+            return text[: best[0] if self._keep else best[1]]
         keep = self._begun(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

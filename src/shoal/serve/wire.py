@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from shoal.core.errors import ServeError
@@ -30,6 +31,7 @@ __all__ = [
 MAX_FRAME_BYTES = 16 * 2**20
 
 _LENGTH = struct.Struct(">I")
+_PARAMS = tuple(field.name for field in fields(SamplingParams))
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -88,20 +90,15 @@ class Decoder:
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
     """How to sample, as plain values."""
-    return {
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "seed": params.seed,
-        "stop_ids": sorted(params.stop_ids),
-        "logprobs": params.logprobs,
-    }
+    packed = {name: getattr(params, name) for name in _PARAMS}
+    return {**packed, "stop_ids": sorted(params.stop_ids)}
 
 
 def unpack_params(raw: Mapping[str, Any]) -> SamplingParams:
     """The inverse of :func:`pack_params`."""
-    return SamplingParams(**{**raw, "stop_ids": frozenset(raw["stop_ids"])})
+    bias = tuple((token, value) for token, value in raw["logit_bias"])
+    stop_ids = frozenset(raw["stop_ids"])
+    return SamplingParams(**{**raw, "stop_ids": stop_ids, "logit_bias": bias})
 
 
 def pack_output(output: Output) -> list[Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shoal.ir.serving import SamplingParams
-from shoal.serve import openai
 from shoal.serve.answer import Answer, Piece
+from shoal.serve.logprobs import chat_logprobs, completion_logprobs, usage
 from shoal.serve.openai import Ask
+from shoal.serve.tools import CallReader
 
 __all__ = ["ChatWriter", "CompletionWriter", "Job", "Prompt", "Writer"]
 
@@ -53,7 +54,7 @@ class Job:
 
     def usage(self) -> dict[str, int]:
         """Tokens so far."""
-        return openai.usage(
+        return usage(
             sum(len(prompt.tokens) for prompt in self.prompts),
             sum(answer.num_tokens for answer in self.answers),
         )
@@ -147,7 +148,7 @@ class CompletionWriter(_Writer):
         return {
             "index": index,
             "text": piece.text,
-            "logprobs": openai.completion_logprobs(piece.entries) if wanted else None,
+            "logprobs": completion_logprobs(piece.entries) if wanted else None,
             "finish_reason": piece.finish,
             **self._ids(index, piece, with_prompt=whole),
         }
@@ -159,6 +160,11 @@ class ChatWriter(_Writer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__(job, name)
+        tools = job.ask.tools is not None
+        self._readers = [CallReader() if tools else None for _ in job.params]
+
     def opening(self, index: int) -> dict[str, Any] | None:
         """Who speaks."""
         return {
@@ -169,31 +175,57 @@ class ChatWriter(_Writer):
         }
 
     def delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """A piece of text."""
+        """A piece of text, or calls."""
         if self._silent(piece):
             return None
+        text, calls = self._read(index, piece)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = calls
+        if not delta and self._silent(replace(piece, text="")):
+            return None  # the text may be part of a call
         return {
             "index": index,
-            "delta": {"content": piece.text} if piece.text else {},
+            "delta": delta,
             "logprobs": self._logprobs(piece),
-            "finish_reason": piece.finish,
+            "finish_reason": self._finish(index, piece),
             **self._ids(index, piece, with_prompt=False),
         }
 
     def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
         """All answers at once."""
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": piece.text, "refusal": None},
-                "logprobs": self._logprobs(piece),
-                "finish_reason": piece.finish,
-                **self._ids(index, piece, with_prompt=True),
-            }
-            for index, piece in enumerate(answers)
-        ]
+        choices = [self._message(index, piece) for index, piece in enumerate(answers)]
         return {**self._frame(self.kind, choices), "usage": self._job.usage()}
+
+    def _message(self, index: int, piece: Piece) -> dict[str, Any]:
+        text, calls = self._read(index, piece)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            for call in calls:
+                del call["index"]
+            message |= {"content": text or None, "tool_calls": calls}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(piece),
+            "finish_reason": self._finish(index, piece),
+            **self._ids(index, piece, with_prompt=True),
+        }
+
+    def _read(self, index: int, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+        """Words and calls of a piece."""
+        reader = self._readers[index]
+        if reader is None:
+            return piece.text, []
+        before = len(reader.calls)
+        text, calls = reader.feed(piece.text, last=piece.finish is not None)
+        return text, [call.as_json(before + place) for place, call in enumerate(calls)]
+
+    def _finish(self, index: int, piece: Piece) -> str | None:
+        reader = self._readers[index]
+        called = reader is not None and bool(reader.calls)
+        return "tool_calls" if called and piece.finish == "stop" else piece.finish
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         wanted = self._job.ask.logprobs is not None
-        return openai.chat_logprobs(piece.entries) if wanted else None
+        return chat_logprobs(piece.entries) if wanted else None

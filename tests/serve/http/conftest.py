@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 def fake_path():
     """Engine processes find ``fake_engine``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(HERE))
+        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
         yield HERE
 
 
@@ -33,6 +34,43 @@ def byte_model(tmp_path_factory, fake_path):
     directory.mkdir()
     train([""], 257).save(str(directory / "tokenizer.json"))
     return directory
+
+
+@pytest.fixture(scope="session")
+def write_model(tmp_path_factory):
+    """Positions -> directory of a tiny real model with a tokenizer."""
+    pytest.importorskip("torch")
+    from shoal.corpora.tokenizer import train
+    from shoal.model import huggingface
+    from shoal.model.config import ModelConfig
+    from shoal.model.initialise import init_weights
+    from shoal.model.transformer import Transformer
+
+    def write(max_position):
+        directory = tmp_path_factory.mktemp("served") / "tiny"
+        model = Transformer(ModelConfig(**fields, max_position=max_position))
+        init_weights(model, seed=3)
+        huggingface.write(directory, model)
+        train([""], 257).save(str(directory / "tokenizer.json"))
+        return directory
+
+    fields = {
+        "vocab_size": 257,
+        "hidden": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "ffn_hidden": 64,
+        "initializer_range": 0.2,
+        "eos_token_id": 0,
+    }
+    return write
+
+
+@pytest.fixture(scope="session")
+def model_directory(write_model):
+    return write_model(256)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ CRASH, HANG, SLOW, REFUSE, EXIT = 290, 291, 292, 293, 294
 class FakeEngine:
     def __init__(self):
         self.requests = {}
+        self.vectors = []
         self.steps = 0
         self.aborts = 0
         self.generated = 0
@@ -50,6 +51,9 @@ class FakeEngine:
             if SLOW in prompt:
                 time.sleep(0.02)
             params = request.params
+            if params.pooling and request.n_generated == 0:
+                values = [float(sum(prompt)), 0.0, -1.0]
+                self.vectors.append({"kind": "vector", "id": request.id, "values": values})
             token = prompt[request.n_generated % len(prompt)]
             request.tokens.append(token)
             self.generated += 1
@@ -66,6 +70,10 @@ class FakeEngine:
                 del self.requests[request.id]
             outputs.append(Output(request.id, (token,), infos, finish))
         return outputs
+
+    def told(self):
+        told, self.vectors = self.vectors, []
+        return told
 
     def stats(self):
         return {

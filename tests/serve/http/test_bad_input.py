@@ -74,13 +74,39 @@ BAD_COMPLETIONS = {
     "echo-logprobs": {"echo": True, "logprobs": 1},
     "best_of": {"best_of": 4},
     "suffix": {"suffix": "end"},
-    "logit_bias": {"logit_bias": {"5": 100}},
-    "presence_penalty": {"presence_penalty": 0.5},
-    "frequency_penalty": {"frequency_penalty": -1},
-    "repetition_penalty": {"repetition_penalty": 1.1},
-    "min_p": {"min_p": 0.1},
+    "logit_bias": {"logit_bias": {"5": 101}},
+    "logit_bias-token": {"logit_bias": {str(fake_engine.VOCAB): 1}},
+    "logit_bias-name": {"logit_bias": {"five": 1}},
+    "logit_bias-long": {"logit_bias": {"1" * 5000: 1}},
+    "logit_bias-true": {"logit_bias": {"5": True}},
+    "logit_bias-list": {"logit_bias": [5]},
+    "logit_bias-many": {"logit_bias": {str(token): 1 for token in range(301)}},
+    "presence_penalty": {"presence_penalty": 2.5},
+    "frequency_penalty": {"frequency_penalty": "-1"},
+    "repetition_penalty": {"repetition_penalty": 0},
+    "min_p": {"min_p": 1.1},
+    "min_tokens": {"min_tokens": 3},
+    "include_stop": {"include_stop_str_in_output": "yes"},
     "prompt_logprobs": {"prompt_logprobs": 1},
-    "guided": {"guided_regex": "(a+)+b"},
+    "guided_regex": {"guided_regex": "(a+"},
+    "guided_regex-list": {"guided_regex": ["a"]},
+    "guided_regex-deep": {"guided_regex": "(" * 20_000},
+    "guided_json": {"guided_json": {"type": "strin"}},
+    "guided_json-text": {"guided_json": "{"},
+    "guided_json-remote": {"guided_json": {"$ref": "http://127.0.0.1/schema"}},
+    "guided_json-large": {"guided_json": {"enum": ["a" * 100_000]}},
+    "guided_choice": {"guided_choice": []},
+    "guided_choice-many": {"guided_choice": ["a"] * 1001},
+    "guided_choice-number": {"guided_choice": [1]},
+    "guided_grammar": {"guided_grammar": "start: 'a'"},
+    "structured_outputs": {"structured_outputs": ["a"]},
+    "structured_outputs-kind": {"structured_outputs": {"poem": "a"}},
+    "two-forms": {"guided_choice": ["b"], "guided_regex": "a"},
+    "form-min_tokens": {"guided_regex": "a", "min_tokens": 1},
+    "form-ignore_eos": {"guided_regex": "a", "ignore_eos": True},
+    "priority": {"priority": 2**40},
+    "cache_salt": {"cache_salt": ""},
+    "cache_salt-long": {"cache_salt": "a" * 257},
     "model-number": {"model": 3},
     "model-none": {"model": None},
 }
@@ -101,6 +127,8 @@ def test_bad_completions(call, change, stream):
     assert time.monotonic() - began < DEADLINE_S
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD_CHATS = {
     "messages": {"messages": None},
     "messages-empty": {"messages": []},
@@ -108,15 +136,39 @@ BAD_CHATS = {
     "messages-text": {"messages": "hi"},
     "message-text": {"messages": ["hi"]},
     "role": {"messages": [{"role": "king", "content": "hi"}]},
-    "role-tool": {"messages": [{"role": "tool", "content": "hi"}]},
+    "role-function": {"messages": [{"role": "function", "content": "hi"}]},
     "content-none": {"messages": [{"role": "user", "content": None}]},
     "content-image": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     "content-part": {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
     "tool-calls": {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+    "tool-calls-user": {"messages": [{"role": "user", "content": "", "tool_calls": [CALL]}]},
+    "tool-calls-text": {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}
+        ]
+    },
     "tools": {"tools": [{"type": "function"}]},
+    "tools-name": {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+    "tools-twice": {"tools": [TOOL, TOOL]},
+    "tools-many": {"tools": [TOOL] * 129},
+    "tools-schema": {"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]},
+    "tools-parallel": {"tools": [TOOL], "parallel_tool_calls": 1},
     "tool_choice": {"tool_choice": "required"},
+    "tool_choice-name": {
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "g"}},
+    },
+    "tool_choice-form": {
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "response_format": {"type": "json_object"},
+    },
     "functions": {"functions": [{}]},
-    "response_format": {"response_format": {"type": "json_object"}},
+    "response_format": {"response_format": {"type": "poem"}},
+    "response_format-schema": {"response_format": {"type": "json_schema"}},
+    "response_format-bad": {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}
+    },
     "modalities": {"modalities": ["audio"]},
     "top_logprobs": {"logprobs": True, "top_logprobs": 10**9},
     "top_logprobs-together": {
@@ -221,8 +273,7 @@ def test_unknown_paths_and_methods(call):
         "/v1",
         "/v1/completions/",
         "/docs",
-        "/openapi.json",
-        "/v1/embeddings",
+        "/v1/audio",
         "/%ff",
     ):
         status, error = call.error("GET", path)

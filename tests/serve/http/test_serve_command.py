@@ -18,35 +18,6 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.multi
 
 
-@pytest.fixture(scope="module")
-def model_directory(tmp_path_factory):
-    """A tiny real model with a tokenizer."""
-    from shoal.corpora.tokenizer import train
-    from shoal.model import huggingface
-    from shoal.model.config import ModelConfig
-    from shoal.model.initialise import init_weights
-    from shoal.model.transformer import Transformer
-
-    config = ModelConfig(
-        vocab_size=257,
-        hidden=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        ffn_hidden=64,
-        max_position=256,
-        initializer_range=0.2,
-        eos_token_id=0,
-    )
-    model = Transformer(config)
-    init_weights(model, seed=3)
-    directory = tmp_path_factory.mktemp("served") / "tiny"
-    huggingface.write(directory, model)
-    train([""], 257).save(str(directory / "tokenizer.json"))
-    return directory
-
-
 def shoal(*arguments, **options):
     return shoal_command.shoal("serve", *arguments, **options)
 

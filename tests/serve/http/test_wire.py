@@ -57,7 +57,14 @@ def test_what_is_no_object_is_refused(body):
 
 def test_outputs_and_params_come_back():
     params = SamplingParams(
-        max_tokens=5, temperature=0.5, top_k=3, seed=2**62, stop_ids=frozenset({1, 9}), logprobs=2
+        max_tokens=5,
+        temperature=0.5,
+        top_k=3,
+        seed=2**62,
+        stop_ids=frozenset({1, 9}),
+        logprobs=2,
+        logit_bias=((3, -0.5), (4, 100.0)),
+        min_tokens=2,
     )
     assert unpack_params(json.loads(json.dumps(pack_params(params)))) == params
     output = Output("a", (1, 2), (TokenInfo(-0.5, ((1, -0.5), (3, float("-inf")))),), "stop")

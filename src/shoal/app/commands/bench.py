@@ -66,6 +66,17 @@ def serve(
         bool, typer.Option("--score/--no-score", help="Keep the report in the score.")
     ] = True,
     output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Compare with other engines, one at a time, in turns.")
+    ] = False,
+    environments: Annotated[
+        Path | None, typer.Option(help="With --peers: where scripts/peers installed them.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="With --peers: timed rounds.", min=1)] = 6,
+    threads: Annotated[
+        int, typer.Option(help="With --peers: threads of every engine; 0 for all cores.", min=0)
+    ] = 0,
+    out: Annotated[Path | None, typer.Option(help="With --peers: a file .json.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Serve a workload in real time, predicted before by the simulator.
@@ -80,7 +91,22 @@ def serve(
         shoal bench serve --model runs/run/export --workload code
 
         shoal bench serve --trace trace.jsonl --set max_running=16 -o json
+
+        shoal bench serve --peers --environments peers --out peers.json
     """
+    if peers:
+        from shoal.app.commands import bench_peers
+
+        bench_peers.run(
+            model,
+            environments=environments,
+            rounds=rounds,
+            threads=threads,
+            anyway=anyway,
+            out=out,
+            quiet=quiet,
+        )
+        return
     from shoal.app.show import WorkBar, as_json
     from shoal.cost.score import Score
     from shoal.machine.described import load

@@ -199,7 +199,21 @@ def serve(
         typer.Option(help="Requests per second; without, all at once or as in the trace."),
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Requests to simulate.")] = None,
-    scheduler: Annotated[str | None, typer.Option(help="fcfs or static.")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="fcfs, prefill_first or static.")] = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(help="Targets, such as ttft=0.25,tpot=0.03: search for the most requests."),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="With --slo: so many devices; all of the machine.")
+    ] = None,
+    since: Annotated[
+        Path | None,
+        typer.Option(help="With --slo: plan anew only if the workload left that of this report."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="With --slo: draw the share that meets the targets.")
+    ] = None,
     kv: Annotated[str | None, typer.Option("--kv", help="paged or contiguous.")] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32 or bf16.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
@@ -231,9 +245,12 @@ def serve(
         shoal plan serve Llama-3.1-8B -m RTX-4090 --workload shared_prefix --set max_position=8192
 
         shoal plan serve Qwen3-0.6B -m laptop --workload mooncake --set workload.scale=16
+
+        shoal plan serve Qwen3-8B -m 4xH100 --workload code --slo ttft=0.25,tpot=0.03
     """
     from shoal.app.show import as_json
     from shoal.core.config import resolve
+    from shoal.core.errors import require
     from shoal.core.files import to_yaml
     from shoal.cost.workloads.choose import choose
     from shoal.ir import ServeJob
@@ -259,6 +276,26 @@ def serve(
     if requests is not None:
         resolved = resolved.replace({"workload.requests": requests}, "--requests")
     job = resolved.value
+    if slo is not None:
+        from shoal.app.commands.plan_goodput import goodput
+
+        goodput(
+            job,
+            target,
+            slo,
+            devices=devices,
+            rate=rate,
+            requests=requests,
+            since=since,
+            picture=picture,
+            out=out,
+            emit=emit,
+            emit_dir=emit_dir,
+            output=output.value,
+        )
+        return
+    for flag, value in (("--devices", devices), ("--since", since), ("--picture", picture)):
+        require(value is None, flag, value, expected="--slo beside it")
     asked = plan_serve(job, target)
     if out is not None:
         asked.save(out, header="Planned by `shoal plan serve`.")

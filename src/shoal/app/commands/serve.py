@@ -43,6 +43,10 @@ def serve(
         list[str] | None, typer.Option(help="A web page that may call, as http://host:port.")
     ] = None,
     scheduler: Annotated[str | None, typer.Option(help="Who runs now.")] = None,
+    disagg: Annotated[
+        str | None,
+        typer.Option(help="Processes for prompts and for generation: prefill=1,decode=1."),
+    ] = None,
     kv: Annotated[str | None, typer.Option(help="Who holds which block of the cache.")] = None,
     kv_tokens: Annotated[
         int | None, typer.Option(help="Tokens that the cache holds; what the memory allows.")
@@ -80,17 +84,21 @@ def serve(
         SHOAL_API_KEY=$(openssl rand -hex 16) shoal serve MODEL --host 0.0.0.0
 
         shoal serve MODEL --port 0 --scheduler fcfs --max-running 16
+
+        shoal serve MODEL --disagg prefill=1,decode=1
     """
     from shoal.app.show import table
     from shoal.core.config import resolve
     from shoal.ir import ServeJob
     from shoal.serve.client import ClientOptions
+    from shoal.serve.process import factory_of
     from shoal.serve.server import ServerOptions
     from shoal.serve.server import serve as run
 
     flags: dict[str, object] = {
         "model": model,
         "scheduler": scheduler,
+        "disagg": None if disagg is None else _phases(disagg),
         "kv": kv,
         "kv_tokens": kv_tokens,
         "max_running": max_running,
@@ -110,6 +118,7 @@ def serve(
         hosts=tuple(allow_host or ()),
         origins=tuple(allow_origin or ()),
         client=ClientOptions(start_s=start_timeout, hang_s=engine_timeout),
+        factory=factory_of(resolved.value),
     )
 
     def ready(server: Running) -> None:
@@ -119,6 +128,25 @@ def serve(
     if not quiet:
         typer.echo(f"loading {model} ...", err=True)
     run(resolved.value, options, ready=ready)
+
+
+def _phases(text: str) -> dict[str, int]:
+    """Instances of each phase as the flag has them.
+
+    Raises:
+        ConfigError: it does not name both with a number.
+    """
+    from shoal.core.errors import ConfigError
+
+    found = {}
+    for word in text.split(","):
+        name, _, number = word.strip().partition("=")
+        if name not in ("prefill", "decode") or name in found or not number.isdigit():
+            raise ConfigError(
+                f"--disagg {text}: expected both phases with a number, such as prefill=1,decode=1"
+            )
+        found[name] = int(number)
+    return found
 
 
 def _key(given: str | None, file: Path | None) -> str | None:

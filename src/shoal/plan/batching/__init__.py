@@ -1,18 +1,29 @@
 """plan.batching: who runs now, and who holds which block of the cache. Torch-free.
 
-The door: the tables of schedulers and of cache bookkeeping. Both promise what
-:mod:`shoal.ir.serving` says; the engine and the simulator drive the same objects.
+The door: the tables of schedulers, of those that do one phase of serving each, of cache
+bookkeeping and of preemption. All promise what :mod:`shoal.ir.serving` and
+:mod:`shoal.ir.phases` say; the engine and the simulator drive the same objects.
 """
 
 from shoal.core.parts import PartTable
 
-__all__ = ["KV_MANAGERS", "SCHEDULERS"]
+__all__ = ["KV_MANAGERS", "PHASES", "PREEMPTIONS", "SCHEDULERS"]
 
 SCHEDULERS = PartTable(
     "scheduler",
     {
         "fcfs": "shoal.plan.batching.fcfs:Fcfs",
+        "fair": "shoal.plan.batching.fair:Fair",
+        "prefill_first": "shoal.plan.batching.prefill_first:PrefillFirst",
         "static": "shoal.plan.batching.static:Static",
+    },
+)
+
+PHASES = PartTable(
+    "phase",
+    {
+        "prefill": "shoal.plan.batching.prefill:Prefill",
+        "decode": "shoal.plan.batching.decode:Decode",
     },
 )
 
@@ -20,6 +31,16 @@ KV_MANAGERS = PartTable(
     "kv",
     {
         "paged": "shoal.plan.batching.paged:Paged",
+        "blockgroups": "shoal.plan.batching.blockgroups:BlockGroups",
         "contiguous": "shoal.plan.batching.contiguous:Contiguous",
+    },
+)
+
+PREEMPTIONS = PartTable(
+    "preempt",
+    {
+        "recompute": "shoal.plan.batching.recompute:Recompute",
+        "swap": "shoal.plan.batching.swap:Swap",
+        "auto": "shoal.plan.batching.auto:Auto",
     },
 )

@@ -5,13 +5,18 @@ A scheduler is what :class:`~shoal.ir.serving.Scheduler` promises; it adds ``pla
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import deque
 
 from shoal.core.errors import ServeError, require
-from shoal.ir import KVManager, Limits, Output, Request, Step, StepResult
+from shoal.ir import KVManager, Limits, Output, Preemption, Request, Step, StepResult
 from shoal.ir.serving import FinishReason
+from shoal.plan.batching.recompute import Recomputing
 
-__all__ = ["Queues", "check_block_size", "whole_blocks"]
+__all__ = ["Queues", "check_block_size", "extend_chain", "whole_blocks"]
+
+_DIGEST_BYTES = 16
 
 
 def check_block_size(where: str, block_size: int) -> None:
@@ -39,17 +44,33 @@ def whole_blocks(num_tokens: int, block_size: int) -> int:
     return num_tokens // block_size
 
 
+def extend_chain(chain: list[bytes], request: Request, block_size: int, blocks: int) -> None:
+    """Add digests to ``chain`` until it has one of each of the first ``blocks`` full blocks.
+
+    Each is of all tokens up to the end of its block, of the adapter and of the salt. A
+    cryptographic digest: with a plain hash, a client could make a prompt that is answered from
+    somebody else's cache.
+    """
+    while len(chain) < blocks:
+        start = len(chain) * block_size
+        parent = chain[-1] if chain else repr((request.adapter, request.salt)).encode()
+        text = parent + b"\0" + array("q", request.tokens[start : start + block_size]).tobytes()
+        chain.append(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
+
+
 class Queues:
     """Requests that wait, in the order of their arrival, and those that run.
 
     Args:
         kv: bookkeeping of the cache; this scheduler is its only user.
         limits: what to keep to.
+        preemption: what becomes of a cache that is taken away; by recomputing if not given.
     """
 
-    def __init__(self, kv: KVManager, limits: Limits) -> None:
+    def __init__(self, kv: KVManager, limits: Limits, preemption: Preemption | None = None) -> None:
         self.kv = kv
         self.limits = limits
+        self.preemption: Preemption = preemption or Recomputing(kv)
         self.waiting: deque[Request] = deque()
         # By id, in the order of admission.
         self.running: dict[str, Request] = {}
@@ -123,11 +144,12 @@ class Queues:
             return None
         if request.state == "waiting":
             self.waiting.remove(request)
-        self._forget(request)
+        self._forget(request, keep=False)
         return Output(request_id, (), finish="abort")
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
         """See :class:`~shoal.ir.serving.Scheduler`."""
+        self.preemption.settle(result.done, now)
         # The loop over all chunks of all steps is what a simulation spends its time in.
         running, longest, computed = self.running, self.limits.max_position, self.kv.computed
         tokens_of, infos_of = result.tokens, result.infos
@@ -161,18 +183,19 @@ class Queues:
             infos = tuple(infos_of.get(request.id, ())[: len(new)]) if infos_of else ()
             outputs.append(Output(request.id, new, infos, finish))
             if finish is not None:
-                self._forget(request)
+                self._forget(request, keep=True)
         return outputs
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: Request, *, keep: bool) -> None:
         self.running.pop(request.id, None)
         del self.requests[request.id]
-        self.kv.free(request)
+        self.preemption.drop(request, keep=keep)
         request.state = "finished"
 
-    def _start(self, request: Request, found: int) -> None:
-        """Move the first one that waits to those that run; ``found`` tokens were cached."""
+    def _start(self, request: Request) -> None:
+        """Move the first one that waits to those that run or will; it has what was cached."""
         self.waiting.popleft()
         self.running[request.id] = request
-        request.state = "running"
-        request.n_cached = min(found, request.n_prompt)
+        if request.state == "waiting":
+            request.state = "running"
+        request.n_cached = min(request.n_computed, request.n_prompt)

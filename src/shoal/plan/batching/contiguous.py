@@ -13,7 +13,7 @@ import bisect
 from collections.abc import Mapping
 
 from shoal.core.parts import part
-from shoal.ir import Request
+from shoal.ir import InFlight, Request
 from shoal.plan.batching.common import check_block_size, whole_blocks
 
 __all__ = ["Contiguous", "ContiguousRuns"]
@@ -52,6 +52,7 @@ class ContiguousRuns:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.in_flight = InFlight()
         # [first, after the last) of each free run, in order and never touching.
         self._free: list[tuple[int, int]] = [(0, num_blocks)]
         self._num_free = num_blocks

@@ -2,8 +2,9 @@
 
 Requests join and leave at every step. A step has one token of every request that
 generates, and what is left of the token budget goes to prompts, cut where it ends. When
-the cache is full, the request that came last gives its blocks back and is computed again
-later.
+the cache is full, the request that came last gives its blocks back. It is computed again
+later, or its keys and values wait on the host, as the preemption decides; while they
+arrive, the others run.
 
 All running requests came before all waiting ones, at any time: admission takes from the
 head of the queue only, and preemption puts the youngest running request back there. So
@@ -11,14 +12,14 @@ nobody is overtaken, the oldest request always runs, and one that fits alone fin
 
 Sources: Yu et al., Orca, 2022 (iteration-level scheduling); Agrawal et al.,
 Sarathi-Serve, 2024 (chunked prompts beside decodes); Kwon et al., PagedAttention, 2023,
-section 4.5 (preemption by recomputation).
+section 4.5 (preemption by recomputation and by swapping).
 """
 
 from __future__ import annotations
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import part
-from shoal.ir import Chunk, KVManager, Limits, Request, Step
+from shoal.ir import Chunk, KVManager, Limits, Preemption, Request, Step
 from shoal.plan.batching.common import Queues
 
 __all__ = ["Fcfs", "FcfsScheduler"]
@@ -46,9 +47,11 @@ class Fcfs:
             expected="a share in [0, 1)",
         )
 
-    def build(self, kv: KVManager, limits: Limits) -> FcfsScheduler:
+    def build(
+        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
+    ) -> FcfsScheduler:
         """See :class:`~shoal.ir.serving.SchedulerPart`."""
-        return FcfsScheduler(kv, limits, chunked=self.chunked, watermark=self.watermark)
+        return FcfsScheduler(kv, limits, preemption, chunked=self.chunked, watermark=self.watermark)
 
 
 class FcfsScheduler(Queues):
@@ -57,14 +60,21 @@ class FcfsScheduler(Queues):
     Args:
         kv: bookkeeping of the cache.
         limits: what to keep to.
+        preemption: what becomes of a cache that is taken away.
         chunked: prompts may be cut.
         watermark: share of the cache to leave free on admission.
     """
 
     def __init__(
-        self, kv: KVManager, limits: Limits, *, chunked: bool = True, watermark: float = 0.01
+        self,
+        kv: KVManager,
+        limits: Limits,
+        preemption: Preemption | None = None,
+        *,
+        chunked: bool = True,
+        watermark: float = 0.01,
     ) -> None:
-        super().__init__(kv, limits)
+        super().__init__(kv, limits, preemption)
         self.chunked = chunked
         self._reserve = int(watermark * kv.num_blocks)
         # The head of the queue and the free blocks when it did not fit: until more are free
@@ -86,7 +96,8 @@ class FcfsScheduler(Queues):
 
     def plan(self, now: float) -> Step:
         """See :class:`~shoal.ir.serving.Scheduler`."""
-        preempted: list[Request] = []
+        preempted = self._displace()
+        displaced = len(preempted)
         decodes = self._decodes(preempted)
         budget = self.limits.max_step_tokens - len(decodes)
         prompts: list[Chunk] = []
@@ -94,11 +105,19 @@ class FcfsScheduler(Queues):
             if budget <= 0:
                 break
             left = len(request.tokens) - request.n_computed
-            if left > 1:
+            if left > 1 and request.state == "running":
                 budget -= self._cut(prompts, request, left, budget, empty=not decodes)
-        if not preempted:
+        if len(preempted) == displaced:
             self._admit(prompts, budget, empty=not decodes)
-        return Step((*decodes, *prompts), tuple(preempted))
+        chunks = (*decodes, *prompts)
+        transfers, wait_for = self.preemption.launch(
+            now, computing=bool(chunks), busy=bool(self.requests)
+        )
+        return Step(chunks, tuple(preempted), transfers, wait_for, now)
+
+    def _displace(self) -> list[Request]:
+        """Who makes room for somebody that waits, before anything is planned: here nobody."""
+        return []
 
     def _decodes(self, preempted: list[Request]) -> list[Chunk]:
         """One token of every request that generates, the oldest first."""
@@ -112,20 +131,23 @@ class FcfsScheduler(Queues):
             stop = start + 1
             if len(request.tokens) != stop or request.state != "running":
                 continue
+            held = len(request.blocks)
             # Whoever is preempted here came later, so it has no chunk in this step yet.
-            while stop > len(request.blocks) * size and not kv.allocate(request, stop):
+            while stop > held * size and not kv.allocate(request, stop):
                 victim = next(reversed(self.running.values()))
                 self._preempt(victim)
                 preempted.append(victim)
                 if victim is request:
                     break
             else:
+                if len(request.blocks) > held:
+                    self.preemption.wait(request.blocks[held:])
                 chunks.append(Chunk(request, start, 1))
         return chunks
 
     def _preempt(self, request: Request) -> None:
         del self.running[request.id]
-        self.kv.free(request)
+        self.preemption.take(request)
         request.state = "waiting"
         request.preemptions += 1
         self.waiting.appendleft(request)
@@ -154,19 +176,26 @@ class FcfsScheduler(Queues):
                 if name == request.id and kv.num_free <= free:
                     return
             free = kv.num_free
-            found = kv.match_prefix(request)
+            kv.match_prefix(request)
             if not self._place(request, alone=alone):
                 kv.free(request)
                 self._refused = (request.id, free)
                 return
+            fetched = self.preemption.fetch(request, len(self.running))
+            if fetched == "busy":
+                kv.free(request)
+                return
+            if fetched == "arriving":
+                self._start(request)
+                continue
             taken = self._cut(
                 prompts, request, len(request.tokens) - request.n_computed, budget, empty=empty
             )
             if not taken:
-                kv.free(request)
+                self.preemption.take(request)
                 return
             self._refused = None
-            self._start(request, found)
+            self._start(request)
             budget -= taken
 
     def _place(self, request: Request, *, alone: bool) -> bool:

@@ -11,18 +11,14 @@ PagedAttention, 2023, section 4.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 
 from shoal.core.parts import part
-from shoal.ir import Request
-from shoal.plan.batching.common import check_block_size, whole_blocks
+from shoal.ir import InFlight, Request
+from shoal.plan.batching.common import check_block_size, extend_chain, whole_blocks
 
 __all__ = ["Paged", "PagedBlocks"]
-
-_DIGEST_BYTES = 16
 
 
 @part
@@ -69,8 +65,10 @@ class PagedBlocks:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_reuse = prefix_reuse
+        self.in_flight = InFlight()
         # Popped from the end: low numbers first, and the last one freed is still in cache.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        # Those that a transfer still touches join at the other end.
+        self._free = deque(range(num_blocks - 1, -1, -1))
         # Least recently left first.
         self._forgotten: OrderedDict[int, None] = OrderedDict()
         self._holders = [0] * num_blocks
@@ -150,10 +148,12 @@ class PagedBlocks:
             self._holders[block] -= 1
             if self._holders[block]:
                 continue
-            if self._digests[block] is None:
-                self._free.append(block)
-            else:
+            if self._digests[block] is not None:
                 self._forgotten[block] = None
+            elif block in self.in_flight:
+                self._free.appendleft(block)
+            else:
+                self._free.append(block)
         request.blocks = []
         request.n_computed = 0
         for book in (self._chains, self._offered, self._matched):
@@ -208,16 +208,7 @@ class PagedBlocks:
         return block
 
     def _digest(self, request: Request, index: int) -> bytes:
-        """Of all tokens up to the end of block ``index``, and of the adapter.
-
-        A cryptographic digest: with a plain hash, a client could make a prompt that is
-        answered from somebody else's cache.
-        """
+        """See :func:`~shoal.plan.batching.common.extend_chain`."""
         chain = self._chains.setdefault(request.id, [])
-        while len(chain) <= index:
-            start = len(chain) * self.block_size
-            parent = chain[-1] if chain else (request.adapter or "").encode()
-            tokens = array("q", request.tokens[start : start + self.block_size])
-            text = parent + b"\0" + tokens.tobytes()
-            chain.append(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
+        extend_chain(chain, request, self.block_size, index + 1)
         return chain[index]

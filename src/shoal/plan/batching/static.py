@@ -11,7 +11,7 @@ Source: Yu et al., Orca, 2022, section 2 (what it is compared with).
 from __future__ import annotations
 
 from shoal.core.parts import part
-from shoal.ir import Chunk, KVManager, Limits, Step
+from shoal.ir import Chunk, KVManager, Limits, Preemption, Step
 from shoal.plan.batching.common import Queues
 
 __all__ = ["Static", "StaticScheduler"]
@@ -25,8 +25,10 @@ class Static:
     their full lengths; so nothing is ever preempted.
     """
 
-    def build(self, kv: KVManager, limits: Limits) -> StaticScheduler:
-        """See :class:`~shoal.ir.serving.SchedulerPart`."""
+    def build(
+        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
+    ) -> StaticScheduler:
+        """See :class:`~shoal.ir.serving.SchedulerPart`; nobody is preempted, in no way."""
         return StaticScheduler(kv, limits)
 
 
@@ -54,8 +56,8 @@ class StaticScheduler(Queues):
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.limits.max_running:
             request = self.waiting[0]
-            found = self.kv.match_prefix(request)
+            self.kv.match_prefix(request)
             if not self.kv.allocate(request, self.most_cached(request)):
                 self.kv.free(request)
                 return
-            self._start(request, found)
+            self._start(request)

@@ -40,6 +40,10 @@ class LlamaCpp:
             return ("a training plan",)
         job = plan.job
         found = []
+        if job.disagg is not None:
+            found.append("disagg: one server does both phases; plan without --slo")
+        if job.scheduler.name == "prefill_first":
+            found.append("scheduler = prefill_first: it mixes prompts and answers; use fcfs")
         if job.max_running > MOST_SLOTS:
             found.append(f"max_running = {job.max_running}: it has at most {MOST_SLOTS} slots")
         if not job.scheduler.options.get("chunked", True):

@@ -11,11 +11,14 @@ from shoal.core.errors import require
 from shoal.core.files import to_yaml
 from shoal.core.parts import part, table
 from shoal.ir import Plan, ServePlan
+from shoal.plan.emit.phases import first_port, phase_files, phases_of, urls
 from shoal.plan.emit.shared import allowed, header, model_word, script
 from shoal.plan.serving import precision_of
 
 __all__ = ["SGLang"]
 
+# Where prefill instances tell decode instances how to fetch from them.
+_BOOTSTRAP = 8998
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -46,7 +49,7 @@ class SGLang:
         found = []
         if plan.machine.device.kind == "cpu":
             found.append(f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp")
-        if job.scheduler.name != "fcfs":
+        if job.disagg is None and job.scheduler.name != "fcfs":
             found.append(f"scheduler = {job.scheduler.name}: it joins requests any time; use fcfs")
         if job.kv.name != "paged":
             found.append(f"kv = {job.kv.name}: its cache is paged; use paged")
@@ -55,6 +58,8 @@ class SGLang:
     def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         whole = allowed(plan, ServePlan, "sglang", self.refuses(plan))
+        if phases_of(whole):
+            return self._apart(whole)
         words = [
             "python -m sglang.launch_server",
             f"--model-path {model_word(whole)}",
@@ -63,6 +68,38 @@ class SGLang:
         return {
             "sglang.yaml": header(whole) + to_yaml(self._config(whole)),
             "launch.sh": script(header(whole), words),
+        }
+
+    def _apart(self, plan: ServePlan) -> dict[str, str]:
+        """A configuration and a script for each phase, and the router before them."""
+        configs, commands = {}, {}
+        for name, phase in phases_of(plan).items():
+            own = self._config(plan)
+            del own["port"]
+            own |= {"tp-size": phase.tp, "pp-size": phase.pp, "disaggregation-mode": name}
+            configs[name] = own
+            commands[name] = [
+                "python -m sglang.launch_server",
+                f"--model-path {model_word(plan)}",
+                f'--config "$(dirname "$0")/{name}.yaml"',
+                f"--port $(({first_port(self.port, name)} + n))",
+                f"--disaggregation-bootstrap-port $(({_BOOTSTRAP} + n))",
+                '--disaggregation-transfer-backend "${TRANSFER:-nixl}"',
+            ]
+        prefill = [
+            f"--prefill {url} {_BOOTSTRAP + n}"
+            for n, url in enumerate(urls(plan, "prefill", self.port))
+        ]
+        decode = [f"--decode {url}" for url in urls(plan, "decode", self.port)]
+        router = [
+            "python -m sglang_router.launch_router --pd-disaggregation",
+            *prefill,
+            *decode,
+            f"--port {self.port}",
+        ]
+        return {
+            **phase_files(plan, configs, commands),
+            "router.sh": script(header(plan), router),
         }
 
     def _config(self, plan: ServePlan) -> dict[str, Any]:

@@ -11,12 +11,16 @@ from shoal.core.errors import require
 from shoal.core.files import to_yaml
 from shoal.core.parts import part, table
 from shoal.ir import Plan, ServePlan
+from shoal.plan.emit.phases import first_port, phase_files, phases_of
 from shoal.plan.emit.shared import allowed, header, model_word, script
 from shoal.plan.serving import precision_of
 
 __all__ = ["VLLM"]
 
 BLOCKS = (8, 16, 32, 64, 128)
+# Where instances tell each other how to fetch from them.
+_SIDE_CHANNEL = 5600
+_CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -45,7 +49,7 @@ class VLLM:
         found = []
         if plan.machine.device.kind == "cpu":
             found.append(f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp")
-        if job.scheduler.name != "fcfs":
+        if job.disagg is None and job.scheduler.name != "fcfs":
             found.append(f"scheduler = {job.scheduler.name}: it joins requests any time; use fcfs")
         if job.kv.name != "paged":
             found.append(f"kv = {job.kv.name}: its cache is paged; use paged")
@@ -63,6 +67,8 @@ class VLLM:
     def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         whole = allowed(plan, ServePlan, "vllm", self.refuses(plan))
+        if phases_of(whole):
+            return self._apart(whole)
         words = [
             "vllm serve",
             model_word(whole),
@@ -71,6 +77,36 @@ class VLLM:
         return {
             "vllm.yaml": header(whole) + to_yaml(self._config(whole)),
             "launch.sh": script(header(whole), words),
+        }
+
+    def _apart(self, plan: ServePlan) -> dict[str, str]:
+        """A configuration and a script for each phase, and the proxy before them."""
+        configs, commands = {}, {}
+        for place, (name, phase) in enumerate(phases_of(plan).items()):
+            own = self._config(plan)
+            del own["port"]
+            own |= {"tensor-parallel-size": phase.tp, "pipeline-parallel-size": phase.pp}
+            configs[name] = own
+            # Each rank listens on a port of its own for those that fetch from it.
+            side = _SIDE_CHANNEL + 100 * place
+            commands[name] = [
+                f"env VLLM_NIXL_SIDE_CHANNEL_PORT=$(({side} + n * {phase.tp * phase.pp}))",
+                "vllm serve",
+                model_word(plan),
+                f'--config "$(dirname "$0")/{name}.yaml"',
+                f"--port $(({first_port(self.port, name)} + n))",
+                f"--kv-transfer-config '{_CONNECTOR}'",
+            ]
+        proxy = ['python "${PROXY:?set PROXY to toy_proxy_server.py of vLLM}"']
+        for name, flag in (("prefill", "prefiller"), ("decode", "decoder")):
+            first = first_port(self.port, name)
+            count = phases_of(plan)[name].count
+            proxy.append(f"--{flag}-hosts {' '.join(['127.0.0.1'] * count)}")
+            proxy.append(f"--{flag}-ports {' '.join(str(first + n) for n in range(count))}")
+        proxy.append(f"--port {self.port}")
+        return {
+            **phase_files(plan, configs, commands),
+            "router.sh": script(header(plan), proxy),
         }
 
     def _config(self, plan: ServePlan) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""``shoal bench serve --peers``: engines beside each other on this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+__all__ = ["run"]
+
+
+def run(
+    model: str | None,
+    *,
+    environments: Path | None,
+    rounds: int,
+    threads: int,
+    anyway: bool,
+    out: Path | None,
+    quiet: bool,
+) -> None:
+    """Run the table, print it, and write it if asked to.
+
+    Args:
+        model: a Hugging Face directory; random weights of 205.6 M parameters without.
+        environments: where the peers are installed.
+        rounds: timed rounds.
+        threads: of every engine; 0 for all cores.
+        anyway: measure on a busy machine too.
+        out: a file in .json.
+        quiet: print the table only.
+    """
+    import typer
+
+    from shoal.app.show import WorkBar, table
+    from shoal.claims.bench.serving.run import COLUMNS, bench, random_directory, rows
+    from shoal.core.errors import ServeError, require
+    from shoal.core.files import write_json
+    from shoal.core.measure import check_quiet, num_cores
+
+    if out is not None:
+        require(out.suffix == ".json", "--out", str(out), expected="a name in .json")
+    if model is not None and not (Path(model) / "config.json").is_file():
+        raise ServeError(f"--model {model}: no config.json there; give a Hugging Face directory")
+    if not anyway:
+        check_quiet(wait_s=60.0)
+    with tempfile.TemporaryDirectory(prefix="shoal-peers-") as place:
+        directory = Path(model) if model else random_directory(Path(place))
+        with WorkBar("bench serve --peers", quiet=quiet) as bar:
+            found = bench(
+                directory,
+                environments=environments,
+                rounds=rounds,
+                threads=threads or num_cores(),
+                progress=lambda what, done, total: bar(done, total, what),
+            )
+    title = f"{found.model}; {found.threads} threads each"
+    table(title, COLUMNS, rows(found))
+    typer.echo(", ".join(f"{name} {version}" for name, version in found.versions.items()))
+    for name, why in found.missing.items():
+        typer.echo(f"{name}: left out: {why}")
+    if out is not None:
+        write_json(out, found.model_dump(mode="json"))

@@ -1,0 +1,43 @@
+"""vLLM on a CPU: ``LLM.generate`` in one process, prompts as token ids."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from loop import Generate, main
+
+
+def load(options: dict[str, Any]) -> tuple[Generate, str]:
+    """See :mod:`loop`."""
+    threads = options["threads"]
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    import vllm
+
+    model = vllm.LLM(
+        options["model"],
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=options["max_position"],
+        max_num_seqs=options["max_running"],
+        disable_log_stats=True,
+    )
+
+    def generate(prompts: list[list[int]], new: list[int]) -> list[list[int]]:
+        params = [
+            vllm.SamplingParams(
+                temperature=0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False
+            )
+            for n in new
+        ]
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = model.generate(asked, params, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
+
+    return generate, str(vllm.__version__)
+
+
+if __name__ == "__main__":
+    main(load)

@@ -1,0 +1,142 @@
+"""What is asked of the engines, and what they reached."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import JsonValue
+
+from shoal.core.config import Value
+from shoal.core.measure import Spread, bootstrap
+
+__all__ = ["CASES", "GOALS", "Case", "Entry", "Form", "Peer", "Table"]
+
+Form = Literal["bf16", "int8", "int4"]
+
+
+class Case(Value):
+    """One kind of work.
+
+    Args:
+        name: of the row.
+        requests: how many at once.
+        prompt: tokens of each prompt; where ``spread`` is set, their median.
+        new: tokens of each answer; where ``spread`` is set, their median.
+        spread: sigma of the lognormal lengths; 0 for equal ones.
+        what: decode: time beyond that of the first tokens; whole: all of it.
+        forms: precisions of the weights.
+    """
+
+    name: str
+    requests: int
+    prompt: int
+    new: int
+    spread: float = 0.0
+    what: Literal["decode", "whole"] = "whole"
+    forms: tuple[Form, ...] = ("bf16",)
+
+
+CASES: tuple[Case, ...] = (
+    Case(
+        name="decode, batch 1",
+        requests=1,
+        prompt=32,
+        new=32,
+        what="decode",
+        forms=("bf16", "int8", "int4"),
+    ),
+    Case(name="decode, batch 8", requests=8, prompt=32, new=24, what="decode"),
+    Case(name="decode, batch 32", requests=32, prompt=32, new=16, what="decode"),
+    Case(name="prefill, 1,024 tokens", requests=1, prompt=1024, new=1),
+    Case(name="mixed lengths, 24 requests", requests=24, prompt=80, new=24, spread=0.8),
+)
+
+
+GOALS: dict[tuple[str, str, str], float] = {
+    ("decode, batch 1", "bf16", "llama.cpp"): 1.0,
+    ("decode, batch 1", "bf16", "vllm"): 1.5,
+    ("decode, batch 1", "int8", "llama.cpp"): 1.0,
+    ("decode, batch 1", "int4", "llama.cpp"): 1.0,
+    ("decode, batch 8", "bf16", "vllm"): 1.2,
+    ("decode, batch 32", "bf16", "vllm"): 1.2,
+    ("prefill, 1,024 tokens", "bf16", "vllm"): 1.2,
+    ("prefill, 1,024 tokens", "bf16", "llama.cpp"): 1.0,
+    ("mixed lengths, 24 requests", "bf16", "transformers"): 1.5,
+    ("mixed lengths, 24 requests", "bf16", "transformers, continuous"): 1.0,
+}
+"""(case, weights, engine) -> how many times as fast Shoal should be."""
+
+
+class Peer(Value):
+    """An engine.
+
+    Args:
+        name: as its makers call it.
+        driver: module of ``drivers``.
+        python: interpreter of its environment.
+        forms: precisions that it can be asked for here.
+    """
+
+    name: str
+    driver: str
+    python: str
+    forms: tuple[Form, ...] = ("bf16",)
+
+
+class Entry(Value):
+    """What one engine reached in one case.
+
+    Args:
+        case: name of the case.
+        form: precision of the weights.
+        engine: name of the engine.
+        seconds: one a round.
+        tokens: that count in this case, of one round.
+        agreement: share of answers whose first four tokens are those of Shoal.
+    """
+
+    case: str
+    form: Form
+    engine: str
+    seconds: tuple[float, ...]
+    tokens: int
+    agreement: float
+
+    @property
+    def rate(self) -> Spread:
+        """Tokens per second."""
+        return bootstrap([self.tokens / s for s in self.seconds])
+
+
+class Table(Value):
+    """A run of the table.
+
+    Args:
+        model: what was served, in words.
+        threads: of every engine.
+        versions: engine -> version.
+        missing: engine -> why it has no rows.
+        entries: rows.
+        machine: fingerprint.
+    """
+
+    model: str
+    threads: int
+    versions: dict[str, str]
+    missing: dict[str, str] = {}
+    entries: tuple[Entry, ...]
+    machine: dict[str, JsonValue] = {}
+
+    def find(self, case: str, form: str, engine: str) -> Entry | None:
+        """The entry of an engine, if it has one."""
+        for entry in self.entries:
+            if (entry.case, entry.form, entry.engine) == (case, form, engine):
+                return entry
+        return None
+
+    def ratio(self, case: str, form: str, engine: str, over: str = "shoal") -> Spread | None:
+        """How much faster ``over`` is than ``engine``: the median ratio of the rounds."""
+        one, other = self.find(case, form, over), self.find(case, form, engine)
+        if one is None or other is None:
+            return None
+        return bootstrap([b / a for a, b in zip(one.seconds, other.seconds, strict=True)])

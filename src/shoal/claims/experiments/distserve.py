@@ -1,0 +1,321 @@
+"""[40] DistServe: do separate instances for prompts and generation serve more under targets?
+
+- The simulated goodput per device of a model of 13 B parameters on devices like an A100, by the
+  coefficients that are given for them: one prefill and one decode instance beside engines that do
+  both, prompts first or in parts, over targets for the time per token. Where the target is loose,
+  separate instances lose, and that is claimed as well.
+- The simulator's waiting time beside the closed form of an M/D/1 queue.
+- Two real processes on one core each, in both ways, at five rates: attainment and throughput
+  predicted before each is served, and bytes of keys and values counted.
+
+The A/A run puts prompts-first engines in the place of separate instances, and a prediction
+without queues in the place of the simulator's.
+
+Source: Zhong et al., DistServe: Disaggregating Prefill and Decoding for Goodput-optimized Large
+Language Model Serving, 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part, table
+from shoal.cost.queueing import md1_ttft
+from shoal.cost.serve_fleet import Instance, Wire, simulate_fleet
+from shoal.cost.serve_sim import Served
+from shoal.cost.step_cost.phased import DecodeLine, Phased, PromptLine
+from shoal.ir import Arrival, Limits
+from shoal.plan.batching.dispatch import LeastLoaded
+from shoal.plan.goodput import Goodput, Slo, poisson
+
+if TYPE_CHECKING:
+    from shoal.claims.experiments.distserve_real import Point
+
+__all__ = ["COST", "DistServe", "system"]
+
+COST = Phased(
+    prefill=PromptLine(step=18.1e-3, token=0.102e-3, square=7.1e-9),
+    decode=DecodeLine(step=19.9e-3, key=6.3e-7, request=0.0385e-3),
+)
+"""13 B parameters on one device: prompts by tokens, decodes by context and requests."""
+
+_KV_TOKENS, _TOKEN_BYTES, _BANDWIDTH = 42_000, 0.82e6, 25e9
+_POSITIONS = 4096
+_BATCH = 2048
+# Tokens of a step of the engine that cuts prompts: the best of these counts.
+_CHUNKS = (256, 512, 2048)
+_TPOTS = (0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.08, 0.1, 0.2)
+_CODE_TTFT, _CODE_TPOT = 0.125, 0.03
+# Long prompts of chat take a quarter of a second alone: a second leaves the others room.
+_CHAT_TTFT, _CHAT_TPOT = 1.0, 0.2
+_REAL = ("attainment_error", "throughput_error", "wrong_bytes")
+
+
+def system(name: str) -> tuple[Callable[[Sequence[Arrival]], Sequence[Served]], int]:
+    """How a system serves, and its devices: ``apart``, ``prefill_first`` or ``fcfs:TOKENS``."""
+
+    def instance(kind: str, part: dict[str, Any], tokens: int) -> Instance:
+        kv = table("kv").build({"name": "paged", "prefix_reuse": False}).build(_KV_TOKENS)
+        limits = Limits(max_running=256, max_step_tokens=tokens, max_position=_POSITIONS)
+        return Instance(table(kind).build(part).build(kv, limits), COST)
+
+    if name == "apart":
+        wire = Wire(bandwidth=_BANDWIDTH, token_bytes=_TOKEN_BYTES)
+
+        def apart(arrivals: Sequence[Arrival]) -> Sequence[Served]:
+            front = instance("phase", {"name": "prefill", "batch_tokens": _BATCH}, _BATCH)
+            back = instance("phase", {"name": "decode"}, _BATCH)
+            return simulate_fleet([front], [back], LeastLoaded(1, 1), arrivals, wire=wire).served
+
+        return apart, 2
+    scheduler, _, tokens = name.partition(":")
+
+    def both(arrivals: Sequence[Arrival]) -> Sequence[Served]:
+        one = instance("scheduler", {"name": scheduler}, int(tokens or _BATCH))
+        return simulate_fleet([one], [], LeastLoaded(1), arrivals).served
+
+    return both, 1
+
+
+@part
+class DistServe:
+    """Goodput under targets, simulated; two processes, predicted and served.
+
+    Args:
+        requests: simulated for each device.
+        seconds: that each of the ten real runs takes, about.
+        model: of the zoo, for the real runs.
+    """
+
+    requests: int = 600
+    seconds: float = 10.0
+    model: str = "shoal-8m"
+
+    rows: ClassVar[tuple[int, ...]] = (40,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="over_prefill_first",
+            unit="x",
+            statistic="ratio",
+            comparison=">=",
+            threshold=1.6,
+            baseline="prefill_first",
+            evidence="simulated",
+            paper="4.48x more requests than a colocated engine",
+        ),
+        Metric(
+            name="over_chunked",
+            unit="x",
+            statistic="ratio",
+            comparison=">=",
+            threshold=1.05,
+            baseline="fcfs, prompts in parts",
+            evidence="simulated",
+        ),
+        Metric(
+            name="loose_chat",
+            unit="x",
+            statistic="ratio",
+            comparison="within",
+            threshold=0.7,
+            upper=1.0,
+            baseline="the better engine for both phases",
+            evidence="simulated",
+            quick=False,
+        ),
+        Metric(
+            name="queue_error",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.03,
+            baseline="no queue",
+            evidence="simulated",
+            quick=False,
+        ),
+        Metric(
+            name="attainment_error",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.10,
+            baseline="no queue",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="throughput_error",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.15,
+            baseline="no queue",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="wrong_bytes",
+            unit="1",
+            statistic="value",
+            comparison="<=",
+            threshold=0.0,
+            baseline="the formula",
+            evidence="mechanism",
+            quick=False,
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="attainment_error",
+            tried="steps predicted by a line through profiled steps alone, without what the loop "
+            "does around them: short runs of 8 s a rate, while this was written",
+            value=0.51,
+        ),
+        Attempt(
+            metric="attainment_error",
+            tried="that line moved by medians of the steps of a short trace in the loop: the first "
+            "run of the claim; the real engines were slower than predicted",
+            value=0.1101,
+        ),
+        Attempt(
+            metric="attainment_error",
+            tried="the line fitted to profiled steps and to those of the trace together, and "
+            "scaled to their sum, as now: separate engines were faster than predicted",
+            value=0.2516,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        require(self.requests >= 500, "claim.distserve.requests", self.requests, expected="500 up")
+        require(self.seconds > 0, "claim.distserve.seconds", self.seconds, expected="more than 0")
+
+    def refuses(self, context: Context) -> str | None:
+        """Two processes run everywhere."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Simulate; then, unless it is quick, serve."""
+        rates: dict[tuple[str, str], Goodput] = context.remember("rates", dict)
+        step = 0.5 if quick else 0.05
+
+        def found(name: str, workload: str, slo: Slo) -> float:
+            key = name, workload
+            if key not in rates:
+                serve, devices = system(name)
+                count = (500 if quick else self.requests) * devices
+                lengths = (
+                    table("workload")
+                    .build({"name": workload})
+                    .arrivals(
+                        count=count, vocab_size=1000, max_position=_POSITIONS, seed=context.seed
+                    )
+                )
+                rates[key] = Goodput(serve, poisson(lengths, count, context.seed), devices)
+            return rates[key].find(slo, tolerance=step, start=4.0)
+
+        ours = "prefill_first" if as_baseline else "apart"
+        tight = Slo(ttft=_CODE_TTFT, tpot=_CODE_TPOT)
+        chunks = _CHUNKS[1:2] if quick else _CHUNKS
+        first = found("prefill_first", "code", tight)
+        chunked = max(found(f"fcfs:{size}", "code", tight) for size in chunks)
+        mine = found(ours, "code", tight)
+        metrics = {
+            "over_prefill_first": Paired(method=(mine,), baseline=(first,)),
+            "over_chunked": Paired(method=(mine,), baseline=(chunked,)),
+        }
+        details: dict[str, JsonValue] = {}
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        context.progress("curves", 0.1)
+        for workload, ttft in (("code", _CODE_TTFT), ("chat", _CHAT_TTFT)):
+            curve: dict[str, list[float]] = {"apart": [], "prefill_first": [], "chunked": []}
+            for tpot in _TPOTS:
+                slo = Slo(ttft=ttft, tpot=tpot)
+                curve["apart"].append(found("apart", workload, slo))
+                curve["prefill_first"].append(found("prefill_first", workload, slo))
+                curve["chunked"].append(max(found(f"fcfs:{c}", workload, slo) for c in chunks))
+            details[workload] = {
+                "ttft_s": ttft,
+                "tpot_s": list(_TPOTS),
+                "goodput_per_device": {name: list(values) for name, values in curve.items()},
+                "loses_from_tpot_s": _crossing(curve),
+            }
+        loose = Slo(ttft=_CHAT_TTFT, tpot=_CHAT_TPOT)
+        better = max(
+            found(n, "chat", loose) for n in ("prefill_first", *(f"fcfs:{c}" for c in chunks))
+        )
+        metrics["loose_chat"] = Paired(method=(found(ours, "chat", loose),), baseline=(better,))
+        metrics["queue_error"] = Paired(method=_queue_errors(context, as_baseline))
+        context.progress("two processes", 0.4)
+        points = context.remember("real", lambda: self._serve(context, details))
+        place = 2 if as_baseline else 1
+        metrics["attainment_error"] = Paired(
+            method=tuple(abs(p.attained[place] - p.attained[0]) for p in points)
+        )
+        metrics["throughput_error"] = Paired(
+            method=tuple(abs(p.throughput[place] / p.throughput[0] - 1) for p in points)
+        )
+        wrong = sum(abs(p.moved[0] - p.moved[1]) for p in points)
+        metrics["wrong_bytes"] = Paired(method=(float(wrong),))
+        details["points"] = [point.model_dump(mode="json") for point in points]
+        return Samples(metrics=metrics, details=details)
+
+    def _serve(self, context: Context, details: dict[str, JsonValue]) -> Sequence[Point]:
+        from shoal.claims.experiments.distserve_real import Real
+        from shoal.core.measure import check_quiet
+        from shoal.model import huggingface
+        from shoal.train import zoo
+
+        where = context.work_dir / "model"
+        huggingface.write(where, zoo.random(self.model, context.seed))
+        check_quiet(wait_s=60.0)
+        real = Real(where, seconds=self.seconds, seed=context.seed)
+        points = real.points()
+        details["crowding"] = real.crowding
+        details["around"] = real.around
+        details["slo"] = real.slo.model_dump() if real.slo else None
+        return points
+
+
+def _crossing(curve: dict[str, list[float]]) -> float | None:
+    """The tightest target from which on separate instances serve less than the better engine."""
+    lost = [
+        mine < max(first, chunked)
+        for mine, first, chunked in zip(
+            curve["apart"], curve["prefill_first"], curve["chunked"], strict=True
+        )
+    ]
+    for place in range(len(lost)):
+        if all(lost[place:]):
+            return _TPOTS[place]
+    return None
+
+
+def _queue_errors(context: Context, as_baseline: bool) -> tuple[float, ...]:
+    """Relative errors of the mean time to the first token of equal prompts."""
+    import numpy as np
+
+    from shoal.core.random import generator
+
+    errors = []
+    for load in (0.3, 0.6, 0.8):
+        cost = Phased(
+            prefill=PromptLine(step=1.0, token=0.0, square=0.0),
+            decode=DecodeLine(step=1.0, key=0.0, request=0.0),
+        )
+        kv = table("kv").build({"name": "paged", "prefix_reuse": False}).build(4096)
+        limits = Limits(max_running=1, max_step_tokens=4, max_position=64)
+        part = table("phase").build({"name": "prefill", "batch_tokens": 4})
+        gaps = generator(context.seed, purpose="distserve m/d/1").exponential(1 / load, 100_000)
+        arrivals = [Arrival(float(at), (1, 2, 3, 4), 1) for at in np.cumsum(gaps)]
+        front = Instance(part.build(kv, limits), cost)
+        seen = simulate_fleet([front], [], LeastLoaded(1), arrivals).served
+        mean = float(np.mean([one.ttft for one in seen]))
+        said = 1.0 if as_baseline else md1_ttft(load, 1.0)
+        errors.append(abs(mean / said - 1))
+    return tuple(errors)

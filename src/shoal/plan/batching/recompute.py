@@ -1,0 +1,82 @@
+"""Preemption by recomputation: what a request had in the cache is computed again.
+
+Source: Kwon et al., PagedAttention, 2023, section 4.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir import HostLink, KVManager, Limits, Request, StepCost, Transfer
+from shoal.ir.serving import Fetched
+
+__all__ = ["Recompute", "Recomputing"]
+
+
+@part
+class Recompute:
+    """A preempted request is computed again; nothing is copied, and no host memory is used."""
+
+    def build(
+        self,
+        kv: KVManager,
+        limits: Limits,
+        *,
+        host_tokens: int = 0,
+        link: HostLink | None = None,
+        cost: StepCost | None = None,
+    ) -> Recomputing:
+        """See :class:`~shoal.ir.serving.PreemptPart`.
+
+        Raises:
+            ConfigError: host memory is given, and would not be used.
+        """
+        require(
+            host_tokens == 0,
+            "host_tokens",
+            host_tokens,
+            expected="none, since preempt = recompute copies nothing",
+            hint="set preempt = swap or preempt = auto",
+        )
+        return Recomputing(kv)
+
+
+class Recomputing:
+    """The preemption that :class:`Recompute` builds: blocks are freed, and that is all.
+
+    Args:
+        kv: bookkeeping of the cache.
+    """
+
+    def __init__(self, kv: KVManager) -> None:
+        self.kv = kv
+
+    def take(self, request: Request) -> None:
+        """See :class:`~shoal.ir.serving.Preemption`."""
+        self.kv.free(request)
+
+    def fetch(self, request: Request, running: int) -> Fetched:
+        """See :class:`~shoal.ir.serving.Preemption`."""
+        return "ready"
+
+    def wait(self, blocks: Sequence[int]) -> None:
+        """See :class:`~shoal.ir.serving.Preemption`."""
+
+    def drop(self, request: Request, *, keep: bool) -> None:
+        """See :class:`~shoal.ir.serving.Preemption`."""
+        self.kv.free(request)
+
+    def kept(self, request: Request) -> int:
+        """See :class:`~shoal.ir.serving.Preemption`."""
+        return 0
+
+    def launch(
+        self, now: float, *, computing: bool, busy: bool
+    ) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
+        """See :class:`~shoal.ir.serving.Preemption`."""
+        return (), ()
+
+    def settle(self, done: Iterable[int], now: float) -> None:
+        """See :class:`~shoal.ir.serving.Preemption`."""

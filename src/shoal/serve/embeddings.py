@@ -1,0 +1,79 @@
+"""``/v1/embeddings``: what is asked, and how vectors are written."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from shoal.serve.client import ModelInfo
+from shoal.serve.fields import Fields, wrong
+from shoal.serve.limits import HttpLimits
+from shoal.serve.openai import check_model, read_prompts
+
+__all__ = ["Texts", "read_embeddings", "written"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Texts that want vectors.
+
+    Args:
+        texts: each a text, or its tokens.
+        pooling: the mean of the states of all tokens, or the last one.
+        normalize: vectors of length 1.
+        encoded: in base64 instead of numbers.
+        priority: a smaller number goes first.
+    """
+
+    texts: tuple[str | tuple[int, ...], ...]
+    pooling: Literal["mean", "last"]
+    normalize: bool
+    encoded: bool
+    priority: int
+
+
+def read_embeddings(
+    body: Mapping[str, Any], limits: HttpLimits, model: ModelInfo, served: Sequence[str]
+) -> Texts:
+    """A body of ``POST /v1/embeddings``.
+
+    Raises:
+        ApiError: a field is wrong or not supported; names it.
+    """
+    fields = Fields(body)
+    check_model(fields, served)
+    fields.refuse({"dimensions": (None,)})
+    form = fields.get("encoding_format")
+    if form not in (None, "float", "base64"):
+        wrong("encoding_format", form, "float or base64")
+    pooling: Any = fields.get("pooling")
+    if pooling not in (None, "mean", "last"):
+        wrong("pooling", pooling, "mean or last")
+    return Texts(
+        texts=read_prompts(fields.get("input"), limits, model, "input"),
+        pooling=pooling or "mean",
+        normalize=fields.get("normalize") is None or fields.flag("normalize"),
+        encoded=form == "base64",
+        priority=fields.integer("priority", -(2**31), 2**31 - 1, 0) or 0,
+    )
+
+
+def written(
+    vectors: Sequence[Sequence[float]], texts: Texts, name: str, num_tokens: int
+) -> dict[str, Any]:
+    """The answer."""
+    data = []
+    for index, values in enumerate(vectors):
+        vector = np.array(values, dtype="<f4")
+        if texts.normalize:
+            vector /= max(float(np.linalg.norm(vector)), 1e-12)
+        shown: Any = vector.tolist()
+        if texts.encoded:
+            shown = base64.b64encode(vector.tobytes()).decode()
+        data.append({"object": "embedding", "index": index, "embedding": shown})
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"object": "list", "data": data, "model": name, "usage": usage}

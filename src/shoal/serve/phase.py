@@ -1,0 +1,259 @@
+"""The process of one instance of several: an engine of its own, with its own cache.
+
+``python -m shoal.serve.phase --fd N`` talks to the process that started it through an inherited
+socket. An instance computes prompts (``prefill``), generates (``decode``), or does both
+(``both``). A prefill instance says which blocks hold a request that goes on elsewhere, and
+keeps them until it is told to release them. A decode instance fetches a request from there when
+its scheduler accepts it, and says how many bytes that moved.
+
+Messages in: ``start`` (job, role, instance, instances, directory, cpus), ``peers`` (caches),
+``add`` (id, tokens, params, priority, adapter, salt), ``migrate`` (the same, n_prompt, source,
+blocks),
+``release`` (id), ``abort`` (id), ``profile`` (shapes, seconds), ``record`` (on). Messages out:
+``ready`` (what the model and the cache are), ``mapped``, ``profiled`` (seconds), ``recorded``
+(steps), ``outputs`` (with ``stats``, and ``held``: id -> blocks), ``fetched`` (id, bytes,
+seconds), ``dropped`` (id, of a request that was aborted), ``failed`` (why the process ends).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from shoal.core.config import parse
+from shoal.core.errors import ServeError, ShoalError
+from shoal.core.parts import Choice, table
+from shoal.ir import Fetching, Handing, Output, Phase, Request, ServeJob
+from shoal.serve.process import Connection, die_with_parent
+from shoal.serve.wire import pack_output, unpack_params
+
+if TYPE_CHECKING:
+    from shoal.serve.engine import Engine
+    from shoal.serve.handover import KVTransfer, SharedStores
+    from shoal.serve.runner import LocalRunner
+
+__all__ = ["Instance", "main", "phase_choice"]
+
+
+def phase_choice(role: str, phase: Phase | None) -> Choice:
+    """The scheduler of a phase: its own, or that of its name.
+
+    Raises:
+        ServeError: a scheduler of the other phase.
+    """
+    found = phase.scheduler if phase is not None and phase.scheduler else Choice(name=role)
+    built = table("phase").load(found.name)
+    wanted = {"prefill": Handing, "decode": Fetching}[role]
+    made = built.__name__
+    if found.name in ("prefill", "decode") and found.name != role:
+        raise ServeError(
+            f"disagg.{role}.scheduler = {found.name} ({made}): expected a scheduler that is "
+            f"{wanted.__name__.lower()}, such as {role}"
+        )
+    return found
+
+
+class Instance:
+    """One engine of several, at the end of a connection.
+
+    Args:
+        start: the message ``start``.
+        parent: the process that started this one.
+    """
+
+    def __init__(self, start: Mapping[str, Any], parent: Connection) -> None:
+        from shoal.serve.build import concrete, engine_of, load_model
+
+        job = parse(ServeJob, start["job"], where="job")
+        self.role: str = start["role"]
+        self.parent = parent
+        self.stores: SharedStores | None = None
+        model = load_model(job)
+        if job.kv_tokens is None:
+            whole = concrete(job, model.config, model.embed.weight.dtype).kv_tokens
+            assert whole is not None
+            job = job.model_copy(update={"kv_tokens": max(1, whole // start["instances"])})
+        part = None
+        if self.role != "both":
+            phase = getattr(job.disagg, self.role) if job.disagg else None
+            choice = phase_choice(self.role, phase)
+            part = table("phase").build(choice, where=f"disagg.{self.role}.scheduler")
+        if self.role == "prefill":
+            from shoal.serve.handover import SharedStores
+
+            self.stores = SharedStores(Path(start["directory"]), f"cache{start['instance']}")
+        self.engine: Engine
+        self.runner: LocalRunner
+        self.engine, limits, self.runner = engine_of(
+            job, model, phase=part, zeros=self.stores.zeros if self.stores else None
+        )
+        self.transfer: KVTransfer | None = None
+        # Steps as they were run, with all that the loop does around them; None: not recorded.
+        self._record: list[tuple[list[tuple[int, int]], float]] | None = None
+        # Request -> (instance that holds it, its blocks there).
+        self._sources: dict[str, tuple[int, list[int]]] = {}
+        assert self.engine.kv is not None
+        parent.send(
+            {
+                "kind": "ready",
+                "vocab_size": model.config.vocab_size,
+                "max_position": limits.max_position,
+                "eos_ids": sorted(model.config.eos_ids),
+                "num_blocks": self.engine.kv.num_blocks,
+                "block_size": self.engine.kv.block_size,
+                "token_bytes": _token_bytes(self.runner),
+                "stores": [file.pack() for file in self.stores.files] if self.stores else [],
+            }
+        )
+
+    def run(self) -> None:
+        """Answer messages until the parent goes away.
+
+        Raises:
+            EOFError: it did.
+        """
+        engine = self.engine
+        while True:
+            working = self._working
+            began = time.perf_counter()
+            for message in self.parent.receive(0.0 if working else None):
+                self._handle(message)
+            if self.role == "decode":
+                self._fetch()
+            if self._working:
+                outputs = engine.step()
+                if outputs:
+                    self._tell(outputs)
+                if self._record is not None and working:
+                    shape = [(chunk.start, chunk.length) for chunk in engine.last_chunks]
+                    self._record.append((shape, time.perf_counter() - began))
+
+    @property
+    def _working(self) -> bool:
+        """Whether a step would compute something: held requests wait for others."""
+        if self.role == "prefill":
+            handing = cast(Handing, self.engine.scheduler)
+            return handing.num_waiting + handing.num_running > len(handing.held)
+        return self.engine.busy
+
+    def _tell(self, outputs: list[Output]) -> None:
+        message: dict[str, Any] = {
+            "kind": "outputs",
+            "outputs": [pack_output(output) for output in outputs],
+            "stats": self.engine.stats(),
+        }
+        if self.role == "prefill":
+            held = cast(Handing, self.engine.scheduler).held
+            message["held"] = {
+                output.request_id: held[output.request_id].blocks
+                for output in outputs
+                if output.request_id in held
+            }
+        self.parent.send(message)
+
+    def _fetch(self) -> None:
+        """Bring what the scheduler has room for."""
+        scheduler = cast(Fetching, self.engine.scheduler)
+        for request in scheduler.accept():
+            assert self.transfer is not None
+            source, blocks = self._sources.pop(request.id)
+            began = time.perf_counter()
+            moved = self.transfer.fetch(source, blocks, request.blocks, request.n_prompt)
+            seconds = time.perf_counter() - began
+            scheduler.arrived(request.id)
+            message = {"kind": "fetched", "id": request.id, "bytes": moved, "seconds": seconds}
+            self.parent.send(message)
+
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        kind = message.get("kind")
+        if kind == "add":
+            self.engine.add(_request(message, len(message["tokens"])))
+        elif kind == "migrate":
+            request = _request(message, message["n_prompt"])
+            self._sources[request.id] = message["source"], message["blocks"]
+            self.engine.scheduler.add(request)
+        elif kind == "release":
+            cast(Handing, self.engine.scheduler).release(message["id"])
+        elif kind == "abort":
+            self._sources.pop(message["id"], None)
+            self.engine.abort(message["id"])
+            # Nothing of it is fetched any more: its blocks elsewhere can be given to others.
+            self.parent.send({"kind": "dropped", "id": message["id"]})
+        elif kind == "record":
+            self.parent.send({"kind": "recorded", "steps": self._record or []})
+            self._record = [] if message["on"] else None
+        elif kind == "profile":
+            from shoal.serve.profile import profile
+
+            shapes = [tuple((start, length) for start, length in one) for one in message["shapes"]]
+            samples = profile(self.runner, shapes, seconds=message["seconds"])
+            self.parent.send({"kind": "profiled", "seconds": [one.seconds for one in samples]})
+        elif kind == "peers":
+            from shoal.serve.handover import MappedCaches, StoreFile
+
+            others = [
+                ([StoreFile(f["path"], tuple(f["shape"]), f["dtype"]) for f in files], size)
+                for files, size in message["caches"]
+            ]
+            self.transfer = MappedCaches(self.runner.cache, others)
+            self.parent.send({"kind": "mapped"})
+        else:
+            raise ServeError(
+                f"message to an instance = {kind!r}: expected add, migrate, release, abort"
+            )
+
+
+def _token_bytes(runner: LocalRunner) -> int:
+    return runner.cache.nbytes // (runner.cache.num_blocks * runner.cache.block_size)
+
+
+def _request(message: Mapping[str, Any], n_prompt: int) -> Request:
+    return Request(
+        id=message["id"],
+        tokens=list(message["tokens"]),
+        n_prompt=n_prompt,
+        params=unpack_params(message["params"]),
+        arrival=time.monotonic(),
+        priority=message["priority"],
+        adapter=message["adapter"],
+        salt=message["salt"],
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Take over the socket that the command line names, and serve."""
+    parser = argparse.ArgumentParser(prog="shoal.serve.phase", description=__doc__)
+    parser.add_argument("--fd", required=True, type=int, help="the inherited socket")
+    options = parser.parse_args(arguments)
+    die_with_parent()
+    with socket.socket(fileno=options.fd) as raw:
+        parent = Connection(raw)
+        try:
+            start: Mapping[str, Any] | None = None
+            while start is None:
+                start = next(iter(parent.receive(None)), None)
+            if start["cpus"]:
+                os.sched_setaffinity(0, start["cpus"])
+            Instance(start, parent).run()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return 0  # nobody is left to compute for
+        except Exception as cause:
+            known = isinstance(cause, ShoalError)
+            reason = str(cause) if known else f"{type(cause).__name__}: {cause}"
+            parent.tell_end(reason, known)
+            if known:
+                return 2
+            traceback.print_exc()
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
