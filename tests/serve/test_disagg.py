@@ -125,5 +125,7 @@ def test_what_cannot_be(model_dir) -> None:
 
 @pytest.mark.slow
 def test_an_instance_that_cannot_load_is_told(tmp_path) -> None:
-    with pytest.raises(ServeError, match=r"the (prefill|decode) instance 0 failed: .*no such directory"):
+    with pytest.raises(
+        ServeError, match=r"the (prefill|decode) instance 0 failed: .*no such directory"
+    ):
         DisaggEngine(job(tmp_path / "none"))
