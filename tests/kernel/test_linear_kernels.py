@@ -14,18 +14,18 @@ from shoal.kernel.dispatch import kernels_of
 KERNELS = kernels_of("linear")
 
 
-def usable(backend: str) -> None:
-    reason = KERNELS[backend].refuses(Linear(1, 8, 8, "bf16"))
+def usable(backend: str, dtype: str = "bf16") -> None:
+    reason = KERNELS[backend].refuses(Linear(1, 8, 8, dtype))
     if reason:
         pytest.skip(reason)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("backend", ["cpp", "amx", "torch"])
 @settings(max_examples=25, deadline=None)
 @given(m=rows, n=sizes, k=sizes, way=ways)
 def test_equals_the_reference(backend, dtype, m, n, k, way):
-    usable(backend)
+    usable(backend, dtype)
     call = Linear(m, n, k, dtype)
     weight, bias = made((n, k), DTYPES[dtype], way, 1), made((n,), DTYPES[dtype], "plain", 2)
     x = made((m, k), DTYPES[dtype], way, 3)
@@ -34,27 +34,46 @@ def test_equals_the_reference(backend, dtype, m, n, k, way):
         close(KERNELS[backend].prepare(call, weight, add)(x), wanted, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(dtype):
-    usable("cpp")
+@pytest.mark.parametrize(("backend", "dtype"), [("cpp", "fp32"), ("cpp", "bf16"), ("amx", "bf16")])
+def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(backend, dtype):
+    usable(backend, dtype)
     n, k = 77, 515
-    run = KERNELS["cpp"].prepare(Linear(1, n, k, dtype), made((n, k), DTYPES[dtype]))
-    x = made((23, k), DTYPES[dtype], seed=5)
+    run = KERNELS[backend].prepare(Linear(1, n, k, dtype), made((n, k), DTYPES[dtype]))
+    x = made((75, k), DTYPES[dtype], seed=5)
     whole = run(x)
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            for first, last in ((0, 1), (3, 10), (0, 6), (17, 23)):
+            for first, last in ((0, 1), (3, 10), (0, 6), (17, 23), (2, 34), (5, 70), (64, 75)):
                 assert torch.equal(run(x[first:last]), whole[first:last])
     finally:
         torch.set_num_threads(threads)
 
 
-def test_leading_dimensions_are_kept():
-    usable("cpp")
-    run = KERNELS["cpp"].prepare(Linear(1, 5, 8, "fp32"), made((5, 8), torch.float32))
-    assert run(torch.ones(2, 3, 8)).shape == (2, 3, 5)
+@pytest.mark.parametrize(("backend", "dtype"), [("cpp", "fp32"), ("amx", "bf16")])
+def test_leading_dimensions_are_kept(backend, dtype):
+    usable(backend, dtype)
+    run = KERNELS[backend].prepare(Linear(1, 5, 8, dtype), made((5, 8), DTYPES[dtype]))
+    assert run(torch.ones(2, 3, 8, dtype=DTYPES[dtype])).shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 64), (40, 700, 96), (96, 1050, 4160)])
+def test_tiles_of_many_panels_equal_the_reference(m, n, k):
+    usable("amx")
+    weight, x = made((n, k), torch.bfloat16, seed=1), made((m, k), torch.bfloat16, seed=2)
+    call = Linear(m, n, k)
+    wanted = KERNELS["reference"].prepare(call, weight)(x)
+    close(KERNELS["amx"].prepare(call, weight)(x), wanted, TOLERANCE["bf16"])
+
+
+def test_what_lies_beside_the_rows_does_not_get_into_the_sums():
+    usable("amx")
+    x = torch.full((4, 40), float("nan"), dtype=torch.bfloat16)
+    x[1] = 1
+    out = KERNELS["amx"].prepare(Linear(4, 33, 40), torch.ones(33, 40, dtype=torch.bfloat16))(x)
+    assert torch.equal(out[1], torch.full((33,), 40.0, dtype=torch.bfloat16))
+    assert bool(out[[0, 2, 3]].isnan().all())
 
 
 @pytest.mark.parametrize("backend", ["cpp"])

@@ -15,7 +15,8 @@ from shoal.kernel.dispatch import candidates, dispatch, kernels_of
 from shoal.kernel.formats import weight_format
 from shoal.kernel.lowbit import marlin_cpu
 from shoal.kernel.lowbit.marlin import blocks, quantize_rows
-from shoal.kernel.lowbit.marlin_cpu import W4A8, W4A16, has_tiles, segment_of
+from shoal.kernel.lowbit.marlin_cpu import W4A8, W4A16, segment_of
+from shoal.kernel.native.tiles import has_tiles
 from shoal.kernel.protocols import Packed
 
 FORMATS = ("int4-g128", "int4-g32", "int4-g96", "int4-channel", "int4-2:4", "int4-g64-2:4")

@@ -15,6 +15,7 @@ KERNELS = PartTable(
         "linear.reference": "shoal.kernel.linear.reference:Reference",
         "linear.torch": "shoal.kernel.linear.library:Library",
         "linear.cpp": "shoal.kernel.linear.cpp:Cpp",
+        "linear.amx": "shoal.kernel.linear.amx:Amx",
         "linear.triton": "shoal.kernel.linear.triton:Triton",
         "rms_norm.reference": "shoal.kernel.fused.reference:RmsNorm",
         "rms_norm.torch": "shoal.kernel.fused.library:RmsNorm",

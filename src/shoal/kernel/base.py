@@ -43,6 +43,7 @@ class BaseKernel:
         activations: kinds of rounding of its input that it knows, such as bipolar.
         needs: flags of the CPU without which it must not be run.
         compiled: it needs a C++ compiler.
+        packs: it keeps its constants in an order of its own, so that nobody need keep them too.
         rate: key of ``Device.peak_flops`` that bounds it.
         memory_share: of the read bandwidth that it reaches, if nobody measured.
         compute_share: of that rate that it reaches, if nobody measured.
@@ -57,6 +58,7 @@ class BaseKernel:
     activations: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()
     compiled: ClassVar[bool] = False
+    packs: ClassVar[bool] = False
     rate: ClassVar[str | None] = None
     memory_share: ClassVar[float] = 0.5
     compute_share: ClassVar[float] = 0.3

@@ -55,11 +55,13 @@ class Kernel(Protocol):
         backend: how: reference, cpp, triton, or the peer it wraps, such as torch.
         invariant: a row of its result has the same bits whatever the other rows are and
             however many there are.
+        packs: what it prepared holds the constants in an order of its own.
     """
 
     op: ClassVar[str]
     backend: ClassVar[str]
     invariant: ClassVar[bool]
+    packs: ClassVar[bool]
 
     def refuses(self, call: Any) -> str | None:
         """Why it cannot compute that here, or None if it can."""

@@ -50,6 +50,10 @@ def accelerate(
         if op not in operators():
             raise KernelError(f"kernel.{op}: no such operator; there are {', '.join(operators())}")
     pieces = _Pieces(model, wanted, positions or model.config.max_position, exact)
+    head = pieces.linear(model.output_weight, None)
+    model.head = head
+    if model.output is not None:
+        model.output = head
     for module in list(model.modules()):
         if isinstance(module, RMSNorm):
             module.kernel = pieces.norm(module)
@@ -62,7 +66,6 @@ def accelerate(
                 setattr(module, name, pieces.linear(child.weight, child.bias))
             elif isinstance(child, LowBitLinear):
                 child.use(wanted=wanted.get("linear_lowbit"), exact=exact)
-    model.head = pieces.linear(model.output_weight, None)
     return model
 
 

@@ -147,7 +147,7 @@ def stream(
         with torch.no_grad():
             fed = torch.tensor([tokens], dtype=torch.int64, device=weight.device)
             hidden = model.hidden(fed, cache=cache)[0, -1]
-            logits = hidden @ model.output_weight.T.to(hidden.dtype)
+            logits = model.logits(hidden.unsqueeze(0))[0]
         uniform = 0.0
         if temperature:
             uniform = float(generator(seed, purpose="generate", step=index).random())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from shoal.kernel.calls import Linear
+from shoal.kernel.calls import Device, Linear
 from shoal.kernel.dispatch import dispatch
-from shoal.kernel.protocols import Ready
+from shoal.kernel.protocols import Kernel, Ready
 from shoal.kernel.tensors import name_of
 
 __all__ = ["DispatchedLinear", "rows_like"]
 
 # Up to so many rows each number of them is asked about by itself.
 _EACH = 16
+# Numbers of rows that stand for all that are asked for.
+_ANY = (*range(1, _EACH + 1), *(1 << power for power in range(5, 15)))
 
 
 def rows_like(rows: int) -> int:
@@ -24,7 +26,7 @@ class DispatchedLinear(nn.Module):
     """``x @ weight.T + bias`` without gradients, by the kernel that dispatch takes.
 
     Args:
-        weight_NK: of the layer; kept as it is.
+        weight_NK: of the layer; let go of where one kernel, which has packed it, does all.
         bias_N: of the layer.
         wanted: backend that must be taken.
         exact: a row has the same bits whatever other rows are computed beside it.
@@ -39,12 +41,19 @@ class DispatchedLinear(nn.Module):
         exact: bool = False,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight_NK.detach(), requires_grad=False)
+        self.weight: nn.Parameter | None = nn.Parameter(weight_NK.detach(), requires_grad=False)
         self.bias = None if bias_N is None else nn.Parameter(bias_N.detach(), requires_grad=False)
         self.out_features, self.in_features = weight_NK.shape
+        self._dtype = name_of(weight_NK.dtype)
+        self._device: Device = "cuda" if weight_NK.is_cuda else "cpu"
         self._wanted, self._exact = wanted, exact
         self._by_rows: dict[int, Ready] = {}
         self._by_backend: dict[str, Ready] = {}
+        chosen = {self._kernel(rows).backend: self._kernel(rows) for rows in _ANY}
+        if len(chosen) == 1 and next(iter(chosen.values())).packs:
+            for rows in _ANY:
+                self._by_rows[rows] = self._choose(rows)
+            self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] to [..., N]."""
@@ -58,16 +67,15 @@ class DispatchedLinear(nn.Module):
     def call(self, rows: int) -> Linear:
         """What is asked for so many rows."""
         return Linear(
-            rows_like(rows),
-            self.out_features,
-            self.in_features,
-            name_of(self.weight.dtype),
-            "cuda" if self.weight.is_cuda else "cpu",
+            rows_like(rows), self.out_features, self.in_features, self._dtype, self._device
         )
 
+    def _kernel(self, rows: int) -> Kernel:
+        return dispatch(self.call(rows), wanted=self._wanted, exact=self._exact)
+
     def _choose(self, rows: int) -> Ready:
-        call = self.call(rows)
-        kernel = dispatch(call, wanted=self._wanted, exact=self._exact)
+        kernel = self._kernel(rows if self.weight is not None else 1)
         if kernel.backend not in self._by_backend:
-            self._by_backend[kernel.backend] = kernel.prepare(call, self.weight, self.bias)
+            ready = kernel.prepare(self.call(rows), self.weight, self.bias)
+            self._by_backend[kernel.backend] = ready
         return self._by_backend[kernel.backend]

@@ -92,15 +92,22 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.hidden)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden, config.rms_norm_eps)
-        self.output = (
+        self.output: nn.Module | None = (
             None if config.tied else nn.Linear(config.hidden, config.vocab_size, bias=False)
         )
         self.head: Ready | None = None  # of inference: see shoal.model.accelerate
 
     @property
     def output_weight(self) -> Tensor:
-        """The output matrix [V, D]: the embedding where tied."""
-        return self.embed.weight if self.output is None else self.output.weight
+        """The output matrix [V, D]: the embedding where tied.
+
+        Raises:
+            ModelError: a kernel of inference has packed it.
+        """
+        weight = (self.embed if self.output is None else self.output).weight
+        if not isinstance(weight, Tensor):
+            raise ModelError("the output matrix is packed for inference; ask for logits")
+        return weight
 
     @functools.cached_property
     def unstretched(self) -> tuple[Tensor, float]:
@@ -225,7 +232,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits [B, T, V] in the dtype of the computation; arguments as of :meth:`hidden`."""
         hidden = self.hidden(tokens_BT, documents_BT=documents_BT, cache=cache, recompute=recompute)
-        return F.linear(hidden, self.output_weight)
+        return self.logits(hidden)
 
     def loss_sum(
         self,

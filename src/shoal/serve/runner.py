@@ -124,7 +124,7 @@ class LocalRunner:
             contexts.append(Context(first, chunk.length, blocks))
         model, device = self.model, self.cache.device
         fed = torch.from_numpy(np.array((token, position, slot), dtype=np.int64)).to(device)
-        weight = model.output_weight
+        weight = model.embed.weight
         mixer = PagedAttention(
             self.cache, contexts, fed[2], weight.dtype, self._attention, exact=self._exact
         )

@@ -12,37 +12,23 @@ tiles multiply the one before; elsewhere vectors do it, with up to 16 rows in re
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import KernelError
-from shoal.core.native import cpu_flags
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
 from shoal.kernel.calls import LinearLowbit
 from shoal.kernel.formats import weight_format
 from shoal.kernel.formats.integer import Int
+from shoal.kernel.native.tiles import has_tiles
 from shoal.kernel.protocols import Packed, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["W4A8", "W4A16", "Integer", "has_tiles", "library", "refuses_format", "segment_of"]
+__all__ = ["W4A8", "W4A16", "Integer", "library", "refuses_format", "segment_of"]
 
 _SEGMENTS = (256, 128, 64, 32)
-
-_TILES = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
-
-
-@functools.cache
-def has_tiles() -> bool:
-    """This CPU has matrix tiles and the system lets this process use them."""
-    if not cpu_flags() >= _TILES:
-        return False
-    from shoal.kernel.native import function
-
-    return bool(function("lowbit_amx", "tiles_allowed", "", "i")() == 0)
-
 
 def library() -> str:
     """The native library whose kernels this CPU runs fastest."""

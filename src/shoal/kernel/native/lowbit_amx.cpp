@@ -4,21 +4,10 @@
 // the sums of the turn before are scaled: what a turn needs has to fit the first cache. Every
 // line of tiles is its own row, so that a row has the same bits in any company.
 #include "lowbit.h"
+#include "tiles.h"
 
 #if defined(LOWBIT) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
-#include <sys/syscall.h>
-#include <unistd.h>
-
 namespace {
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t colsb[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// The intrinsics of tiles do not tell the compiler what memory they touch.
-inline void fence() { asm volatile("" ::: "memory"); }
 
 template <class E, int BYTES>
 struct Amx {
@@ -257,11 +246,6 @@ struct W4A8 : Amx<W4A8, 1> {
 
 }  // namespace
 
-// Asks the system for the tiles; 0 if this process may use them.
-extern "C" int tiles_allowed() {
-  constexpr long REQUEST = 0x1023, TILE_DATA = 18;
-  return int(syscall(SYS_arch_prctl, REQUEST, TILE_DATA));
-}
 extern "C" void w4a16_bf16(const Blocks* b, const uint16_t* x, uint16_t* y, int64_t m) {
   product<W4A16>(*b, x, y, m);
 }

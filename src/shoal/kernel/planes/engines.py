@@ -6,17 +6,16 @@ one core: ``popcount``, ``dot_int8``, ``tile_int8``; so does the crossover betwe
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.core.native import cpu_flags
 from shoal.ir import Machine
 from shoal.ir.machine import Measurement
+from shoal.kernel.native.tiles import tiles_granted
 
-__all__ = ["ENGINES", "Engine", "bound", "chosen", "tiles_granted"]
+__all__ = ["ENGINES", "Engine", "bound", "chosen"]
 
 _BASE = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
 # Operations per cycle, Hz and B/s of a server core of 2023, for machines that nobody probed.
@@ -147,12 +146,3 @@ def _units_of(measurements: tuple[Measurement, ...]) -> dict[str, float]:
     return {"clock": found.get("clock", _CLOCK)} | {
         name: found.get(name, usual) for name, usual in _UNITS.items()
     }
-
-
-@functools.cache
-def tiles_granted() -> bool:
-    """Whether Linux lets this process use matrix tiles; asks it to."""
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return False
-    # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
-    return bool(ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0)

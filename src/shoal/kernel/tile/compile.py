@@ -44,7 +44,8 @@ def compile_kernel(name: str | TileKernel, emit: Emit = "cpp", **options: Any) -
     if emit == "ir":
         return str(traced)
     if emit == "cpp":
-        from shoal.kernel.tile.host import has_tiles, host_source
+        from shoal.kernel.native.tiles import has_tiles
+        from shoal.kernel.tile.host import host_source
 
         return host_source([traced], tiles=has_tiles())
     from shoal.kernel.tile.cuda import cuda_source

@@ -15,12 +15,10 @@ Computation, 2025, section 7; the recipe for AVX-512 is ours.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal.core.native import cpu_flags
-from shoal.kernel.planes.engines import tiles_granted
+from shoal.kernel.native.tiles import has_tiles
 from shoal.kernel.tile import ir
 from shoal.kernel.tile.host_base import NEEDS, PRELUDE, Unpack
 from shoal.kernel.tile.host_products import ProductWriter
@@ -197,12 +195,6 @@ def host_source(
     """
     texts = (_Emit(program, unpack, tiles).source() for program in programs)
     return "\n".join([PRELUDE, *texts])
-
-
-@functools.cache
-def has_tiles() -> bool:
-    """This CPU has matrix tiles for bf16, and the system lets this process use them."""
-    return cpu_flags() >= {"amx_tile", "amx_bf16"} and tiles_granted()
 
 
 def build_host(

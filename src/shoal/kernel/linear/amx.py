@@ -1,0 +1,68 @@
+"""The product of any number of rows with a matrix, by the matrix tiles of a CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.kernel.base import BaseKernel
+from shoal.kernel.calls import Linear
+from shoal.kernel.native.tiles import TILES, has_tiles
+from shoal.kernel.protocols import Ready
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Amx"]
+
+
+@part
+class Amx(BaseKernel):
+    """Tiles of 16 x 32 bf16 numbers, the weights packed once in the order in which they are read.
+
+    They lie in large pages, so that few rows go at the speed of the memory, and many at a third
+    to half of what the tiles can do. Sums are taken in one order, whatever the number of rows.
+    """
+
+    op: ClassVar[str] = "linear"
+    backend: ClassVar[str] = "amx"
+    invariant: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
+    dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
+    needs: ClassVar[frozenset[str]] = TILES | {"avx512f", "avx512bw", "avx512_bf16"}
+    compiled: ClassVar[bool] = True
+    memory_share: ClassVar[float] = 0.95
+    compute_share: ClassVar[float] = 0.4
+
+    def _refuses(self, call: Linear) -> str | None:
+        return None if has_tiles() else "needs the system's leave to use matrix tiles"
+
+    def _prepare(self, call: Linear, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
+        import torch
+        import torch.nn.functional as F
+
+        from shoal.kernel.native import function
+        from shoal.kernel.pages import room
+        from shoal.kernel.tensors import constant
+
+        n, k = call.n, call.k
+        weight = constant("weight", weight_NK, (n, k), torch.bfloat16)
+        bias = None if bias_N is None else constant("bias", bias_N.float(), (n,), torch.float32)
+        short = -k % 32
+        packed = room((n + -n % 32) * (k + short) * 2)
+        function("linear_amx", "linear_amx_pack", "ppll")(
+            weight.data_ptr(), packed.data_ptr(), n, k
+        )
+        run = function("linear_amx", "linear_amx", "pppplll")
+        at, bias_at = packed.data_ptr(), 0 if bias is None else bias.data_ptr()
+
+        def product(x: Tensor) -> Tensor:
+            rows = x.numel() // k
+            x = F.pad(x, (0, short)) if short else x.contiguous()
+            out = x.new_empty(*x.shape[:-1], n)
+            run(x.data_ptr(), at, bias_at, out.data_ptr(), rows, n, k + short)
+            return out
+
+        # The memory that the addresses are of lives as long as the function.
+        product.constants = (packed, bias)  # type: ignore[attr-defined]
+        return product
