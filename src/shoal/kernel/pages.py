@@ -7,16 +7,17 @@ import ctypes
 import functools
 import math
 import mmap
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["empty", "mapped", "room", "until_gone"]
+__all__ = ["empty", "mapped", "populate", "room", "until_gone"]
 
 _PAGE, _LINE = 2 << 20, 64
 
@@ -46,6 +47,35 @@ def room(nbytes: int) -> Tensor:
     if advise is not None and nbytes >= _PAGE:
         advise(whole.data_ptr() + first, nbytes // _PAGE * _PAGE, mmap.MADV_HUGEPAGE)
     return whole[first : first + nbytes]
+
+
+# Linux 5.14: pages are there as after a write, and nothing is written.
+_POPULATE_WRITE = 23
+
+
+def populate(tensors: Sequence[Tensor], nbytes: int) -> threading.Thread:
+    """Have the first so many bytes of each tensor mapped to memory, by a thread in the background.
+
+    What is in them stays, so that they may be used meanwhile. A page that is first written where
+    it is needed takes longer than what is written to it: that of a virtual machine may have to
+    come from the host. A wish: a system that cannot leaves it to the first write.
+    """
+    places = [
+        (tensor.data_ptr(), min(nbytes, tensor.numel() * tensor.element_size()))
+        for tensor in tensors
+    ]
+
+    def run() -> None:
+        advise = _advise()
+        for first, length in places if advise is not None else ():
+            start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+            count = (first + length - start) // mmap.PAGESIZE * mmap.PAGESIZE
+            if count > 0 and advise(start, count, _POPULATE_WRITE):
+                return
+
+    thread = threading.Thread(target=run, name="populate", daemon=True)
+    thread.start()
+    return thread
 
 
 # Of tensors that are gone, the last first out of use: pages that need no clearing again.

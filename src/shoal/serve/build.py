@@ -49,6 +49,9 @@ _DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 # for everybody else.
 _CACHE_SHARE = 0.5
 
+# Bytes of the cache that have memory soon after the start.
+_POPULATED = 1 << 30
+
 # Sequences, and tokens of each, whose keys tell the sizes of channels.
 _KEY_SAMPLES, _KEY_TOKENS = 4, 256
 
@@ -313,5 +316,6 @@ def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:
         ShoalError: the model cannot be read, or a part or a limit of the job cannot be.
     """
     model = load_model(job)
-    engine, _, _ = engine_of(job, model)
+    engine, _, runner = engine_of(job, model)
+    runner.cache.populate(_POPULATED)
     return engine, model.config

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.core.errors import ServeError, require
 from shoal.kernel.kv.plain import Plain
+from shoal.kernel.pages import populate
 from shoal.kernel.protocols import KVFormat
 from shoal.kernel.tensors import name_of
 from shoal.model.config import ModelConfig
@@ -101,6 +102,20 @@ class PagedCache:
     def nbytes(self) -> int:
         """Bytes of all keys and values."""
         return sum(store.numel() * store.element_size() for store in self.stores)
+
+    def populate(self, nbytes: int) -> None:
+        """Have memory behind the first so many bytes before they are needed, in the background.
+
+        A tensor whose first write must wait for its pages holds up a whole step.
+        """
+        if self.device.type == "cpu":
+            sides = [
+                store[layer, side]
+                for store in self.stores
+                for layer in range(len(store))
+                for side in (0, 1)
+            ]
+            self._populating = populate(sides, nbytes // len(sides))
 
     def sides(self, layer: int) -> tuple[tuple[Tensor, ...], ...]:
         """Keys and values of all slots of a layer, each the tensors [S, K, ...] of the format."""

@@ -30,6 +30,7 @@ __all__ = ["W4A8", "W4A16", "Integer", "library", "refuses_format", "segment_of"
 
 _SEGMENTS = (256, 128, 64, 32)
 
+
 def library() -> str:
     """The native library whose kernels this CPU runs fastest."""
     return "lowbit_amx" if has_tiles() else "lowbit"
