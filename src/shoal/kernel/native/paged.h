@@ -483,8 +483,10 @@ struct Run : Work {
   using P = typename F::P;
   using Work::Work;
 
-  // One chunk of an item, into `to` [heads, rows, group] records.
-  void chunk(const Item& item, int64_t c, const char* q, char* space, float* to) const {
+  // One chunk of an item, into `to` [heads, rows, group] records. Where its request ends, the
+  // tokens of `after` are fetched: in short contexts every step is the last.
+  void chunk(const Item& item, int64_t c, const Step* after, const char* q, char* space,
+             float* to) const {
     const Tile& tile = tiles[item.tile];
     const int64_t M = tile.rows * p.group, q_bytes = F::query_bytes(p);
     float* s = (float*)space;
@@ -500,7 +502,7 @@ struct Run : Work {
     for (int64_t first = c * kChunk; first < stop; first += kStep, now = 1 - now) {
       const bool more = first + kStep < tile.seen;
       if (more) fill(steps[1 - now], p, tile.request, first + kStep, tile.seen);
-      const Step &here = steps[now], &next = more ? steps[1 - now] : here;
+      const Step &here = steps[now], &next = more ? steps[1 - now] : after ? *after : here;
       for (int64_t g = item.first; g < item.last; g++) {
         float* records = to + (g - item.first) * M * record;
         scores<F>(p, here, next, g, M, q + (g - item.first) * M * q_bytes, q_bytes, s);
@@ -541,10 +543,17 @@ struct Run : Work {
           for (int64_t j = 0; j < p.group; j++, to += q_bytes)
             F::query(p, p.q + (tile.row + row) * p.q_row + (g * p.group + j) * p.q_head, to);
       clear(sums, n);
+      const Item* following = &item + 1;
+      Step first;
+      const bool mine = following < items.data() + items.size() && owner(*following, 0) == thread;
+      if (mine) {
+        const Tile& other = tiles[following->tile];
+        fill(first, p, other.request, 0, other.seen);
+      }
       for (int64_t c = 0; c < chunks; c++) {
         if (owner(item, c) != thread) continue;
         float* at = item.place < 0 ? part : partial + item.place + c * n * record;
-        chunk(item, c, q, to, at);
+        chunk(item, c, mine ? &first : nullptr, q, to, at);
         if (item.place < 0) fold_all(sums, part, n);
       }
       if (item.place < 0) finish(item, sums);
