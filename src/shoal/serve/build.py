@@ -10,6 +10,7 @@ from shoal.core.errors import ServeError, require
 from shoal.core.measure import num_cores
 from shoal.core.parts import table
 from shoal.ir import (
+    Compacting,
     HostLink,
     KVManager,
     KVPart,
@@ -266,6 +267,7 @@ def engine_of(
         device=weight.device,
         form=table("kv_format").build(job.kv_format, where="kv_format"),
         zeros=zeros,
+        slot_blocks=kv.max_len // kv.block_size if isinstance(kv, Compacting) else 0,
     )
     kernel = attention_kernel(job, model, cache)
     adjust = Adjuster(Grammars(lambda: _vocabulary(job, config)))

@@ -81,6 +81,7 @@ class LocalRunner:
         if not step.chunks:
             return StepResult({}, seconds=self._clock() - start, done=self._over())
         with torch.inference_mode():
+            self.cache.move(step.moves)
             result = self._compute(step)
         return replace(result, seconds=self._clock() - start, done=self._over())
 
