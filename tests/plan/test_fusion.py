@@ -106,9 +106,7 @@ def serve(seed: int) -> tuple[int, int]:
         width = LENGTH // SIZE
         assert {move.source // width for move in step.moves} == set(must)
         assert len(step.moves) == len(must)
-        assert all(
-            move.num_blocks == -(-must[move.source // width] // SIZE) for move in step.moves
-        )
+        assert all(move.num_blocks == -(-must[move.source // width] // SIZE) for move in step.moves)
         moved += len(step.moves)
         assert step.num_tokens <= LIMITS.max_step_tokens
         assert step or not scheduler.requests
@@ -221,9 +219,9 @@ def test_a_request_longer_than_a_slot_is_refused_when_it_comes() -> None:
 
 
 def test_bad_options() -> None:
-    with pytest.raises(ConfigError, match="kv.slots.max_len = 40: expected a multiple of block"):
+    with pytest.raises(ConfigError, match=r"kv.slots.max_len = 40: expected a multiple of block"):
         Slots(max_len=40)
-    with pytest.raises(ConfigError, match="kv.slots.max_len = 0"):
+    with pytest.raises(ConfigError, match=r"kv.slots.max_len = 0"):
         Slots(max_len=0)
     with pytest.raises(ConfigError, match=r"kv.slots.block_size = 0: expected 1 to 4096"):
         Slots(block_size=0)

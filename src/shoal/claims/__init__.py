@@ -40,5 +40,6 @@ CLAIMS = PartTable(
         "parallel_algorithms": "shoal.claims.experiments.parallel_algorithms:ParallelAlgorithms",
         "fastswitch": "shoal.claims.experiments.fastswitch:FastSwitch",
         "ksort": "shoal.claims.experiments.ksort:KSort",
+        "flover": "shoal.claims.experiments.flover:Flover",
     },
 )

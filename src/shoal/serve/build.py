@@ -33,6 +33,7 @@ from shoal.model.config import ModelConfig
 from shoal.model.ksort import ksort
 from shoal.model.quantize.layers import pack
 from shoal.model.transformer import Transformer
+from shoal.plan.serving import slot_length
 from shoal.serve.adjust import Adjuster
 from shoal.serve.cache import PagedCache, Zeros, token_bytes
 from shoal.serve.engine import Engine
@@ -133,7 +134,7 @@ def attention_kernel(job: ServeJob, model: Transformer, cache: PagedCache) -> Re
     config = model.config
     call = PagedAttention(
         batch=job.max_running,
-        context=(job.max_position or config.max_position) // 2,
+        context=positions(job, config) // 2,
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -167,7 +168,7 @@ def positions(job: ServeJob, config: ModelConfig) -> int:
     """
     scaling = config.rope_scaling
     dynamic = scaling is not None and scaling.rope_type == "dynamic"
-    wanted = job.max_position or config.max_position
+    wanted = job.max_position or int(min(config.max_position, slot_length(job)))
     require(
         wanted <= config.max_position,
         "max_position",

@@ -127,6 +127,8 @@ class Queues:
         room = f"at most {self.kv.num_blocks * self.kv.block_size}, all that the cache holds"
         larger = "more kv_tokens"
         if isinstance(self.kv, Compacting):
+            # The end of a slot is no reason to end an answer: who might reach it is refused.
+            most = request.n_prompt + request.params.max_tokens - 1
             room, larger = f"at most {self.kv.max_len}, the max_len of a slot", "longer slots"
         require(
             self.kv.fits(most),
