@@ -242,6 +242,7 @@ def test_catalogue_has_every_system_once() -> None:
         53: "single_path",
         77: "learning_curves",
         81: "megascale",
+        85: "longctx",
         86: "fastswitch",
         91: "tokenring",
         93: "skippipe",

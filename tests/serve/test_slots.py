@@ -57,7 +57,7 @@ def test_ranks_that_get_the_same_steps_stay_equal(random_model, engine_for):
     second = LocalRunner(
         model,
         PagedCache(model.config, first.cache.num_blocks, 8, slot_blocks=8),
-        attention=first._attention,
+        attention=first.attention,
     )
 
     class Both:
