@@ -186,10 +186,20 @@ def test_competitors_differ_in_one_part_or_two() -> None:
     found = {(one.scheduler.name, one.kv.name) for one in alternatives(job())}
     every = {
         (scheduler, kv)
-        for scheduler in ("fcfs", "fair", "prefill_first", "static")
-        for kv in ("paged", "blockgroups", "contiguous")
+        for scheduler in ("fcfs", "fair", "prefill_first", "static", "temporal_fusion")
+        for kv in ("paged", "blockgroups", "contiguous", "slots")
     }
     assert found == every - {("fcfs", "paged")}
+
+
+def test_competitors_serve_the_same_requests() -> None:
+    slots = [one for one in alternatives(job(), 1000) if one.kv.name == "slots"]
+    assert {one.kv.options["max_len"] for one in slots} == {1008}
+    assert all(one.max_position == 1000 for one in alternatives(job(), 1000))
+    short = plan_serve(job(kv="slots"), LAPTOP)
+    assert short.job.max_position == 512
+    assert short.job.kv_tokens is not None
+    assert short.job.kv_tokens % 512 == 0
 
 
 def test_continuous_batching_and_paging_rank_first_where_they_should() -> None:

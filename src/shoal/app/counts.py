@@ -7,11 +7,12 @@ from shoal.core.errors import ConfigError
 __all__ = ["count"]
 
 
-def count(text: str) -> int:
-    """The number that ``--tokens`` says.
+def count(text: str, option: str = "--tokens") -> int:
+    """The number that an option such as ``--tokens`` says.
 
     Args:
         text: digits, and K, M, B or T behind them for thousands to millions of millions.
+        option: which one, for the message.
 
     Raises:
         ConfigError: it is no such number, or less than 1.
@@ -26,5 +27,5 @@ def count(text: str) -> int:
     except (ValueError, OverflowError):
         found = 0
     if found < 1:
-        raise ConfigError(f"--tokens = {text!r}: expected a number such as 300M or 20B")
+        raise ConfigError(f"{option} = {text!r}: expected a number such as 300M or 20B")
     return found

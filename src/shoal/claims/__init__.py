@@ -40,5 +40,7 @@ CLAIMS = PartTable(
         "parallel_algorithms": "shoal.claims.experiments.parallel_algorithms:ParallelAlgorithms",
         "fastswitch": "shoal.claims.experiments.fastswitch:FastSwitch",
         "ksort": "shoal.claims.experiments.ksort:KSort",
+        "longctx": "shoal.claims.experiments.longctx:LongCtx",
+        "flover": "shoal.claims.experiments.flover:Flover",
     },
 )

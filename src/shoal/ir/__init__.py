@@ -21,6 +21,7 @@ from shoal.ir.schedule import Event, LinkModel, Op, OpCosts, Schedule, ScheduleP
 from shoal.ir.serving import (
     Arrival,
     Chunk,
+    Compacting,
     Copy,
     HostLink,
     InFlight,
@@ -48,6 +49,7 @@ __all__ = [
     "Arrival",
     "CheckpointPolicy",
     "Chunk",
+    "Compacting",
     "Copy",
     "Device",
     "Disagg",

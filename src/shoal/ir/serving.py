@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 __all__ = [
     "Arrival",
     "Chunk",
+    "Compacting",
     "Copy",
     "Fetched",
     "FinishReason",
@@ -267,6 +268,8 @@ class Step:
         transfers: what starts to move before anything is computed, in this order.
         wait_for: transfers, of this step or of earlier ones, that must be over before anything
             is computed. A step without chunks that waits for some ends when the first is over.
+        moves: runs of blocks that are copied inside the cache before anything is computed, one
+            after another; chunks have the blocks of afterwards.
         at: s, when it was planned, on the clock of whoever drives the scheduler.
     """
 
@@ -275,6 +278,7 @@ class Step:
     transfers: tuple[Transfer, ...] = ()
     wait_for: tuple[int, ...] = ()
     at: float = 0.0
+    moves: tuple[Copy, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.chunks or self.transfers or self.wait_for)
@@ -411,6 +415,21 @@ class KVManager(Protocol):
 
     def stats(self) -> Mapping[str, float]:
         """Counters for metrics: ``blocks_used``, ``prefix_hit_tokens``, ``prefix_query_tokens``."""
+        ...
+
+
+@runtime_checkable
+class Compacting(Protocol):
+    """A :class:`KVManager` that keeps the requests it holds dense, in slots ``0 .. n - 1``."""
+
+    max_len: int
+
+    def compact(self) -> tuple[Copy, ...]:
+        """Fill the holes below the number of requests with those above it.
+
+        Changes their blocks. What is returned must be copied before anything is computed; no
+        run is both read and written.
+        """
         ...
 
 

@@ -53,6 +53,7 @@ __all__ = [
     "plan_serve",
     "positions",
     "precision_of",
+    "slot_length",
 ]
 
 # Share of a device's memory that a plan may fill; the rest is for what nobody counted.
@@ -125,7 +126,7 @@ def positions(job: ServeJob, shape: ModelShape) -> int:
     Raises:
         PlanError: more than the model was made for.
     """
-    wanted = job.max_position or shape.max_position
+    wanted = job.max_position or int(min(shape.max_position, slot_length(job)))
     require(
         2 <= wanted <= shape.max_position,
         "max_position",
@@ -134,6 +135,11 @@ def positions(job: ServeJob, shape: ModelShape) -> int:
         error=PlanError,
     )
     return wanted
+
+
+def slot_length(job: ServeJob) -> float:
+    """Most tokens of a request by the job's cache bookkeeping alone: those of a slot, or no end."""
+    return float(getattr(table("kv").build(job.kv, where="kv"), "max_len", math.inf))
 
 
 def build_scheduler(
@@ -315,20 +321,26 @@ def fillable(job: ServeJob, machine: Machine) -> float:
 def _room(job: ServeJob, shape: ModelShape, machine: Machine, precision: str) -> int:
     """Tokens of the largest cache that fits, in whole blocks; 0 or less if there is no room."""
     free = fillable(job, machine) - sum(fixed_memory(job, shape, machine, precision).values())
-    size = _block_size(job)
+    size = _unit(job)
     token = cache_bytes_per_token(shape, precision) * _caches(job, machine)
     return math.floor(free / token / size) * size
 
 
 def _least(job: ServeJob, longest: int) -> int:
     """Tokens of the smallest cache that serves a request of full length."""
-    size = _block_size(job)
+    size = _unit(job)
     return -(-longest // size) * size
 
 
 def _block_size(job: ServeJob) -> int:
     """Tokens of a block of the job's cache bookkeeping; 1 for one that has no blocks."""
     return int(getattr(table("kv").build(job.kv, where="kv"), "block_size", 1))
+
+
+def _unit(job: ServeJob) -> int:
+    """Tokens of what the job's cache is whole multiples of: slots, or blocks."""
+    slot = slot_length(job)
+    return int(slot) if math.isfinite(slot) else _block_size(job)
 
 
 def _spread(machine: Machine, cost: StepCost | None) -> float:
@@ -486,8 +498,19 @@ def _notes(machine: Machine, shape: ModelShape) -> tuple[str, ...]:
     return tuple(found)
 
 
-def alternatives(job: ServeJob) -> list[ServeJob]:
-    """The job with every other scheduler and cache bookkeeping that needs no options."""
+# Slots are whole multiples of so many tokens, the default size of a block.
+_SLOT_STEP = 16
+
+
+def alternatives(job: ServeJob, max_position: int | None = None) -> list[ServeJob]:
+    """The job with every other scheduler and cache bookkeeping that needs no options.
+
+    Args:
+        job: that they compete with.
+        max_position: most tokens of its requests, which all of them must be able to serve;
+            slots are as long as that.
+    """
+    longest = max_position or job.max_position
     found = []
     for scheduler in _choices("scheduler", job.scheduler.name):
         for kv in _choices("kv", job.kv.name):
@@ -496,7 +519,11 @@ def alternatives(job: ServeJob) -> list[ServeJob]:
                 changes["scheduler"] = scheduler
             if kv != job.kv.name:
                 changes["kv"] = kv
+                if kv == "slots" and longest is not None:
+                    slot = -(-longest // _SLOT_STEP) * _SLOT_STEP
+                    changes["kv"] = {"name": kv, "max_len": slot}
             if changes:
+                changes["max_position"] = longest
                 found.append(ServeJob.model_validate({**job.model_dump(), **changes}))
     return found
 

@@ -2,7 +2,8 @@
 
 The tokens of a step lie side by side, those of requests that compute a single token
 first. A kernel of ``paged_attention`` reads their pages where they lie. Without one, their
-blocks are copied side by side, short contexts are padded, and one call does them all. Longer
+blocks are copied side by side, short contexts are padded, and one call does them all; requests in
+slots are read where they lie, all slots of the step as one dense batch. Longer
 chunks are taken one by one, but where the same bits are wanted in any company: then every
 token is a query of the paged kernel.
 
@@ -69,12 +70,25 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
+class _Dense:
+    """Requests with one token each, rows ``0 .. last``, in slots that are read in one piece."""
+
+    last: int
+    first_slot: int
+    places: Tensor  # [last], the slot of each row, from the first slot on
+    count: int  # slots
+    longest: int
+    mask: Tensor  # [count, 1, 1, longest]
+
+
+@dataclass(frozen=True, slots=True)
 class _Prompt:
     """Several tokens of one request: rows ``first .. last``."""
 
     first: int
     last: int
     blocks: Tensor | None  # [1, W]; None where nothing lies before them
+    slot: int | None  # where it is in a slot
     stop: int
     mask: Tensor | None  # [length, stop]
 
@@ -117,6 +131,7 @@ class PagedAttention:
         while single < len(contexts) and contexts[single].length == 1:
             single += 1
         self._groups: list[_Group] = []
+        self._dense: _Dense | None = None
         self._prompts: list[_Prompt] = []
         self._paged: _Paged | None = None
         if kernel is not None:
@@ -125,10 +140,13 @@ class PagedAttention:
                 return
             self._add_prompts(contexts, single, dtype)
             return
-        self._groups = [
-            self._group(first, contexts[first:last], dtype)
-            for first, last in _groups([context.stop for context in contexts[:single]])
-        ]
+        if cache.slot_blocks and single:
+            self._dense = self._slots(contexts[:single], dtype)
+        else:
+            self._groups = [
+                self._group(first, contexts[first:last], dtype)
+                for first, last in _groups([context.stop for context in contexts[:single]])
+            ]
         self._add_prompts(contexts, single, dtype)
 
     def _add_prompts(self, contexts: Sequence[Context], single: int, dtype: torch.dtype) -> None:
@@ -176,22 +194,39 @@ class PagedAttention:
             mask = mask.masked_fill_(self._tensor(hidden), float("-inf"))[:, None, None]
         return _Group(first, first + len(contexts), self._tensor(blocks_BW), longest, mask)
 
+    def _slots(self, contexts: Sequence[Context], dtype: torch.dtype) -> _Dense:
+        slots = np.array([context.blocks[0] for context in contexts]) // self._cache.slot_blocks
+        first = int(slots.min())
+        places = slots - first
+        count, longest = int(places.max()) + 1, contexts[0].stop
+        # Slots without a row, whose prompts are still computed, see all: their answer is dropped.
+        stops = np.full(count, longest)
+        stops[places] = [context.stop for context in contexts]
+        mask = torch.zeros((count, longest), dtype=dtype, device=self._cache.device)
+        hidden = self._tensor(np.arange(longest) >= stops[:, None])
+        mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return _Dense(len(contexts), first, self._tensor(places), count, longest, mask)
+
     def _prompt(self, row: int, context: Context, dtype: torch.dtype) -> _Prompt:
         stop = context.stop
         last = row + context.length
+        slots = self._cache.slot_blocks
+        slot = context.blocks[0] // slots if slots else None
         if not context.start:
-            return _Prompt(row, last, None, stop, None)
+            return _Prompt(row, last, None, slot, stop, None)
         filled = context.num_blocks(self._cache.block_size)
         blocks_1W = np.array([context.blocks[:filled]], dtype=np.int64)
         mask = torch.full(
             (context.length, stop), float("-inf"), dtype=dtype, device=self._cache.device
         ).triu_(context.start + 1)
-        return _Prompt(row, last, self._tensor(blocks_1W), stop, mask)
+        return _Prompt(row, last, self._tensor(blocks_1W), slot, stop, mask)
 
     def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
         """Store the new keys and values; what the queries see [N, H, d]."""
         self._cache.write(layer, self._slots_N, k_NKd, v_NKd)
         parts = [self._decode(layer, q_NHd, group) for group in self._groups]
+        if self._dense is not None:
+            parts.append(self._decode_slots(layer, q_NHd, self._dense))
         if self._paged is not None:
             assert self._kernel is not None
             paged = self._paged
@@ -205,6 +240,8 @@ class PagedAttention:
             rows = slice(prompt.first, prompt.last)
             if prompt.blocks is None:
                 keys, values = k_NKd[None, rows], v_NKd[None, rows]
+            elif prompt.slot is not None:
+                keys, values = self._cache.slots(layer, prompt.slot, 1, prompt.stop)
             else:
                 keys, values = self._cache.gather(layer, prompt.blocks)
                 keys, values = keys[:, : prompt.stop], values[:, : prompt.stop]
@@ -224,15 +261,28 @@ class PagedAttention:
         The G queries that share a key are the queries of one head: no key is repeated.
         """
         keys, values = self._cache.gather(layer, group.blocks)
-        batch, _, kv_heads, dim = keys.shape
-        heads = q_NHd.shape[1]
-        out = F.scaled_dot_product_attention(
-            q_NHd[group.first : group.last].reshape(batch, kv_heads, heads // kv_heads, dim),
-            keys[:, : group.longest].transpose(1, 2),
-            values[:, : group.longest].transpose(1, 2),
-            attn_mask=group.mask,
-        )
-        return out.reshape(batch, heads, dim)
+        keys, values = keys[:, : group.longest], values[:, : group.longest]
+        return _single(q_NHd[group.first : group.last], keys, values, group.mask)
+
+    def _decode_slots(self, layer: int, q_NHd: Tensor, dense: _Dense) -> Tensor:
+        """One token of each request, over all slots as they lie."""
+        keys, values = self._cache.slots(layer, dense.first_slot, dense.count, dense.longest)
+        queries = q_NHd.new_zeros(dense.count, *q_NHd.shape[1:])
+        queries[dense.places] = q_NHd[: dense.last]
+        return _single(queries, keys, values, dense.mask)[dense.places]
+
+
+def _single(q_BHd: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """What one query of each row sees [B, H, d]; keys and values are [B, S, K, d]."""
+    batch, _, kv_heads, dim = keys.shape
+    heads = q_BHd.shape[1]
+    out = F.scaled_dot_product_attention(
+        q_BHd.reshape(batch, kv_heads, heads // kv_heads, dim),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=mask,
+    )
+    return out.reshape(batch, heads, dim)
 
 
 def _groups(stops: Sequence[int]) -> list[tuple[int, int]]:

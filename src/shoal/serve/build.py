@@ -10,6 +10,7 @@ from shoal.core.errors import ServeError, require
 from shoal.core.measure import num_cores
 from shoal.core.parts import table
 from shoal.ir import (
+    Compacting,
     HostLink,
     KVManager,
     KVPart,
@@ -32,6 +33,7 @@ from shoal.model.config import ModelConfig
 from shoal.model.ksort import ksort
 from shoal.model.quantize.layers import pack
 from shoal.model.transformer import Transformer
+from shoal.plan.serving import slot_length
 from shoal.serve.adjust import Adjuster
 from shoal.serve.cache import PagedCache, Zeros, token_bytes
 from shoal.serve.engine import Engine
@@ -135,7 +137,7 @@ def attention_kernel(job: ServeJob, model: Transformer, cache: PagedCache) -> Re
     config = model.config
     call = PagedAttention(
         batch=job.max_running,
-        context=(job.max_position or config.max_position) // 2,
+        context=positions(job, config) // 2,
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -169,7 +171,7 @@ def positions(job: ServeJob, config: ModelConfig) -> int:
     """
     scaling = config.rope_scaling
     dynamic = scaling is not None and scaling.rope_type == "dynamic"
-    wanted = job.max_position or config.max_position
+    wanted = job.max_position or int(min(config.max_position, slot_length(job)))
     require(
         wanted <= config.max_position,
         "max_position",
@@ -269,6 +271,7 @@ def engine_of(
         device=weight.device,
         form=table("kv_format").build(job.kv_format, where="kv_format"),
         zeros=zeros,
+        slot_blocks=kv.max_len // kv.block_size if isinstance(kv, Compacting) else 0,
     )
     kernel = attention_kernel(job, model, cache)
     adjust = Adjuster(Grammars(lambda: _vocabulary(job, config)))

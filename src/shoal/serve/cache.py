@@ -10,13 +10,14 @@ PagedAttention, 2023.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.core.errors import ServeError, require
+from shoal.ir import Copy
 from shoal.kernel.kv.plain import Plain
 from shoal.kernel.pages import populate
 from shoal.kernel.protocols import KVFormat
@@ -55,6 +56,8 @@ class PagedCache:
         device: where they live.
         form: how they are kept; as they are, if not given.
         zeros: makes the tensors (of this shape, type and device) in memory of its own.
+        slot_blocks: blocks of a slot, where each request lies in one slot; such requests can be
+            read where they are. 0 where blocks lie anywhere.
 
     Raises:
         ServeError: there is no memory for it.
@@ -71,6 +74,7 @@ class PagedCache:
         device: torch.device | str = "cpu",
         form: KVFormat | None = None,
         zeros: Zeros | None = None,
+        slot_blocks: int = 0,
     ) -> None:
         require(
             num_blocks > 0 and block_size > 0,
@@ -83,6 +87,8 @@ class PagedCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.dtype, self.device = dtype, torch.device(device)
         self.form: KVFormat = form or Plain()
+        # Tokens in another format are decoded on the way, so they cannot be read in place.
+        self.slot_blocks = slot_blocks if isinstance(self.form, Plain) else 0
         slots, heads = num_blocks * block_size, config.num_kv_heads
         # One tensor [L, 2, S, K, numbers] for each that the format stores of a token.
         zeros = zeros or _zeros
@@ -126,6 +132,25 @@ class PagedCache:
         for side, new in zip(self._sides[layer], (k_NKd, v_NKd), strict=True):
             for store, coded in zip(side, self.form.encode(new), strict=True):
                 store.index_copy_(0, slots_N, coded)
+
+    def move(self, copies: Iterable[Copy]) -> None:
+        """Copy runs of blocks in all layers; none of them is both read and written."""
+        for copy in copies:
+            for blocks in self.blocks:
+                used = blocks[:, :, copy.source : copy.source + copy.num_blocks]
+                blocks[:, :, copy.target : copy.target + copy.num_blocks].copy_(used)
+
+    def slots(self, layer: int, first: int, count: int, longest: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``count`` slots from ``first`` on, each [count, longest, K, d].
+
+        They are views: nothing is copied.
+        """
+        length = self.slot_blocks * self.block_size
+        keys, values = (
+            side[0].view(-1, length, *side[0].shape[1:])[first : first + count, :longest]
+            for side in self._sides[layer]
+        )
+        return keys, values
 
     def gather(self, layer: int, blocks_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens in these blocks, each [B, W * block_size, K, d]."""

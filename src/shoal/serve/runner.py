@@ -65,7 +65,7 @@ class LocalRunner:
         )
         self.model, self.cache = model, cache
         self.mover = mover
-        self._attention, self._exact = attention, exact
+        self.attention, self._exact = attention, exact
         self._clock = clock
         self._adjust = adjust or Adjuster()
         self._pooler = Pooler()
@@ -81,6 +81,7 @@ class LocalRunner:
         if not step.chunks:
             return StepResult({}, seconds=self._clock() - start, done=self._over())
         with torch.inference_mode():
+            self.cache.move(step.moves)
             result = self._compute(step)
         return replace(result, seconds=self._clock() - start, done=self._over())
 
@@ -126,7 +127,7 @@ class LocalRunner:
         fed = torch.from_numpy(np.array((token, position, slot), dtype=np.int64)).to(device)
         weight = model.embed.weight
         mixer = PagedAttention(
-            self.cache, contexts, fed[2], weight.dtype, self._attention, exact=self._exact
+            self.cache, contexts, fed[2], weight.dtype, self.attention, exact=self._exact
         )
         wanted = [place for place, chunk in enumerate(chunks) if chunk.yields]
         pooled = [place for place, chunk in enumerate(chunks) if chunk.request.params.pooling]

@@ -11,6 +11,7 @@ import typer
 from shoal.app.commands.plan_autotp import autotp
 from shoal.app.commands.plan_context import context
 from shoal.app.commands.plan_gemm import gemm
+from shoal.app.commands.plan_longctx import longctx
 from shoal.app.commands.plan_paths import paths
 from shoal.app.commands.plan_routes import routes
 from shoal.app.commands.plan_scaling import scaling
@@ -307,7 +308,7 @@ def serve(
     elif output is Written.yaml:
         typer.echo(to_yaml(asked.model_dump(mode="json", exclude_none=True)), nl=False)
     else:
-        others = alternatives(job) if compare and asked.fits else []
+        others = alternatives(job, asked.job.max_position) if compare and asked.fits else []
         show_serve_plan(asked, [plan_serve(other, target) for other in others])
 
 
@@ -415,6 +416,7 @@ app.command("schedule")(schedule)
 app.command("t3")(t3)
 app.command("routes")(routes)
 app.command("context")(context)
+app.command("longctx")(longctx)
 app.command("paths")(paths)
 app.command("autotp")(autotp)
 app.command("gemm")(gemm)

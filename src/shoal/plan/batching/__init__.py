@@ -16,6 +16,7 @@ SCHEDULERS = PartTable(
         "fair": "shoal.plan.batching.fair:Fair",
         "prefill_first": "shoal.plan.batching.prefill_first:PrefillFirst",
         "static": "shoal.plan.batching.static:Static",
+        "temporal_fusion": "shoal.plan.batching.temporal_fusion:TemporalFusion",
     },
 )
 
@@ -33,6 +34,7 @@ KV_MANAGERS = PartTable(
         "paged": "shoal.plan.batching.paged:Paged",
         "blockgroups": "shoal.plan.batching.blockgroups:BlockGroups",
         "contiguous": "shoal.plan.batching.contiguous:Contiguous",
+        "slots": "shoal.plan.batching.slots:Slots",
     },
 )
 

@@ -10,7 +10,7 @@ from array import array
 from collections import deque
 
 from shoal.core.errors import ServeError, require
-from shoal.ir import KVManager, Limits, Output, Preemption, Request, Step, StepResult
+from shoal.ir import Compacting, KVManager, Limits, Output, Preemption, Request, Step, StepResult
 from shoal.ir.serving import FinishReason
 from shoal.plan.batching.recompute import Recomputing
 
@@ -124,13 +124,19 @@ class Queues:
             error=ServeError,
         )
         most = self.most_cached(request)
+        room = f"at most {self.kv.num_blocks * self.kv.block_size}, all that the cache holds"
+        larger = "more kv_tokens"
+        if isinstance(self.kv, Compacting):
+            # The end of a slot is no reason to end an answer: who might reach it is refused.
+            most = request.n_prompt + request.params.max_tokens - 1
+            room, larger = f"at most {self.kv.max_len}, the max_len of a slot", "longer slots"
         require(
             self.kv.fits(most),
             f"{where}: tokens to keep in the cache",
             most,
-            expected=f"at most {self.kv.num_blocks * self.kv.block_size}, all that the cache holds",
+            expected=room,
             hint=f"prompt {request.n_prompt} + max_tokens {request.params.max_tokens}: shorten "
-            "one of them, or serve with more kv_tokens",
+            f"one of them, or serve with {larger}",
             error=ServeError,
         )
         request.state = "waiting"

@@ -1,0 +1,440 @@
+"""[85] Long context at the peak: do four formulas give the paper's figures and real times?
+
+Source: Fu, Challenges in Deploying Long-Context Transformers: A Theoretical Peak Performance
+Analysis, 2024.
+
+The paper's model has 60 layers, 8 key/value heads of 128 and width 7168; its device 80 GB, 312
+TFLOP/s, 2 TB/s and 20 GB/s to the host. Two things of its arithmetic must be named. It counts a
+prompt's attention as ``L S^2 h``, half of what a causal mask leaves; the exact count gives 17.8 s
+where it has 14, and both are recorded. And it writes GiB of cache as GB, so a G of bytes is 2^30
+here, everywhere alike; a K of its short context is 1024 and of its long one 1000, as its 11.4
+has it.
+
+On this machine the same formulas are held against a real model of the zoo, from 512 to 16 K
+tokens: its prompt, its next token and its way to the host and back. Peaks are measured in the
+same run (a product, a sum and a copy), and the ratio of measured and predicted must not drift by
+more than 2x. Of four ways to keep a cache the formulas must tell the order.
+
+The A/A run predicts by weights alone, as if no context were there. The quick run has the paper's
+figures, FLOP against an operator count and bytes against a real cache.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.cost.longctx import LongContext, LongModel, Peaks
+from shoal.cost.shapes import find
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+    from shoal.serve.runner import LocalRunner
+
+__all__ = ["LongCtx", "paper_figures"]
+
+_G = 2.0**30
+_WEIGHTS = "weights alone"
+# Variant -> key/value heads, tokens that are kept.
+_VARIANTS: dict[str, tuple[int, int | None]] = {
+    "MHA": (4, None),
+    "GQA": (2, None),
+    "MQA": (1, None),
+    "window": (4, 512),
+}
+_BLOCK = 16
+
+
+def _blind(model: LongModel) -> LongModel:
+    """The model as if it had no context: hardly any cache, and no attention."""
+    return replace(model, kv_bytes=model.kv_bytes * 1e-6, width=0)
+
+
+def paper_figures(
+    *, blind: bool = False, attention: str = "paper"
+) -> dict[str, tuple[float, float]]:
+    """Figure -> (ours, the paper's).
+
+    Args:
+        blind: predict by weights alone.
+        attention: how a prompt's FLOP are counted.
+    """
+    model = replace(
+        LongModel.of(find("Yi-34B-200K")), params=34e9, last_params=0.0, weight_bytes=68 * _G
+    )
+    device = Peaks(
+        name="A100", flops=312e12, memory_bytes=80 * _G, bandwidth=2000 * _G, link=20 * _G
+    )
+    one = LongContext(
+        model=_blind(model) if blind else model,
+        device=device,
+        attention=attention,  # type: ignore[arg-type]
+    )
+    long, short = 50_000, 4096
+    return {
+        "cache at 50K, GiB": (one.model.cache_bytes(long) / _G, 11.4),
+        "users at 50K": (one.concurrency(long), 1.0),
+        "users at 4K": (one.concurrency(short), 12.0),
+        "prompt of 50K, s": (one.prefill_s(long), 14.0),
+        "prompt of 4K, s": (one.prefill_s(short), 0.9),
+        "250 tokens at 50K, s": (250 * one.decode_s(long), 9.8),
+        "250 tokens at 4K, s": (250 * one.decode_s(short), 8.5),
+        "out and in at 50K, s": (2 * one.switch_s(long), 1.1),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Seconds by context length, or of a variant."""
+
+    prefill: dict[int, float]
+    decode: dict[int, float]
+    switch: dict[int, float]
+
+
+@part
+class LongCtx:
+    """The four numbers of long context, of the paper and of this machine.
+
+    Args:
+        model: of the zoo, with random weights.
+        first: shortest context.
+        last: longest context.
+        repeats: times that a token and a switch are measured at each length.
+    """
+
+    model: str = "shoal-4m"
+    first: int = 512
+    last: int = 16_384
+    repeats: int = 48
+
+    rows: ClassVar[tuple[int, ...]] = (85,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.counted(
+            "paper_error",
+            "<=",
+            0.1,
+            _WEIGHTS,
+            statistic="max",
+            evidence="arithmetic",
+            paper="14 s, 0.9 s; 1 and a dozen users; 9.8 s, 8.5 s; 1.1 s",
+        ),
+        Metric.counted("flop_error", "<=", 0.01, _WEIGHTS, statistic="max"),
+        Metric.counted("cache_byte_error", "<=", 0.0, _WEIGHTS, statistic="max"),
+        *(
+            Metric.counted(
+                f"{name}_drift",
+                "<=",
+                2.0,
+                _WEIGHTS,
+                statistic="max",
+                evidence="mechanism",
+                unit="x",
+                quick=False,
+            )
+            for name in ("prefill", "decode", "switch")
+        ),
+        Metric.counted(
+            "wrong_orders",
+            "<=",
+            0.0,
+            _WEIGHTS,
+            statistic="max",
+            evidence="mechanism",
+            quick=False,
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            _BLOCK <= self.first <= self.last <= 2**17 and self.first % _BLOCK == 0,
+            "claim.longctx.first",
+            self.first,
+            expected=f"a multiple of {_BLOCK}, up to last = {self.last}, which is up to 131072",
+        )
+        require(self.repeats >= 1, "claim.longctx.repeats", self.repeats, expected="1 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """The model needs torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        figures = paper_figures(blind=as_baseline)
+        metrics = {
+            "paper_error": Paired(
+                method=tuple(abs(ours / theirs - 1) for ours, theirs in figures.values())
+            ),
+            "flop_error": Paired(method=(self._flop_error(blind=as_baseline),)),
+            "cache_byte_error": Paired(method=(self._byte_error(blind=as_baseline),)),
+        }
+        details: dict[str, JsonValue] = {
+            "paper": {name: [ours, theirs] for name, (ours, theirs) in figures.items()},
+            "counted exactly": {
+                name: ours
+                for name, (ours, _) in paper_figures(attention="causal").items()
+                if "prompt" in name
+            },
+        }
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        peaks = context.remember("peaks", _peaks)
+        context.progress("lengths", 0.1)
+        config = self._config(2)
+        measured = context.remember("lengths", lambda: self._lengths(config))
+        context.progress("variants", 0.7)
+        variants = context.remember(
+            "variants", lambda: {name: self._variant(*kept) for name, kept in _VARIANTS.items()}
+        )
+        drifts, ratios = self._drifts(config, peaks, measured, blind=as_baseline)
+        metrics |= {f"{name}_drift": Paired(method=(drift,)) for name, drift in drifts.items()}
+        predicted = {name: self._predicted(name, peaks, blind=as_baseline) for name in _VARIANTS}
+        wrong = sum(
+            (variants[a][what] > variants[b][what]) != (predicted[a][what] > predicted[b][what])
+            for a, b in itertools.combinations(_VARIANTS, 2)
+            for what in (0, 1)
+        )
+        metrics["wrong_orders"] = Paired(method=(float(wrong),))
+        details |= {
+            "peaks": {
+                "FLOP/s": peaks.flops,
+                "B/s": peaks.bandwidth,
+                "B/s of a copy": peaks.link,
+            },
+            "measured over predicted": ratios,
+            "variants, measured [token, switch], s": {k: list(v) for k, v in variants.items()},
+            "variants, predicted [token, switch], s": {k: list(v) for k, v in predicted.items()},
+        }
+        longest = self.last
+        profile = (
+            f"{longest} tokens: prompt {measured.prefill[longest]:.2f} s, token "
+            f"{1e3 * measured.decode[longest]:.2f} ms, out and in "
+            f"{1e3 * measured.switch[longest]:.2f} ms"
+        )
+        return Samples(metrics=metrics, profile=profile, details=details)
+
+    def _config(self, kv_heads: int) -> ModelConfig:
+        from shoal.train import zoo
+
+        return zoo.config(self.model).model_copy(
+            update={"num_kv_heads": kv_heads, "max_position": self.last + _BLOCK}
+        )
+
+    def _flop_error(self, *, blind: bool) -> float:
+        """Largest error of a prompt's FLOP against an operator count, of three variants."""
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.utils.flop_counter import FlopCounterMode
+
+        from shoal.model.transformer import Transformer
+
+        worst = 0.0
+        for kv_heads, tokens in ((4, 512), (2, 1024), (1, 256)):
+            config = self._config(kv_heads)
+            ours = LongModel.of(config.shape(), precision="fp32")
+            if blind:
+                ours = _blind(ours)
+            counter = FlopCounterMode(display=False)
+            model, fed = Transformer(config), torch.zeros(1, tokens, dtype=torch.int64)
+            # By products that the counter knows; what the causal mask hides is counted there.
+            with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+                model(fed)
+            counted = counter.get_total_flops() - 2 * (tokens - 1) * ours.last_params
+            worst = max(worst, abs(ours.prefill_flops(tokens, "unmasked") / counted - 1))
+        return worst
+
+    def _byte_error(self, *, blind: bool) -> float:
+        """Largest error of a cache's bytes against a real one, of three variants."""
+        from shoal.serve.cache import PagedCache
+
+        worst = 0.0
+        for kv_heads in (4, 2, 1):
+            config = self._config(kv_heads)
+            ours = LongModel.of(config.shape(), precision="fp32")
+            if blind:
+                ours = _blind(ours)
+            real = PagedCache(config, 32, _BLOCK).nbytes
+            worst = max(worst, abs(ours.cache_bytes(32 * _BLOCK) / real - 1))
+        return worst
+
+    def _runner(self, config: ModelConfig) -> LocalRunner:
+        """A runner with random weights, and a cache of the longest context."""
+        from shoal.ir import ServeJob
+        from shoal.serve.build import engine_of, prepare
+        from shoal.serve.host import HostStore, Mover
+        from shoal.train import zoo
+
+        job = ServeJob.model_validate(
+            {
+                "model": self.model,
+                "precision": "fp32",
+                "threads": 1,
+                "kv": {"name": "paged", "block_size": _BLOCK},
+                "kv_tokens": self.last,
+                "max_running": 1,
+            }
+        )
+        _, _, runner = engine_of(job, prepare(job, zoo.random(config)))
+        runner.mover = Mover(runner.cache, HostStore(runner.cache, runner.cache.num_blocks))
+        return runner
+
+    def _lengths(self, config: ModelConfig) -> _Measured:
+        """Prompt, token and switch at every length, the shortest first."""
+        runner = self._runner(config)
+        tokens = self.first
+        found = _Measured({}, {}, {})
+        _prefill(runner, tokens)
+        while tokens <= self.last:
+            again = max(1, min(5, 8192 // tokens))
+            found.prefill[tokens] = min(_prefill(runner, tokens) for _ in range(again))
+            found.decode[tokens] = _decode(runner, tokens, tokens, self.repeats)
+            found.switch[tokens] = _switch(runner, tokens, self.repeats)
+            tokens *= 2
+        assert runner.mover is not None
+        runner.mover.close()
+        return found
+
+    def _variant(self, kv_heads: int, window: int | None) -> tuple[float, float]:
+        """Seconds of a token, and of the way out and in, at the longest context."""
+        runner = self._runner(self._config(kv_heads))
+        kept = window or self.last
+        found = (
+            _decode(runner, self.last, kept, self.repeats),
+            _switch(runner, kept, self.repeats),
+        )
+        assert runner.mover is not None
+        runner.mover.close()
+        return found
+
+    def _setting(self, config: ModelConfig, peaks: Peaks, *, blind: bool) -> LongContext:
+        model = LongModel.of(config.shape(), precision="fp32")
+        return LongContext(model=_blind(model) if blind else model, device=peaks)
+
+    def _predicted(self, name: str, peaks: Peaks, *, blind: bool) -> tuple[float, float]:
+        kv_heads, window = _VARIANTS[name]
+        one = self._setting(self._config(kv_heads), peaks, blind=blind)
+        one = replace(one, model=replace(one.model, window=window))
+        found = one.decode_s(self.last), 2 * one.switch_s(self.last)
+        # By weights alone no variant costs more than another.
+        return (0.0, 0.0) if blind else found
+
+    def _drifts(
+        self, config: ModelConfig, peaks: Peaks, measured: _Measured, *, blind: bool
+    ) -> tuple[dict[str, float], dict[str, JsonValue]]:
+        """Largest over smallest ratio of measured and predicted, and the ratios."""
+        one = self._setting(config, peaks, blind=blind)
+        predicted: dict[str, Callable[[int], float]] = {
+            "prefill": one.prefill_s,
+            "decode": one.decode_s,
+            # What is alone has nothing to move, and so takes the same at every length.
+            "switch": (lambda _: 1.0) if blind else (lambda tokens: 2 * one.switch_s(tokens)),
+        }
+        drifts: dict[str, float] = {}
+        shown: dict[str, JsonValue] = {}
+        for name, predict in predicted.items():
+            seconds: dict[int, float] = getattr(measured, name)
+            ratios = {tokens: took / predict(tokens) for tokens, took in seconds.items()}
+            drifts[name] = max(ratios.values()) / min(ratios.values())
+            shown[name] = {str(tokens): round(ratio, 4) for tokens, ratio in ratios.items()}
+        return drifts, shown
+
+
+def _peaks() -> Peaks:
+    """What one core of this machine does at its best: a product, a sum, a copy."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    edge, numbers = 1024, 2**26
+    a = torch.randn(edge, edge)
+    large, other = torch.ones(numbers), torch.empty(numbers)
+    product = _best(lambda: a @ a)
+    total = _best(large.sum)
+    copied = _best(lambda: other.copy_(large))
+    torch.set_num_threads(before)
+    return Peaks(
+        name="one core",
+        flops=2 * edge**3 / product,
+        memory_bytes=1e12,
+        bandwidth=4 * numbers / total,
+        link=4 * numbers / copied,
+    )
+
+
+def _best(work: Callable[[], Any]) -> float:
+    """Least s of a few runs."""
+    return min(_timed(work) for _ in range(8))
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _prefill(runner: LocalRunner, tokens: int) -> float:
+    """Seconds of a prompt."""
+    from shoal.ir import Chunk, Request, SamplingParams, Step
+
+    request = Request("prompt", [7] * tokens, tokens, SamplingParams(max_tokens=1))
+    request.blocks = list(range(tokens // _BLOCK))
+    return runner.execute(Step((Chunk(request, 0, tokens),))).seconds
+
+
+def _places(runner: LocalRunner, kept: int, repeats: int) -> list[Sequence[int]]:
+    """Blocks of as many contexts as the cache holds, in turn: none is in a processor's cache."""
+    width = kept // _BLOCK
+    number = runner.cache.num_blocks // width
+    return [range((n % number) * width, (n % number + 1) * width) for n in range(repeats)]
+
+
+def _decode(runner: LocalRunner, tokens: int, kept: int, repeats: int) -> float:
+    """Median seconds of the next token of a context, of which ``kept`` tokens are seen."""
+    import torch
+
+    from shoal.serve.attention import Context as Seen
+    from shoal.serve.attention import PagedAttention
+
+    model, cache = runner.model, runner.cache
+    fed, place = torch.tensor([7]), torch.tensor([tokens - 1])
+    took = []
+    for blocks in _places(runner, kept, repeats):
+        start = time.perf_counter()
+        with torch.inference_mode():
+            slot = torch.tensor([blocks[-1] * _BLOCK + _BLOCK - 1])
+            seen = [Seen(kept - 1, 1, blocks)]
+            mixer = PagedAttention(cache, seen, slot, cache.dtype, runner.attention)
+            model.logits(model.flat(fed, place, mixer)).argmax()
+        took.append(time.perf_counter() - start)
+    return statistics.median(took)
+
+
+def _switch(runner: LocalRunner, kept: int, repeats: int) -> float:
+    """Median seconds of moving a context to the host and back."""
+    from shoal.ir import Copy, Transfer
+
+    mover, took = runner.mover, []
+    assert mover is not None
+    for turn, blocks in enumerate(_places(runner, kept, repeats)):
+        run = (Copy(blocks[0], blocks[0], len(blocks)),)
+        start = time.perf_counter()
+        for at, kind in enumerate(("out", "in")):
+            number = 2 * turn + at
+            mover.begin((Transfer(number, kind, "", run),))  # type: ignore[arg-type]
+            mover.wait((number,))
+        took.append(time.perf_counter() - start)
+        mover.over()
+    return statistics.median(took)
