@@ -37,6 +37,7 @@ from shoal.serve import openai
 from shoal.serve.answer import Answer, Piece, pieces
 from shoal.serve.body import read_body
 from shoal.serve.client import EngineClient
+from shoal.serve.door import Door
 from shoal.serve.embeddings import read_embeddings, written
 from shoal.serve.errors import ApiError, as_api_error, error_response
 from shoal.serve.grammar_check import GrammarCheck
@@ -51,7 +52,7 @@ from shoal.serve.text import TextModel
 from shoal.serve.tokens import read_detokenize, read_tokenize
 from shoal.serve.writers import ChatWriter, CompletionWriter, Job, Prompt, Writer
 
-__all__ = ["ROUTES", "create_app"]
+__all__ = ["ROUTES", "create_app", "protect"]
 
 ROUTES: tuple[tuple[str, str], ...] = (
     ("GET", "/health"),
@@ -77,6 +78,7 @@ def create_app(
     name: str,
     access: Access | None = None,
     limits: HttpLimits | None = None,
+    door: Door | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -87,6 +89,7 @@ def create_app(
         name: what the model is called in requests.
         access: who may call.
         limits: what a request may ask for.
+        door: closed while the server drains.
     """
     limits = limits or HttpLimits()
     metrics = Metrics(client, name)
@@ -109,20 +112,42 @@ def create_app(
     }
     for method, path in ROUTES:
         app.add_api_route(path, handlers[method, path], methods=[method], response_model=None)
+    app.state.stop = service.stop
+    protect(app, metrics.http, access=access, limits=limits, door=door)
+    return app
+
+
+def protect(
+    app: FastAPI,
+    count: Callable[[str, int], None],
+    *,
+    access: Access | None,
+    limits: HttpLimits,
+    door: Door | None,
+) -> None:
+    """Give every error of an application the one shape, and put the guard before it.
+
+    Args:
+        app: with the routes of :data:`ROUTES`.
+        count: called with (route, status) of every request.
+        access: who may call.
+        limits: what a request may ask for.
+        door: closed while the server drains.
+    """
     app.router.redirect_slashes = False
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ServeError, _serve_error)
     app.add_exception_handler(ClientDisconnect, _nobody)
     known = frozenset(path for _, path in ROUTES)
 
-    def count(path: str, status: int) -> None:
+    def counted(path: str, status: int) -> None:
         route = "/v1/models/{model}" if path.startswith("/v1/models/") else path
         # Paths that nobody defined must not become labels without bound.
-        metrics.http(route if route in known else "other", status)
+        count(route if route in known else "other", status)
 
-    app.state.stop = service.stop
-    app.add_middleware(Guard, access=access or Access(), limits=limits, count=count)
-    return app
+    app.add_middleware(
+        Guard, access=access or Access(), limits=limits, count=counted, door=door or Door()
+    )
 
 
 async def _http_error(request: Request, cause: Exception) -> Response:
