@@ -46,6 +46,7 @@ from shoal.serve.limits import HttpLimits
 from shoal.serve.metrics import Metrics
 from shoal.serve.openai import Ask
 from shoal.serve.openapi import document
+from shoal.serve.seats import Seats
 from shoal.serve.stream import EventStream, events, gather, merge, until_gone
 from shoal.serve.template import ChatTemplate
 from shoal.serve.text import TextModel
@@ -198,6 +199,7 @@ class _Service:
         self._name = name
         self._limits = limits
         self._metrics = metrics
+        self._seats = Seats(limits.open_requests)
         self._grammars = GrammarCheck(limits)
         self._created = int(time.time())
         self._eos = client.model.eos_ids | {
@@ -269,7 +271,7 @@ class _Service:
         ]
         for tokens in prompts:
             self._check_prompt(tokens, 1, "input")
-        self._check_room(len(prompts))
+        seat = self._seats.take(len(prompts))
         name = f"embd-{secrets.token_hex(12)}"
         params = SamplingParams(max_tokens=1, pooling=asked.pooling)
 
@@ -284,12 +286,11 @@ class _Service:
                 salt=own if asked.pooling == "mean" else "",
             )
 
-        work = asyncio.gather(*(one(place, tokens) for place, tokens in enumerate(prompts)))
-
         async def together() -> list[list[float]]:
-            return await work
+            return await asyncio.gather(*(one(place, p) for place, p in enumerate(prompts)))
 
-        vectors = await until_gone(request.receive, together())
+        with seat:
+            vectors = await until_gone(request.receive, together())
         total = sum(map(len, prompts))
         return JSONResponse(written(vectors, asked, self._name, total))
 
@@ -391,7 +392,6 @@ class _Service:
                 )
                 for choice in range(ask.n)
             ]
-        self._check_room(len(params))
         answers = [
             Answer(
                 self._text,
@@ -403,17 +403,6 @@ class _Service:
             for _ in params
         ]
         return Job(prefix + secrets.token_hex(12), int(time.time()), ask, prompts, params, answers)
-
-    def _check_room(self, number: int) -> None:
-        """429 where so many more answers would be too many."""
-        if self._client.num_open + number > self._limits.open_requests:
-            raise ApiError(
-                f"{self._client.num_open} answers are under way: expected at most "
-                f"{self._limits.open_requests}; try again",
-                status=429,
-                code="overloaded",
-                retry_after_s=1,
-            )
 
     def _check_logprobs(self, num_prompts: int, ask: Ask) -> int:
         """Tokens of an answer whose log probabilities, with those of the others, stay in bounds."""
@@ -457,18 +446,21 @@ class _Service:
         return room
 
     async def _answer(self, request: Request, job: Job, writer: Writer) -> Response:
+        seat = self._seats.take(len(job.params))
         run = self._run(job)
         if job.ask.stream:
-            return EventStream(events(run, writer, usage=job.ask.include_usage))
-        gathered = gather(run, writer, len(job.answers))
-        return JSONResponse(await until_gone(request.receive, gathered))
+            source = events(run, writer, usage=job.ask.include_usage)
+            return EventStream(source, ended=seat.leave)
+        with seat:
+            gathered = gather(run, writer, len(job.answers))
+            return JSONResponse(await until_gone(request.receive, gathered))
 
     async def _run(self, job: Job) -> AsyncGenerator[tuple[int, Piece], None]:
         """(index of the answer, piece) of all answers of a job, as they come."""
 
         async def one(index: int) -> AsyncGenerator[tuple[int, Piece], None]:
             prompt = job.prompt_of(index).tokens
-            timer = self._metrics.begin(len(prompt))
+            timer = self._metrics.begin(len(prompt), job.params[index].max_tokens, job.ask.n)
             finish = "abort"
             source = pieces(
                 self._client,
@@ -478,6 +470,7 @@ class _Service:
                 job.answers[index],
                 priority=job.ask.priority,
                 salt=job.ask.salt,
+                began=timer.began,
             )
             try:
                 async with contextlib.aclosing(source):
