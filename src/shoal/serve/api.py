@@ -380,6 +380,8 @@ class _Service:
 
     def _job(self, prefix: str, ask: Ask, prompts: list[Prompt], stops: Sequence[str] = ()) -> Job:
         stop_ids = ask.sampling.stop_ids | (frozenset() if ask.ignore_eos else self._eos)
+        # Whoever chooses must know how likely each answer is.
+        choosing = ask.best_of > ask.n and ask.logprobs is None
         params = []
         for place, prompt in enumerate(prompts):
             room = min(self._check_length(prompt, ask), self._check_logprobs(len(prompts), ask))
@@ -387,10 +389,11 @@ class _Service:
                 replace(
                     ask.sampling,
                     max_tokens=ask.max_tokens or room,
-                    seed=(ask.sampling.seed + place * ask.n + choice) % 2**63,
+                    seed=(ask.sampling.seed + place * ask.best_of + choice) % 2**63,
                     stop_ids=stop_ids,
+                    logprobs=0 if choosing else ask.logprobs,
                 )
-                for choice in range(ask.n)
+                for choice in range(ask.best_of)
             ]
         answers = [
             Answer(
@@ -408,7 +411,7 @@ class _Service:
         """Tokens of an answer whose log probabilities, with those of the others, stay in bounds."""
         if ask.logprobs is None:
             return self._client.model.max_position
-        values = num_prompts * ask.n * (1 + ask.logprobs)
+        values = num_prompts * ask.best_of * (1 + ask.logprobs)
         most = self._limits.logprob_values // values
         if most < (ask.max_tokens or max(1, ask.sampling.min_tokens)):
             raise ApiError(

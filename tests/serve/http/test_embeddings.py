@@ -26,6 +26,8 @@ def test_vectors_by_the_client(openai_client, call):
     status, data = call("POST", "/v1/embeddings", body)
     assert status == 200
     assert json.loads(data)["data"][0]["embedding"] == [3.0, 0.0, -1.0]
+    few = openai_client.embeddings.create(model="bytes", input=[[1, 2]], dimensions=2)
+    assert few.data[0].embedding == [1.0, 0.0]  # shortened first, then of length 1
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,9 @@ def test_vectors_by_the_client(openai_client, call):
         ({"encoding_format": "hex"}, "encoding_format"),
         ({"pooling": "max"}, "pooling"),
         ({"normalize": 1}, "normalize"),
-        ({"dimensions": 3}, "dimensions"),
+        ({"dimensions": 4}, "dimensions"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": "3"}, "dimensions"),
     ],
 )
 def test_bad_embeddings(call, change, param):
