@@ -21,9 +21,9 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -51,7 +51,11 @@ from shoal.serve.stream import EventStream, events, gather, merge, until_gone
 from shoal.serve.template import ChatTemplate
 from shoal.serve.text import TextModel
 from shoal.serve.tokens import read_detokenize, read_tokenize
+from shoal.serve.traces import Traces
 from shoal.serve.writers import ChatWriter, CompletionWriter, Job, Prompt, Writer
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 __all__ = ["ROUTES", "create_app", "protect"]
 
@@ -80,6 +84,7 @@ def create_app(
     access: Access | None = None,
     limits: HttpLimits | None = None,
     door: Door | None = None,
+    provider: TracerProvider | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -91,10 +96,12 @@ def create_app(
         access: who may call.
         limits: what a request may ask for.
         door: closed while the server drains.
+        provider: who takes traces of requests; None for nobody.
     """
     limits = limits or HttpLimits()
     metrics = Metrics(client, name)
-    service = _Service(client, text, template, name, limits, metrics)
+    traces = Traces(provider, name)
+    service = _Service(client, text, template, name, limits, metrics, traces)
     app = FastAPI(
         title="Shoal", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
     )
@@ -192,7 +199,9 @@ class _Service:
         name: str,
         limits: HttpLimits,
         metrics: Metrics,
+        traces: Traces,
     ) -> None:
+        self._traces = traces
         self._client = client
         self._text = text
         self._template = template
@@ -209,6 +218,7 @@ class _Service:
     async def stop(self) -> None:
         """End what was started for requests."""
         await self._grammars.stop()
+        await asyncio.to_thread(self._traces.stop)
 
     # Small endpoints
 
@@ -289,9 +299,10 @@ class _Service:
         async def together() -> list[list[float]]:
             return await asyncio.gather(*(one(place, p) for place, p in enumerate(prompts)))
 
-        with seat:
-            vectors = await until_gone(request.receive, together())
         total = sum(map(len, prompts))
+        trace = self._traces.begin("embeddings", name, request.headers, num_prompt=total)
+        with seat, trace.watch():
+            vectors = await until_gone(request.receive, together())
         return JSONResponse(written(vectors, asked, self._name, total))
 
     async def tokenize(self, request: Request) -> Response:
@@ -450,7 +461,7 @@ class _Service:
 
     async def _answer(self, request: Request, job: Job, writer: Writer) -> Response:
         seat = self._seats.take(len(job.params))
-        run = self._run(job)
+        run = self._run(job, request.headers)
         if job.ask.stream:
             source = events(run, writer, usage=job.ask.include_usage)
             return EventStream(source, ended=seat.leave)
@@ -458,17 +469,30 @@ class _Service:
             gathered = gather(run, writer, len(job.answers))
             return JSONResponse(await until_gone(request.receive, gathered))
 
-    async def _run(self, job: Job) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def _run(
+        self, job: Job, headers: Mapping[str, str]
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
         """(index of the answer, piece) of all answers of a job, as they come."""
+        timers = [
+            self._metrics.begin(len(job.prompt_of(index).tokens), params.max_tokens, job.ask.n)
+            for index, params in enumerate(job.params)
+        ]
+        finishes = ["abort"] * len(timers)
+        trace = self._traces.begin(
+            "chat" if job.ask.messages else "text_completion",
+            job.id,
+            headers,
+            num_prompt=sum(len(prompt.tokens) for prompt in job.prompts),
+            params=job.params[0],
+            n=job.ask.n,
+        )
 
         async def one(index: int) -> AsyncGenerator[tuple[int, Piece], None]:
-            prompt = job.prompt_of(index).tokens
-            timer = self._metrics.begin(len(prompt), job.params[index].max_tokens, job.ask.n)
-            finish = "abort"
+            timer = timers[index]
             source = pieces(
                 self._client,
                 f"{job.id}-{index}",
-                prompt,
+                job.prompt_of(index).tokens,
                 job.params[index],
                 job.answers[index],
                 priority=job.ask.priority,
@@ -479,18 +503,19 @@ class _Service:
                 async with contextlib.aclosing(source):
                     async for piece in source:
                         timer.tokens(len(piece.tokens))
-                        finish = piece.finish or finish
+                        finishes[index] = piece.finish or finishes[index]
                         yield index, piece
             except ServeError:
-                finish = "error"
+                finishes[index] = "error"
                 raise
             finally:
-                timer.end(finish)
+                timer.end(finishes[index])
 
         if len(job.params) == 1:
             merged = one(0)
         else:
             merged = merge([one(index) for index in range(len(job.params))])
-        async with contextlib.aclosing(merged):
-            async for item in merged:
-                yield item
+        with trace.watch(timers, finishes):
+            async with contextlib.aclosing(merged):
+                async for item in merged:
+                    yield item

@@ -323,11 +323,13 @@ async def _start_engine(
         from shoal.serve.api import create_app
         from shoal.serve.template import load_template
         from shoal.serve.text import TextModel
+        from shoal.serve.traces import exporting
 
         directory = Path(job.model)
         text = await asyncio.to_thread(TextModel, directory)
         template = load_template(directory)
         access = _access(options)
+        provider = None if options.traces is None else exporting(options.traces)
         model = await loading
         text.check(model.vocab_size)
     finally:
@@ -341,6 +343,7 @@ async def _start_engine(
         access=access,
         limits=options.limits,
         door=door,
+        provider=provider,
     )
 
 

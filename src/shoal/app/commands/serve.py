@@ -74,6 +74,10 @@ def serve(
     engine_timeout: Annotated[
         float, typer.Option(help="Seconds without a sign of life that end the engine.", min=1)
     ] = 120.0,
+    traces: Annotated[
+        str | None,
+        typer.Option(help="Send traces to this collector of OpenTelemetry: http://HOST:4318."),
+    ] = None,
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that open answers get to end after SIGTERM.", min=0)
     ] = 30.0,
@@ -131,6 +135,7 @@ def serve(
         hosts=tuple(allow_host or ()),
         origins=tuple(allow_origin or ()),
         grace_s=drain_timeout,
+        traces=traces,
         client=ClientOptions(start_s=start_timeout, hang_s=engine_timeout),
         factory=factory_of(resolved.value),
     )
