@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
 from opentelemetry.trace import SpanKind, StatusCode
 
 from shoal.core.errors import ServeError
+from shoal.serve.traces import Traces, exporting
 
 pytestmark = pytest.mark.multi
 
@@ -124,8 +125,6 @@ def test_what_is_no_request_has_no_span(call, spans):
 def test_without_the_extra(monkeypatch):
     import sys
 
-    from shoal.serve.traces import exporting
-
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(ServeError, match=r"shoal-ml\[traces\]"):
         exporting("http://localhost:4318")
@@ -133,8 +132,6 @@ def test_without_the_extra(monkeypatch):
 
 def test_spans_leave_by_otlp():
     """A collector that is none: what arrives is what the exporter sends."""
-    from shoal.serve.traces import Traces, exporting
-
     got = []
 
     async def run():
