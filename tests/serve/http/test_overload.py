@@ -92,3 +92,32 @@ def test_a_seat_is_free_again_whoever_leaves():
 
     asyncio.run(run())
     assert seats.taken == 0
+
+
+@pytest.mark.slow
+def test_a_thousand_half_open_connections_stop_nobody(serve_fake, caller):
+    """Each has sent a part of its head, or of its body, and nothing more."""
+    import socket
+
+    parts = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{",
+    )
+    body = {"model": "bytes", "prompt": "ab", "max_tokens": 2}
+    with serve_fake() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        held = []
+        try:
+            for number in range(1000):
+                connection = socket.create_connection((host, int(port)), timeout=20)
+                connection.sendall(parts[number % 2])
+                held.append(connection)
+            call = caller(server.url)
+            for _ in range(5):
+                status, data = call("POST", "/v1/completions", body)
+                assert status == 200
+                assert json.loads(data)["choices"][0]["text"] == "ab"
+        finally:
+            for connection in held:
+                connection.close()
