@@ -139,7 +139,7 @@ class Replica:
         with contextlib.suppress(BrokenPipeError), self._process.stdin:
             self._process.stdin.write(self._start)
         end = time.monotonic() + self._start_s
-        while not await self._healthy():
+        while not await self._starts():
             if self._process.poll() is not None:
                 raise ServeError(f"replica {self.number} did not start: {self._reason()}")
             if time.monotonic() > end:
@@ -149,6 +149,13 @@ class Replica:
             await asyncio.sleep(_LOOK_S)
         self._suspect.clear()
         self.ready = True
+
+    async def _starts(self) -> bool:
+        """Whether it takes requests already; one that loads may be slow to say."""
+        try:
+            return await self._healthy()
+        except TimeoutError:
+            return False
 
     def _reason(self) -> str:
         assert self._directory is not None and self._process is not None

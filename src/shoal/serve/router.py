@@ -59,7 +59,7 @@ def prompt_of(body: Mapping[str, Any]) -> tuple[str | Sequence[int], str]:
 
     Whatever is no prompt counts as an empty one; the replica will say what is wrong with it.
     """
-    given = body.get("prompt", body.get("input"))
+    given = body.get("prompt")
     if isinstance(given, list) and given and isinstance(given[0], (str, list)):
         given = given[0]  # of several prompts, the first
     messages = body.get("messages")
@@ -181,7 +181,8 @@ class _Router:
         data = await read_bytes(request, self._limits)
         body = await parsed(data, self._limits)
         path = request.url.path
-        prompt, salt = prompt_of(body)
+        # Only these leave something in a cache, or find it there.
+        prompt, salt = prompt_of(body) if path in _STREAMS else ("", "")
         stream = path in _STREAMS and body.get("stream") is True
         if stream and body.get("seed") is None:
             # Drawn here, so that another replica can say the same.

@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.multi
 
 PROMPT = [fake_engine.SLOW, 65, 66, 67]
-TEXT = "abc" * 10
+TEXT = "abc" * 5
 WAIT_S = 30
 CLEAR = {"replica_lost", "engine_unavailable", "overloaded"}
 
@@ -31,7 +31,7 @@ class Load(threading.Thread):
     def run(self):
         from openai import APIError, OpenAI
 
-        options = {"model": "bytes", "prompt": PROMPT, "max_tokens": 40}
+        options = {"model": "bytes", "prompt": PROMPT, "max_tokens": 20}
         base = f"{self.url}/v1"
         with OpenAI(base_url=base, api_key="none", max_retries=0, timeout=WAIT_S) as client:
             while not self.over.is_set():

@@ -118,7 +118,6 @@ def test_events_in_pieces(sizes):
         ({"prompt": [1, 2]}, [1, 2]),
         ({"prompt": ["ab", "c"]}, "ab"),
         ({"prompt": [[3], [4]]}, [3]),
-        ({"input": "ab"}, "ab"),
         ({}, ""),
         ({"prompt": 3}, ""),
         ({"prompt": [1, True]}, ""),
