@@ -276,7 +276,7 @@ def refusals(folder: Path) -> list[Row]:
         "long stop": ({**good, "stop": "x" * 1_000_000}, {}),
         "bias": ({**good, "logit_bias": {str(n): 1 for n in range(100_000)}}, {}),
         "many lists": ({**good, "prompt": [[1]] * 100_000}, {}),
-        "large grammar": ({**good, "guided_regex": "a" * 1_000_000}, {}),
+        "large grammar": ({**good, "stop_token_ids": [1], "guided_regex": "a" * 1_000_000}, {}),
         "token id beyond the vocabulary": ({**good, "prompt": [VOCAB]}, {}),
         "token id below zero": ({**good, "prompt": [-1]}, {}),
         "wrong key": (good, {"Authorization": "Bearer wrong"}),
@@ -324,7 +324,7 @@ def refusals(folder: Path) -> list[Row]:
             # Compiling takes its time, up to a cap; then whoever compiles is killed.
             grammars: list[float] = []
             for size in range(10):
-                slow = {**good, "guided_regex": "(a?){800}" * 60 + str(size)}
+                slow = {**good, "stop_token_ids": [1], "guided_regex": "(a?){800}" * 60 + str(size)}
                 begin = time.perf_counter()
                 status = post(slow, {})
                 grammars.append(time.perf_counter() - begin)
