@@ -252,10 +252,12 @@ def speed(folder: Path, rounds: int) -> list[Row]:
     ]
 
 
-def refusals(folder: Path) -> Row:
+def refusals(folder: Path) -> list[Row]:
     """The slowest answer to a request that must be refused; a good one follows each."""
     import http.client
     import json
+
+    import psutil
 
     random_model(folder / "refusing", "llama")
     key = "a-key-of-this-benchmark"
@@ -269,7 +271,12 @@ def refusals(folder: Path) -> Row:
         "n": ({**good, "n": 5_000_000}, {}),
         "logprobs": ({**good, "logprobs": 1_000_000_000}, {}),
         "max_tokens": ({**good, "max_tokens": 1_000_000_000}, {}),
+        "best_of": ({**good, "best_of": 5_000_000}, {}),
         "stop": ({**good, "stop": ["x"] * 100_000}, {}),
+        "long stop": ({**good, "stop": "x" * 1_000_000}, {}),
+        "bias": ({**good, "logit_bias": {str(n): 1 for n in range(100_000)}}, {}),
+        "many lists": ({**good, "prompt": [[1]] * 100_000}, {}),
+        "large grammar": ({**good, "stop_token_ids": [1], "guided_regex": "a" * 1_000_000}, {}),
         "token id beyond the vocabulary": ({**good, "prompt": [VOCAB]}, {}),
         "token id below zero": ({**good, "prompt": [-1]}, {}),
         "wrong key": (good, {"Authorization": "Bearer wrong"}),
@@ -296,6 +303,14 @@ def refusals(folder: Path) -> Row:
                 finally:
                     connection.close()
 
+            port = place.rpartition(":")[2]
+            (process,) = [c for c in psutil.Process().children() if port in c.cmdline()]
+
+            def memory() -> int:
+                family = [process, *process.children(recursive=True)]
+                return sum(one.memory_info().rss for one in family)
+
+            used = [memory()]
             for _ in range(10):
                 for name, (body, headers) in wrong.items():
                     begin = time.perf_counter()
@@ -305,19 +320,51 @@ def refusals(folder: Path) -> Row:
                         raise SystemExit(f"{name}: answered with {status}")
                     if post(good, {}) != 200:
                         raise SystemExit(f"{name}: the next request was not served")
+                used.append(memory())
+            # Compiling takes its time, up to a cap; then whoever compiles is killed.
+            grammars: list[float] = []
+            for size in range(10):
+                slow = {**good, "stop_token_ids": [1], "guided_regex": "(a?){800}" * 60 + str(size)}
+                begin = time.perf_counter()
+                status = post(slow, {})
+                grammars.append(time.perf_counter() - begin)
+                if not 400 <= status < 500 or post(good, {}) != 200:
+                    raise SystemExit(f"a grammar: answered with {status}")
     finally:
         del os.environ["SHOAL_API_KEY"]
     slowest = max(times, key=lambda name: max(times[name]))
-    return Row(
-        name="slowest refusal of a bad request",
-        value=max(times[slowest]),
-        unit="s",
-        comparison="<=",
-        threshold=0.1,
-        note=f"{len(wrong)} kinds of bad request, 10 times each, a good one served after each; the "
-        f"slowest was: {slowest}; sending and reading included",
-        samples={name.replace(" ", "_"): taken for name, taken in times.items()},
-    )
+    return [
+        Row(
+            name="slowest refusal of a bad request",
+            value=max(times[slowest]),
+            unit="s",
+            comparison="<=",
+            threshold=0.1,
+            note=f"{len(wrong)} kinds of bad request, 10 times each, a good one served after each; "
+            f"the slowest was: {slowest}; sending and reading included",
+            samples={name.replace(" ", "_"): taken for name, taken in times.items()},
+        ),
+        Row(
+            name="growth of a server's memory by bad requests",
+            value=(max(used) - used[0]) / 2**20,
+            unit="MiB",
+            comparison="<=",
+            threshold=50.0,
+            note=f"{len(wrong)} kinds of bad request, 10 times each, after the first start; all "
+            "processes of the server together, the most after any round",
+            samples={"memory_bytes": list(map(float, used))},
+        ),
+        Row(
+            name="slowest refusal of a grammar that takes too long",
+            value=max(grammars),
+            unit="s",
+            comparison="<=",
+            threshold=1.0,
+            note="10 expressions, each in a process that is killed after half a second; the start "
+            "of that process is included",
+            samples={"refused_s": grammars},
+        ),
+    ]
 
 
 def simulator(folder: Path) -> list[Row]:
@@ -390,7 +437,7 @@ def main() -> None:
         if options.only in (None, "speed"):
             rows += speed(folder, options.rounds)
         if options.only in (None, "refusals"):
-            rows.append(refusals(folder))
+            rows += refusals(folder)
         if options.only in (None, "simulator"):
             rows += simulator(folder)
     if options.loud:

@@ -17,6 +17,7 @@ from shoal.serve.errors import TYPES
 from shoal.serve.limits import HttpLimits
 from shoal.serve.metrics import METRICS
 from shoal.serve.openapi import document
+from shoal.serve.router_metrics import ROUTER_METRICS
 
 TEXT = (DOCS / "reference" / "http.md").read_text()
 SERVE = ROOT / "src" / "shoal" / "serve"
@@ -104,7 +105,7 @@ def test_every_cap() -> None:
         assert number == cap.default, cap.name
 
 
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("name", [*METRICS, *ROUTER_METRICS])
 def test_every_metric(name: str) -> None:
     assert f"| `{name}` |" in section("Metrics")
 

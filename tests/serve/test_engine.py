@@ -228,3 +228,21 @@ def test_from_a_directory(random_model, tmp_path, serve_all):
     huggingface.write(tmp_path / "half", model.half())
     with pytest.raises(ServeError, match="expected fp32 or bf16"):
         build_engine(job.model_copy(update={"model": str(tmp_path / "half"), "precision": "auto"}))
+
+
+@pytest.mark.parametrize("stage", ["waits", "prompt", "generates"])
+def test_whoever_leaves_gives_its_memory_back_before_the_next_step(random_model, engine_for, stage):
+    engine = engine_for(random_model(), max_step_tokens=32, kv={"name": "paged"})
+    params = SamplingParams(max_tokens=50)
+    engine.add(Request("stays", [1] * 20, 20, params))
+    engine.step()
+    alone = engine.stats()["blocks_used"]
+    engine.add(Request("leaves", [2] * 100, 100, params))
+    for _ in range({"waits": 0, "prompt": 1, "generates": 6}[stage]):
+        engine.step()
+    held = engine.stats()["blocks_used"]
+    assert held == alone if stage == "waits" else held > alone + 3
+    engine.abort("leaves")
+    assert engine.stats()["blocks_used"] <= alone + 1  # the other may have grown
+    engine.step()
+    assert [chunk.request.id for chunk in engine.last_chunks] == ["stays"]

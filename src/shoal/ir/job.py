@@ -402,7 +402,10 @@ class ServeJob(Value):
         max_step_tokens: most tokens in one step; long prompts are cut to fit.
         max_position: most tokens of one request, prompt and output; None for the model's.
         threads: threads that compute; 0 for all cores but one, which HTTP needs: with every core
-            taken, each token sent makes the threads of a step wait for each other.
+            taken, each token sent makes the threads of a step wait for each other. Replicas
+            share them.
+        replicas: engines of their own behind one address.
+        balancer: which of them answers a request.
         workload: what arrives, for planning and benchmarks.
         seed: seed of the workload.
     """
@@ -425,12 +428,14 @@ class ServeJob(Value):
     max_step_tokens: PositiveInt = 512
     max_position: PositiveInt | None = None
     threads: NonNegativeInt = 0
+    replicas: PositiveInt = 1
+    balancer: Annotated[Choice, Kind("balancer")] = Choice(name="prefix_aware")
     workload: Annotated[Choice, Kind("workload")] = Choice(name="chat")
     seed: NonNegativeInt = 0
 
     def threads_of(self, cores: int) -> int:
-        """Threads that compute on a host of so many cores."""
-        return self.threads or max(1, cores - 1)
+        """Threads that compute in a replica on a host of so many cores."""
+        return self.threads or max(1, (cores - 1) // self.replicas)
 
     def host_tokens_of(self, kv_tokens: int) -> int:
         """Tokens of the host tier beside a cache of so many."""

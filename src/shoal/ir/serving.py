@@ -110,6 +110,7 @@ class Request:
         state: where it is in its life.
         preemptions: how often its cache was taken away, to be recomputed or swapped in.
         switch_s: s in which its cache was on the way to the host or back.
+        began: when its first step began; None before.
     """
 
     id: str
@@ -127,6 +128,7 @@ class Request:
     state: RequestState = "waiting"
     preemptions: int = 0
     switch_s: float = 0.0
+    began: float | None = None
 
     @property
     def n_generated(self) -> int:

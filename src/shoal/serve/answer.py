@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.ir.serving import FinishReason, Output, SamplingParams
@@ -131,13 +131,14 @@ async def pieces(
     *,
     priority: float = 0.0,
     salt: str = "",
+    began: Callable[[float], None] | None = None,
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of an answer as they come; leaving early aborts the request.
 
     Raises:
         ServeError: the engine refused the request, died, or the reader is too slow.
     """
-    batches = client.batches(request_id, prompt, params, priority=priority, salt=salt)
+    batches = client.batches(request_id, prompt, params, priority=priority, salt=salt, began=began)
     async with contextlib.aclosing(batches):
         async for outputs in batches:
             piece = answer.feed(outputs)

@@ -21,9 +21,9 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -37,6 +37,7 @@ from shoal.serve import openai
 from shoal.serve.answer import Answer, Piece, pieces
 from shoal.serve.body import read_body
 from shoal.serve.client import EngineClient
+from shoal.serve.door import Door
 from shoal.serve.embeddings import read_embeddings, written
 from shoal.serve.errors import ApiError, as_api_error, error_response
 from shoal.serve.grammar_check import GrammarCheck
@@ -45,13 +46,18 @@ from shoal.serve.limits import HttpLimits
 from shoal.serve.metrics import Metrics
 from shoal.serve.openai import Ask
 from shoal.serve.openapi import document
+from shoal.serve.seats import Seats
 from shoal.serve.stream import EventStream, events, gather, merge, until_gone
 from shoal.serve.template import ChatTemplate
 from shoal.serve.text import TextModel
 from shoal.serve.tokens import read_detokenize, read_tokenize
+from shoal.serve.traces import Traces
 from shoal.serve.writers import ChatWriter, CompletionWriter, Job, Prompt, Writer
 
-__all__ = ["ROUTES", "create_app"]
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+__all__ = ["ROUTES", "create_app", "protect"]
 
 ROUTES: tuple[tuple[str, str], ...] = (
     ("GET", "/health"),
@@ -77,6 +83,8 @@ def create_app(
     name: str,
     access: Access | None = None,
     limits: HttpLimits | None = None,
+    door: Door | None = None,
+    provider: TracerProvider | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -87,10 +95,13 @@ def create_app(
         name: what the model is called in requests.
         access: who may call.
         limits: what a request may ask for.
+        door: closed while the server drains.
+        provider: who takes traces of requests; None for nobody.
     """
     limits = limits or HttpLimits()
     metrics = Metrics(client, name)
-    service = _Service(client, text, template, name, limits, metrics)
+    traces = Traces(provider, name)
+    service = _Service(client, text, template, name, limits, metrics, traces)
     app = FastAPI(
         title="Shoal", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
     )
@@ -109,20 +120,42 @@ def create_app(
     }
     for method, path in ROUTES:
         app.add_api_route(path, handlers[method, path], methods=[method], response_model=None)
+    app.state.stop = service.stop
+    protect(app, metrics.http, access=access, limits=limits, door=door)
+    return app
+
+
+def protect(
+    app: FastAPI,
+    count: Callable[[str, int], None],
+    *,
+    access: Access | None,
+    limits: HttpLimits,
+    door: Door | None,
+) -> None:
+    """Give every error of an application the one shape, and put the guard before it.
+
+    Args:
+        app: with the routes of :data:`ROUTES`.
+        count: called with (route, status) of every request.
+        access: who may call.
+        limits: what a request may ask for.
+        door: closed while the server drains.
+    """
     app.router.redirect_slashes = False
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ServeError, _serve_error)
     app.add_exception_handler(ClientDisconnect, _nobody)
     known = frozenset(path for _, path in ROUTES)
 
-    def count(path: str, status: int) -> None:
+    def counted(path: str, status: int) -> None:
         route = "/v1/models/{model}" if path.startswith("/v1/models/") else path
         # Paths that nobody defined must not become labels without bound.
-        metrics.http(route if route in known else "other", status)
+        count(route if route in known else "other", status)
 
-    app.state.stop = service.stop
-    app.add_middleware(Guard, access=access or Access(), limits=limits, count=count)
-    return app
+    app.add_middleware(
+        Guard, access=access or Access(), limits=limits, count=counted, door=door or Door()
+    )
 
 
 async def _http_error(request: Request, cause: Exception) -> Response:
@@ -166,13 +199,16 @@ class _Service:
         name: str,
         limits: HttpLimits,
         metrics: Metrics,
+        traces: Traces,
     ) -> None:
+        self._traces = traces
         self._client = client
         self._text = text
         self._template = template
         self._name = name
         self._limits = limits
         self._metrics = metrics
+        self._seats = Seats(limits.open_requests)
         self._grammars = GrammarCheck(limits)
         self._created = int(time.time())
         self._eos = client.model.eos_ids | {
@@ -182,6 +218,7 @@ class _Service:
     async def stop(self) -> None:
         """End what was started for requests."""
         await self._grammars.stop()
+        await asyncio.to_thread(self._traces.stop)
 
     # Small endpoints
 
@@ -244,7 +281,7 @@ class _Service:
         ]
         for tokens in prompts:
             self._check_prompt(tokens, 1, "input")
-        self._check_room(len(prompts))
+        seat = self._seats.take(len(prompts))
         name = f"embd-{secrets.token_hex(12)}"
         params = SamplingParams(max_tokens=1, pooling=asked.pooling)
 
@@ -259,13 +296,13 @@ class _Service:
                 salt=own if asked.pooling == "mean" else "",
             )
 
-        work = asyncio.gather(*(one(place, tokens) for place, tokens in enumerate(prompts)))
-
         async def together() -> list[list[float]]:
-            return await work
+            return await asyncio.gather(*(one(place, p) for place, p in enumerate(prompts)))
 
-        vectors = await until_gone(request.receive, together())
         total = sum(map(len, prompts))
+        trace = self._traces.begin("embeddings", name, request.headers, num_prompt=total)
+        with seat, trace.watch():
+            vectors = await until_gone(request.receive, together())
         return JSONResponse(written(vectors, asked, self._name, total))
 
     async def tokenize(self, request: Request) -> Response:
@@ -354,6 +391,8 @@ class _Service:
 
     def _job(self, prefix: str, ask: Ask, prompts: list[Prompt], stops: Sequence[str] = ()) -> Job:
         stop_ids = ask.sampling.stop_ids | (frozenset() if ask.ignore_eos else self._eos)
+        # Whoever chooses must know how likely each answer is.
+        choosing = ask.best_of > ask.n and ask.logprobs is None
         params = []
         for place, prompt in enumerate(prompts):
             room = min(self._check_length(prompt, ask), self._check_logprobs(len(prompts), ask))
@@ -361,12 +400,12 @@ class _Service:
                 replace(
                     ask.sampling,
                     max_tokens=ask.max_tokens or room,
-                    seed=(ask.sampling.seed + place * ask.n + choice) % 2**63,
+                    seed=(ask.sampling.seed + place * ask.best_of + choice) % 2**63,
                     stop_ids=stop_ids,
+                    logprobs=0 if choosing else ask.logprobs,
                 )
-                for choice in range(ask.n)
+                for choice in range(ask.best_of)
             ]
-        self._check_room(len(params))
         answers = [
             Answer(
                 self._text,
@@ -379,22 +418,11 @@ class _Service:
         ]
         return Job(prefix + secrets.token_hex(12), int(time.time()), ask, prompts, params, answers)
 
-    def _check_room(self, number: int) -> None:
-        """429 where so many more answers would be too many."""
-        if self._client.num_open + number > self._limits.open_requests:
-            raise ApiError(
-                f"{self._client.num_open} answers are under way: expected at most "
-                f"{self._limits.open_requests}; try again",
-                status=429,
-                code="overloaded",
-                retry_after_s=1,
-            )
-
     def _check_logprobs(self, num_prompts: int, ask: Ask) -> int:
         """Tokens of an answer whose log probabilities, with those of the others, stay in bounds."""
         if ask.logprobs is None:
             return self._client.model.max_position
-        values = num_prompts * ask.n * (1 + ask.logprobs)
+        values = num_prompts * ask.best_of * (1 + ask.logprobs)
         most = self._limits.logprob_values // values
         if most < (ask.max_tokens or max(1, ask.sampling.min_tokens)):
             raise ApiError(
@@ -432,44 +460,62 @@ class _Service:
         return room
 
     async def _answer(self, request: Request, job: Job, writer: Writer) -> Response:
-        run = self._run(job)
+        seat = self._seats.take(len(job.params))
+        run = self._run(job, request.headers)
         if job.ask.stream:
-            return EventStream(events(run, writer, usage=job.ask.include_usage))
-        gathered = gather(run, writer, len(job.answers))
-        return JSONResponse(await until_gone(request.receive, gathered))
+            source = events(run, writer, usage=job.ask.include_usage)
+            return EventStream(source, ended=seat.leave)
+        with seat:
+            gathered = gather(run, writer, len(job.answers))
+            return JSONResponse(await until_gone(request.receive, gathered))
 
-    async def _run(self, job: Job) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def _run(
+        self, job: Job, headers: Mapping[str, str]
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
         """(index of the answer, piece) of all answers of a job, as they come."""
+        timers = [
+            self._metrics.begin(len(job.prompt_of(index).tokens), params.max_tokens, job.ask.n)
+            for index, params in enumerate(job.params)
+        ]
+        finishes = ["abort"] * len(timers)
+        trace = self._traces.begin(
+            "chat" if job.ask.messages else "text_completion",
+            job.id,
+            headers,
+            num_prompt=sum(len(prompt.tokens) for prompt in job.prompts),
+            params=job.params[0],
+            n=job.ask.n,
+        )
 
         async def one(index: int) -> AsyncGenerator[tuple[int, Piece], None]:
-            prompt = job.prompt_of(index).tokens
-            timer = self._metrics.begin(len(prompt))
-            finish = "abort"
+            timer = timers[index]
             source = pieces(
                 self._client,
                 f"{job.id}-{index}",
-                prompt,
+                job.prompt_of(index).tokens,
                 job.params[index],
                 job.answers[index],
                 priority=job.ask.priority,
                 salt=job.ask.salt,
+                began=timer.began,
             )
             try:
                 async with contextlib.aclosing(source):
                     async for piece in source:
                         timer.tokens(len(piece.tokens))
-                        finish = piece.finish or finish
+                        finishes[index] = piece.finish or finishes[index]
                         yield index, piece
             except ServeError:
-                finish = "error"
+                finishes[index] = "error"
                 raise
             finally:
-                timer.end(finish)
+                timer.end(finishes[index])
 
         if len(job.params) == 1:
             merged = one(0)
         else:
             merged = merge([one(index) for index in range(len(job.params))])
-        async with contextlib.aclosing(merged):
-            async for item in merged:
-                yield item
+        with trace.watch(timers, finishes):
+            async with contextlib.aclosing(merged):
+                async for item in merged:
+                    yield item

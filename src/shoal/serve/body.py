@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from shoal.serve.errors import ApiError
 from shoal.serve.limits import HttpLimits
 
-__all__ = ["parse_body", "read_body"]
+__all__ = ["parse_body", "parsed", "read_body", "read_bytes"]
 
 # Parsing less takes less time than handing it to a thread.
 _INLINE_BYTES = 2**15
@@ -27,6 +27,23 @@ async def read_body(request: Request, limits: HttpLimits) -> dict[str, Any]:
 
     Raises:
         ApiError: no JSON object, too large, or nested too deeply.
+        ClientDisconnect: the client has gone.
+    """
+    return await parsed(await read_bytes(request, limits), limits)
+
+
+async def parsed(data: bytes, limits: HttpLimits) -> dict[str, Any]:
+    """What :func:`parse_body` makes of ``data``, without holding up others for long."""
+    if len(data) <= _INLINE_BYTES:
+        return parse_body(data, limits)
+    return await asyncio.to_thread(parse_body, data, limits)
+
+
+async def read_bytes(request: Request, limits: HttpLimits) -> bytes:
+    """The body of a request that says to be JSON.
+
+    Raises:
+        ApiError: it is of another type, or too large.
         ClientDisconnect: the client has gone.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
@@ -49,9 +66,7 @@ async def read_body(request: Request, limits: HttpLimits) -> dict[str, Any]:
         if len(data) > limits.body_bytes:
             raise _too_large(limits)
         more = message.get("more_body", False)
-    if len(data) <= _INLINE_BYTES:
-        return parse_body(bytes(data), limits)
-    return await asyncio.to_thread(parse_body, bytes(data), limits)
+    return bytes(data)
 
 
 def _too_large(limits: HttpLimits) -> ApiError:

@@ -195,7 +195,7 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
     longest = positions(job, config)
     form = table("kv_format").build(job.kv_format, where="kv_format")
     size = token_bytes(config, dtype, form)
-    room = memory_available()
+    room = memory_available() // job.replicas  # the others on this host take as much
     if job.kv_tokens is None:
         tokens = min(job.max_running * longest, int(room * _CACHE_SHARE) // size)
     else:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -185,9 +185,10 @@ def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> Launched:
 class _Stream:
     """The outputs of one request that its reader has not taken yet."""
 
-    __slots__ = ("_error", "_ready", "_unread", "ended", "vector")
+    __slots__ = ("_error", "_ready", "_unread", "began", "ended", "vector")
 
-    def __init__(self) -> None:
+    def __init__(self, began: Callable[[float], None] | None = None) -> None:
+        self.began = began
         self._unread: deque[Output] = deque()
         self._ready = asyncio.Event()
         self._error: ServeError | None = None
@@ -344,15 +345,19 @@ class EngineClient:
         priority: float = 0.0,
         adapter: str | None = None,
         salt: str = "",
+        began: Callable[[float], None] | None = None,
     ) -> AsyncGenerator[list[Output], None]:
         """All outputs that are there, as soon as there is one; leaving early aborts.
+
+        ``began`` is called with when its first step began, s on the monotonic clock; engines
+        of several processes do not tell.
 
         Raises:
             EngineDownError: the engine is not there, or died meanwhile.
             RefusedError: the engine can never run this request.
             SlowReaderError: the outputs were not taken in time.
         """
-        stream = self._open(request_id, tokens, params, priority, adapter, salt)
+        stream = self._open(request_id, tokens, params, priority, adapter, salt, began)
         try:
             finished = False
             while not finished:
@@ -397,6 +402,7 @@ class EngineClient:
         priority: float,
         adapter: str | None,
         salt: str,
+        began: Callable[[float], None] | None = None,
     ) -> _Stream:
         """Send a request to the engine."""
         link = self._alive()
@@ -407,7 +413,7 @@ class EngineClient:
             expected="an id that no open request has",
             error=ServeError,
         )
-        stream = _Stream()
+        stream = _Stream(began)
         message = {
             "kind": "add",
             "id": request_id,
@@ -631,6 +637,11 @@ class EngineClient:
                     self._drop(output.request_id, stream)
                 elif stream.ended:
                     del self._streams[output.request_id]
+        elif kind == "began":
+            for request_id in message["ids"]:
+                stream = self._streams.get(request_id)
+                if stream is not None and stream.began is not None:
+                    stream.began(message["at"])
         elif kind == "vector":
             stream = self._streams.get(message["id"])
             if stream is not None:

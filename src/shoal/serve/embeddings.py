@@ -16,6 +16,9 @@ from shoal.serve.openai import check_model, read_prompts
 
 __all__ = ["Texts", "read_embeddings", "written"]
 
+# More than any model has; what this one has is known with its first vector.
+_MOST = 2**20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
@@ -25,6 +28,7 @@ class Texts:
         texts: each a text, or its tokens.
         pooling: the mean of the states of all tokens, or the last one.
         normalize: vectors of length 1.
+        dimensions: numbers to keep of each vector, the first ones; None for all.
         encoded: in base64 instead of numbers.
         priority: a smaller number goes first.
     """
@@ -32,6 +36,7 @@ class Texts:
     texts: tuple[str | tuple[int, ...], ...]
     pooling: Literal["mean", "last"]
     normalize: bool
+    dimensions: int | None
     encoded: bool
     priority: int
 
@@ -46,7 +51,6 @@ def read_embeddings(
     """
     fields = Fields(body)
     check_model(fields, served)
-    fields.refuse({"dimensions": (None,)})
     form = fields.get("encoding_format")
     if form not in (None, "float", "base64"):
         wrong("encoding_format", form, "float or base64")
@@ -57,6 +61,7 @@ def read_embeddings(
         texts=read_prompts(fields.get("input"), limits, model, "input"),
         pooling=pooling or "mean",
         normalize=fields.get("normalize") is None or fields.flag("normalize"),
+        dimensions=fields.integer("dimensions", 1, _MOST, None),
         encoded=form == "base64",
         priority=fields.integer("priority", -(2**31), 2**31 - 1, 0) or 0,
     )
@@ -65,10 +70,16 @@ def read_embeddings(
 def written(
     vectors: Sequence[Sequence[float]], texts: Texts, name: str, num_tokens: int
 ) -> dict[str, Any]:
-    """The answer."""
+    """The answer.
+
+    Raises:
+        ApiError: fewer dimensions are there than were asked for.
+    """
     data = []
     for index, values in enumerate(vectors):
-        vector = np.array(values, dtype="<f4")
+        if texts.dimensions is not None and texts.dimensions > len(values):
+            wrong("dimensions", texts.dimensions, f"at most {len(values)}, as the model has")
+        vector = np.array(values[: texts.dimensions], dtype="<f4")
         if texts.normalize:
             vector /= max(float(np.linalg.norm(vector)), 1e-12)
         shown: Any = vector.tolist()

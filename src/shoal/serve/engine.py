@@ -198,6 +198,12 @@ class Engine:
         prompt = sum(
             max(0, min(chunk.stop, chunk.request.n_prompt) - chunk.start) for chunk in step.chunks
         )
+        new = [chunk.request for chunk in step.chunks if chunk.request.began is None]
+        if new:
+            for request in new:
+                request.began = started
+            ids = [request.id for request in new]
+            self._told.append({"kind": "began", "ids": ids, "at": started})
         now = self.clock()
         for request_id, reason in result.failed.items():
             self.scheduler.abort(request_id)
@@ -213,9 +219,10 @@ class Engine:
         return outputs
 
     def told(self) -> list[dict[str, Any]]:
-        """What the last steps gave besides tokens, once: requests that failed, and vectors.
+        """What the last steps gave besides tokens, once: who failed or began, and vectors.
 
-        ``refused`` (id, message) or ``vector`` (id, values), as messages of the process.
+        ``refused`` (id, message), ``began`` (ids, at) or ``vector`` (id, values), as messages of
+        the process.
         """
         told, self._told = self._told, []
         return told

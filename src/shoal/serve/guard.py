@@ -20,6 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.core.errors import ServeError, require
+from shoal.serve.door import Door
 from shoal.serve.errors import ApiError, as_api_error, error_response
 from shoal.serve.limits import HttpLimits
 
@@ -29,6 +30,9 @@ log = logging.getLogger("shoal.serve")
 
 # The only route that answers without a key: load balancers and containers ask it.
 OPEN = frozenset({"/health"})
+
+# Whoever watches a server that ends may go on.
+_WHILE_DRAINING = frozenset({"/metrics"})
 
 # What is counted for a client that left before there was an answer.
 _LEFT = 499
@@ -96,6 +100,7 @@ class Guard:
         access: who may call.
         limits: sizes of headers.
         count: called with (path, status) of every request.
+        door: closed while the server drains.
     """
 
     def __init__(
@@ -105,8 +110,10 @@ class Guard:
         access: Access,
         limits: HttpLimits,
         count: Callable[[str, int], None],
+        door: Door,
     ) -> None:
         self._app = app
+        self._door = door
         self._limits = limits
         self._count = count
         self._origins = frozenset(access.origins)
@@ -137,6 +144,7 @@ class Guard:
         # Whoever asks may name the request, so that both logs have the same name.
         given = headers.get("x-request-id", "")
         name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = name
         try:
             await self._guarded(scope, headers, receive, watched)
         except ServeError as cause:
@@ -168,7 +176,18 @@ class Guard:
             return
         if scope["path"] not in OPEN:
             self._check_key(headers)
-        await self._app(scope, receive, send)
+        if self._door.closed and scope["path"] not in _WHILE_DRAINING:
+            raise ApiError(
+                "the server is stopping and takes no more requests; ask another one",
+                status=503,
+                code="draining",
+                retry_after_s=1,
+            )
+        self._door.inside += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._door.inside -= 1
 
     def _check_size(self, scope: Scope) -> None:
         fields: Sequence[tuple[bytes, bytes]] = scope["headers"]

@@ -26,8 +26,25 @@ _OUTCOMES = "request_success_total"
 _PROMPT = "prompt_tokens_total"
 _GENERATED = "generation_tokens_total"
 _TTFT = "time_to_first_token_seconds"
-_TPOT = "inter_token_latency_seconds"
+_ITL = "inter_token_latency_seconds"
+_ITL_OLDER = "time_per_output_token_seconds"
 _LATENCY = "e2e_request_latency_seconds"
+
+# Histograms of the parts of a request's time: name -> what they are.
+_TIMES = {
+    "request_queue_time_seconds": "From the request to its first step, s.",
+    "request_prefill_time_seconds": "From its first step to its first token, s.",
+    "request_decode_time_seconds": "From its first token to its last, s.",
+    "request_inference_time_seconds": "From its first step to its last token, s.",
+    "request_time_per_output_token_seconds": "Mean time of a token after the first, s.",
+}
+# Histograms of what requests are like: name -> what they are.
+_NUMBERS = {
+    "request_prompt_tokens": "Tokens of a prompt.",
+    "request_generation_tokens": "Tokens of an answer.",
+    "request_params_max_tokens": "Most tokens that an answer might have.",
+    "request_params_n": "Answers that were asked for together.",
+}
 
 # Metrics of the engine: name -> (its key in the stats, kind, what it counts).
 _ENGINE = {
@@ -95,8 +112,11 @@ METRICS: tuple[str, ...] = tuple(
         _PROMPT,
         _GENERATED,
         _TTFT,
-        _TPOT,
+        _ITL,
+        _ITL_OLDER,
         _LATENCY,
+        *_TIMES,
+        *_NUMBERS,
         *_ENGINE,
         "kv_cache_usage_perc",
         "num_requests_open",
@@ -107,7 +127,26 @@ METRICS: tuple[str, ...] = tuple(
 """Names of all metrics."""
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
+_COUNTS = tuple(float(2**power) for power in range(18))
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class _Renamed(Collector):
+    """A histogram under an older name, too."""
+
+    def __init__(self, histogram: Histogram, name: str, older: str) -> None:
+        self._histogram = histogram
+        self._name = name
+        self._older = older
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._histogram.collect():
+            older = Metric(self._older, f"{family.documentation} Older name.", family.type)
+            older.samples = [
+                sample._replace(name=sample.name.replace(self._name, self._older, 1))
+                for sample in family.samples
+            ]
+            yield older
 
 
 class _EngineCollector(Collector):
@@ -178,13 +217,29 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         ).labels(model)
-        self._tpot = Histogram(
-            _PREFIX + _TPOT,
+        gaps = Histogram(
+            _PREFIX + _ITL,
             "From a token of an answer to the next, s.",
             (_LABEL,),
             buckets=_TOKEN_SECONDS,
             registry=registry,
-        ).labels(model)
+        )
+        self._gaps = gaps.labels(model)
+        registry.register(_Renamed(gaps, _PREFIX + _ITL, _PREFIX + _ITL_OLDER))
+        self._request = {
+            name: Histogram(
+                _PREFIX + name,
+                text,
+                (_LABEL,),
+                buckets=_COUNTS
+                if name in _NUMBERS
+                else _TOKEN_SECONDS
+                if "per_output" in name
+                else _SECONDS,
+                registry=registry,
+            ).labels(model)
+            for name, text in {**_TIMES, **_NUMBERS}.items()
+        }
         self._latency = Histogram(
             _PREFIX + _LATENCY,
             "From the request to the end of the answer, s.",
@@ -198,48 +253,83 @@ class Metrics:
         """Count an HTTP request."""
         self._http.labels(self._model, route, str(status)).inc()
 
-    def begin(self, prompt_tokens: int) -> Timer:
+    def begin(self, prompt_tokens: int, max_tokens: int, n: int) -> Timer:
         """An answer was asked for; tell the timer what comes of it."""
         self._prompt.inc(prompt_tokens)
+        for name, value in (
+            ("prompt_tokens", prompt_tokens),
+            ("params_max_tokens", max_tokens),
+            ("params_n", n),
+        ):
+            self._request[f"request_{name}"].observe(value)
         return Timer(self)
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def _end(self, finish: str, began: float, first: float | None, last: float, num: int) -> None:
+    def _gap(self, seconds: float, number: int) -> None:
+        for _ in range(number):
+            self._gaps.observe(seconds)
+
+    def _end(self, finish: str, timer: Timer) -> None:
         self._outcomes.labels(self._model, finish).inc()
-        self._generated.inc(num)
-        if first is not None:
-            self._ttft.observe(first - began)
-        self._latency.observe(last - began)
+        self._generated.inc(timer.num_tokens)
+        self._latency.observe(timer.last - timer.asked)
+        self._request["request_generation_tokens"].observe(timer.num_tokens)
+        if timer.first is not None:
+            self._ttft.observe(timer.first - timer.asked)
+        for name, seconds in timer.parts().items():
+            self._request[f"request_{name}_seconds"].observe(seconds)
 
 
 class Timer:
-    """Measures one answer."""
+    """Measures one answer; all times are s on the monotonic clock.
+
+    Args:
+        metrics: what it is told to at its end.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._began = time.monotonic()
-        self._first: float | None = None
-        self._last = self._began
-        self._num = 0
         self._ended = False
+        self.asked = self.last = time.monotonic()
+        self.first: float | None = None
+        self.num_tokens = 0
+        self._began: float | None = None
+
+    def began(self, at: float) -> None:
+        """Its first step began then."""
+        self._began = at
 
     def tokens(self, number: int) -> None:
         """So many tokens have come now."""
         if number:
             now = time.monotonic()
-            if self._first is None:
-                self._first = now
+            if self.first is None:
+                self.first = now
+                self._metrics._gap(0.0, number - 1)
             else:  # tokens that come together share the time since the last one
-                for _ in range(number):
-                    self._metrics._tpot.observe((now - self._last) / number)
-            self._last = now
-            self._num += number
+                self._metrics._gap((now - self.last) / number, number)
+            self.last = now
+            self.num_tokens += number
+
+    def parts(self) -> dict[str, float]:
+        """The parts of its time that are known, s."""
+        known = {}
+        if self._began is not None:
+            known["queue_time"] = self._began - self.asked
+            if self.first is not None:
+                known["prefill_time"] = self.first - self._began
+                known["inference_time"] = self.last - self._began
+        if self.first is not None:
+            known["decode_time"] = self.last - self.first
+            if self.num_tokens > 1:
+                known["time_per_output_token"] = (self.last - self.first) / (self.num_tokens - 1)
+        return known
 
     def end(self, finish: str) -> None:
         """The answer ended: stop, length, abort or error; only the first end counts."""
         if not self._ended:
             self._ended = True
-            self._metrics._end(finish, self._began, self._first, self._last, self._num)
+            self._metrics._end(finish, self)

@@ -52,6 +52,7 @@ class Ask:
         messages: messages of a chat; empty for a completion.
         template_values: further names for the chat template.
         n: answers of each prompt.
+        best_of: answers to choose them from.
         max_tokens: most new tokens; None for what fits.
         sampling: of the first answer; ``max_tokens`` and the model's own stop tokens are open.
         form: what an answer must be; None for anything.
@@ -71,6 +72,7 @@ class Ask:
     messages: tuple[dict[str, Any], ...] = ()
     template_values: dict[str, Any] = field(default_factory=dict)
     n: int = 1
+    best_of: int = 1
     max_tokens: int | None = None
     sampling: SamplingParams
     form: Form | None = None
@@ -117,9 +119,12 @@ def _common(
     n = fields.integer("n", 1, limits.choices, 1)
     assert n is not None
     best_of = fields.integer("best_of", 1, limits.choices, n)
-    if best_of != n:
-        wrong("best_of", best_of, f"the same as n = {n}, or nothing", code="unsupported_parameter")
+    assert best_of is not None
+    if best_of < n:
+        wrong("best_of", best_of, f"at least n = {n}")
     stream = fields.flag("stream")
+    if best_of > n and stream:
+        wrong("best_of", best_of, f"n = {n} with stream: the best are known at the end")
     options = fields.get("stream_options")
     if options is not None and not isinstance(options, dict):
         wrong("stream_options", options, "an object")
@@ -130,6 +135,7 @@ def _common(
         wrong("stream_options.include_usage", include, "true or false")
     return {
         "n": n,
+        "best_of": best_of,
         "form": read_form(fields),
         "stops": _stops(fields.get("stop"), limits),
         "keep_stop": fields.flag("include_stop_str_in_output"),
@@ -256,7 +262,7 @@ def read_completion(
         )
     _check_form(fields, common["form"])
     prompts = read_prompts(fields.get("prompt"), limits, model, "prompt")
-    _check_batch(len(prompts), common["n"], limits)
+    _check_batch(len(prompts), common["best_of"], limits)
     default = min(_DEFAULT_COMPLETION_TOKENS, model.max_position)
     most = fields.integer("max_tokens", 1, model.max_position, default)
     return Ask(
@@ -348,6 +354,8 @@ def read_chat(
     older = fields.integer("max_tokens", 1, model.max_position, None)
     if newer is not None and older is not None and newer != older:
         wrong("max_tokens", older, "nothing beside max_completion_tokens")
+    if common["best_of"] != common["n"]:
+        wrong("best_of", common["best_of"], f"the same as n = {common['n']}, or nothing")
     _check_batch(1, common["n"], limits)
     tools = read_tools(fields, limits)
     if tools is not None and tools.form is not None:

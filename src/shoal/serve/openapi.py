@@ -188,6 +188,7 @@ def _embeddings(limits: HttpLimits, name: str) -> _Schema:
         "encoding_format": {"enum": ["float", "base64", None]},
         "pooling": {"enum": ["mean", "last", None]},
         "normalize": _FLAG,
+        "dimensions": _integer(1, 2**20),
         "priority": _integer(-(2**31), 2**31 - 1),
     }
     return _object(fields, "model", "input")

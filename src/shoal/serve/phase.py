@@ -129,6 +129,7 @@ class Instance:
                 self._fetch()
             if self._working:
                 outputs = engine.step()
+                engine.told()  # who began: the process before this one times requests
                 if outputs:
                     self._tell(outputs)
                 if self._record is not None and working:

@@ -8,7 +8,8 @@ and sends what the step gave, again and again. It ends when its parent does.
 Standard input: one message, ``start`` (factory, job). Messages in: ``add`` (id, tokens,
 params, priority, adapter, salt), ``abort`` (id), ``ping`` (number). Messages out: ``ready`` (what
 the model is), ``outputs``, ``refused`` (a request that cannot be served, with the reason),
-``vector`` (of a text), ``pong`` (number, stats), ``failed`` (why the process ends).
+``vector`` (of a text), ``began`` (ids, and when their first step began), ``pong`` (number,
+stats), ``failed`` (why the process ends).
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class EngineLike(Protocol):
         ...
 
     def told(self) -> list[dict[str, Any]]:
-        """Messages ``refused`` and ``vector`` that the last steps gave besides outputs."""
+        """Messages ``refused``, ``vector`` and ``began`` of the last steps."""
         ...
 
     def stats(self) -> Mapping[str, float]:

@@ -10,33 +10,39 @@ import contextlib
 import errno
 import functools
 import logging
-import math
 import resource
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.core.errors import ServeError, require
+from shoal.core.parts import table
 from shoal.ir.job import ServeJob
 from shoal.serve.client import ClientOptions, EngineClient, Launched, launch
+from shoal.serve.door import Door
 from shoal.serve.limits import HttpLimits
 from shoal.serve.process import DEFAULT_FACTORY
 
 if TYPE_CHECKING:
     import uvicorn
+    from fastapi import FastAPI
 
     from shoal.serve.guard import Access
+    from shoal.serve.replicas import Replicas
 
-__all__ = ["Running", "ServerOptions", "running", "serve"]
+__all__ = ["Backend", "Running", "ServerOptions", "running", "serve", "serve_at"]
 
 log = logging.getLogger("shoal.serve")
 
 # s that cut streams get to tell their readers, who may not read.
 _FAREWELL_S = 2
+# s between two looks at whether all have left.
+_LOOK_S = 0.02
 _FILES = 16_384
 _BACKLOG = 2048
 
@@ -53,7 +59,8 @@ class ServerOptions:
         hosts: further names that ``Host`` may have.
         origins: web pages that may call.
         limits: what a request may ask for.
-        grace_s: s that open answers get to end when the server is stopped.
+        grace_s: s that open answers get to end when the server is stopped; others get 503.
+        traces: where to send traces, as http://localhost:4318; None for nowhere.
         client: how patient to be with the engine.
         factory: what builds the engine.
     """
@@ -66,11 +73,24 @@ class ServerOptions:
     origins: tuple[str, ...] = ()
     limits: HttpLimits = field(default_factory=HttpLimits)
     grace_s: float = 5.0
+    traces: str | None = None
     client: ClientOptions = field(default_factory=ClientOptions)
     factory: str = DEFAULT_FACTORY
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "port", self.port, expected="0 to 65535", error=ServeError)
+
+
+class Backend(Protocol):
+    """What computes behind a server: an engine, or replicas with one each."""
+
+    def end_all(self, reason: str) -> None:
+        """End every open answer with an error."""
+        ...
+
+    async def stop(self) -> None:
+        """End its processes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,12 +100,36 @@ class Running:
     Args:
         url: its address, without ``/v1``.
         model: what the model is called in requests.
-        engine: the client of its engine.
+        backend: the client of its engine, or its replicas.
     """
 
     url: str
     model: str
-    engine: EngineClient
+    backend: Backend
+
+    @property
+    def engine(self) -> EngineClient:
+        """The client of its engine, where it has one."""
+        assert isinstance(self.backend, EngineClient)
+        return self.backend
+
+
+def serve_at(job: ServeJob, options: ServerOptions, listener: socket.socket) -> None:
+    """Serve on a socket that is bound already, until SIGTERM.
+
+    Args:
+        job: what to serve, in one replica.
+        options: how to serve.
+        listener: where; nobody is asked whether it is safe.
+
+    Raises:
+        ShoalError: the model cannot be served.
+    """
+    launched = launch(job, options.factory)
+    try:
+        asyncio.run(_serve(job, options, listener, launched, lambda _: None))
+    finally:
+        launched.discard()
 
 
 def serve(
@@ -148,7 +192,9 @@ def running(job: ServeJob, options: ServerOptions | None = None) -> Iterator[Run
 
 
 @contextlib.contextmanager
-def _prepared(job: ServeJob, options: ServerOptions) -> Iterator[tuple[socket.socket, Launched]]:
+def _prepared(
+    job: ServeJob, options: ServerOptions
+) -> Iterator[tuple[socket.socket, Launched | None]]:
     """What a user may have got wrong is known before anything is loaded."""
     from shoal.serve.guard import is_loopback
 
@@ -168,11 +214,12 @@ def _prepared(job: ServeJob, options: ServerOptions) -> Iterator[tuple[socket.so
         )
     listener = _listen(options.host, options.port)
     try:
-        launched = launch(job, options.factory)
+        launched = launch(job, options.factory) if job.replicas == 1 else None
         try:
             yield listener, launched
         finally:
-            launched.discard()
+            if launched is not None:
+                launched.discard()
     finally:
         listener.close()
 
@@ -214,7 +261,7 @@ async def _serve(
     job: ServeJob,
     options: ServerOptions,
     listener: socket.socket,
-    launched: Launched,
+    launched: Launched | None,
     ready: Callable[[Running], None],
     halt: list[Callable[[], None]] | None = None,
 ) -> None:
@@ -223,59 +270,106 @@ async def _serve(
     signals = _on_signals(loop, stop)
     if halt is not None:
         halt.append(functools.partial(_call_soon, loop, stop.set))
-    client = EngineClient(job, factory=options.factory, options=options.client, launched=launched)
-    starting = asyncio.create_task(_start(job, options, client))
+    door = Door()
+    backend: Backend
+    if launched is None:
+        from shoal.serve.replicas import Replicas
+
+        backend = Replicas(job, options)
+        starting = asyncio.create_task(_start_replicas(job, options, backend, door))
+    else:
+        backend = client = EngineClient(
+            job, factory=options.factory, options=options.client, launched=launched
+        )
+        starting = asyncio.create_task(_start_engine(job, options, client, door))
     stopping = asyncio.create_task(stop.wait())
+    app = None
     try:
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             return
-        server, name, _ = starting.result()
-        address = _address(options, listener, name, client)
-        await _run(server, listener, stopping, lambda: ready(address), client, options.grace_s)
+        app = starting.result()
+        address = Running(_address(options, listener), _name(job, options), backend)
+        run = _Run(_uvicorn(app, options), listener, door, options.grace_s)
+        await run.until(stop, stopping, lambda: ready(address), backend)
     finally:
         starting.cancel()
         stopping.cancel()
         await asyncio.gather(starting, stopping, return_exceptions=True)
-        await client.stop()
-        if not starting.cancelled() and starting.exception() is None:
-            await starting.result()[2]()
+        await backend.stop()
+        if app is not None:
+            await app.state.stop()
         for number in signals:
             loop.remove_signal_handler(number)
 
 
-def _address(
-    options: ServerOptions, listener: socket.socket, name: str, client: EngineClient
-) -> Running:
+def _address(options: ServerOptions, listener: socket.socket) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host = f"[{options.host}]" if ":" in options.host else options.host
-    return Running(f"http://{host}:{listener.getsockname()[1]}", name, client)
+    return f"http://{host}:{listener.getsockname()[1]}"
 
 
-async def _start(
-    job: ServeJob, options: ServerOptions, client: EngineClient
-) -> tuple[uvicorn.Server, str, Callable[[], Awaitable[None]]]:
-    """Everything that takes time, while the engine loads; also what ends it."""
+def _name(job: ServeJob, options: ServerOptions) -> str:
+    return options.name or Path(job.model).resolve().name
+
+
+async def _start_engine(
+    job: ServeJob, options: ServerOptions, client: EngineClient, door: Door
+) -> FastAPI:
+    """Everything that takes time, while the engine loads."""
     loading = asyncio.create_task(client.start())
     try:
-        import uvicorn
-
         from shoal.serve.api import create_app
-        from shoal.serve.connection import connection
-        from shoal.serve.guard import is_loopback
         from shoal.serve.template import load_template
         from shoal.serve.text import TextModel
+        from shoal.serve.traces import exporting
 
         directory = Path(job.model)
-        name = options.name or directory.resolve().name
         text = await asyncio.to_thread(TextModel, directory)
         template = load_template(directory)
-        access = _access(options, local=is_loopback(options.host))
+        access = _access(options)
+        provider = None if options.traces is None else exporting(options.traces)
         model = await loading
         text.check(model.vocab_size)
     finally:
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
-    app = create_app(client, text, template, name=name, access=access, limits=options.limits)
+    return create_app(
+        client,
+        text,
+        template,
+        name=_name(job, options),
+        access=access,
+        limits=options.limits,
+        door=door,
+        provider=provider,
+    )
+
+
+async def _start_replicas(
+    job: ServeJob, options: ServerOptions, replicas: Replicas, door: Door
+) -> FastAPI:
+    from shoal.serve.router import create_router
+
+    access = _access(options)
+    balancer = table("balancer").build(job.balancer, where="balancer").build()
+    await replicas.start()
+    return create_router(
+        replicas,
+        balancer,
+        name=_name(job, options),
+        access=access,
+        limits=options.limits,
+        door=door,
+    )
+
+
+def _uvicorn(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
+    import uvicorn
+
+    from shoal.serve.connection import connection
+
     config = uvicorn.Config(
         app,
         http=connection(options.limits),
@@ -287,47 +381,72 @@ async def _start(
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=options.limits.header_bytes,
-        timeout_graceful_shutdown=math.ceil(options.grace_s) + _FAREWELL_S,
+        timeout_graceful_shutdown=_FAREWELL_S,
         backlog=_BACKLOG,
     )
-    return uvicorn.Server(config), name, app.state.stop
+    return uvicorn.Server(config)
 
 
-def _access(options: ServerOptions, *, local: bool) -> Access:
-    from shoal.serve.guard import Access
+def _access(options: ServerOptions) -> Access:
+    from shoal.serve.guard import Access, is_loopback
 
     # Whoever may call from elsewhere has a key; the names it uses cannot be known here.
+    local = is_loopback(options.host)
     hosts = (options.host, *options.hosts) if local or options.hosts else ("*",)
     return Access(key=options.key, hosts=hosts, origins=options.origins)
 
 
-async def _run(
-    server: uvicorn.Server,
-    listener: socket.socket,
-    stopping: asyncio.Task[Any],
-    ready: Callable[[], None],
-    client: EngineClient,
-    grace_s: float,
-) -> None:
-    _allow_files()
-    try:
-        listener.listen(_BACKLOG)
-    except OSError as cause:  # another server began to listen while this one loaded
-        host, port = listener.getsockname()[:2]
-        raise _not_listening(host, port, cause) from None
-    # Its own handling of signals would end the program in the middle of our cleaning up.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.005)
-        ready()
-        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        server.should_exit = True
-        await asyncio.wait([serving], timeout=grace_s)
-        client.end_all("the server is stopping")
-        await serving
+@dataclass
+class _Run:
+    """A server that listens, until it has drained.
+
+    Args:
+        server: of uvicorn.
+        listener: where it listens.
+        door: closed when it is to end.
+        grace_s: s that requests inside get to end.
+    """
+
+    server: uvicorn.Server
+    listener: socket.socket
+    door: Door
+    grace_s: float
+
+    async def until(
+        self,
+        stop: asyncio.Event,
+        stopping: asyncio.Task[Any],
+        ready: Callable[[], None],
+        backend: Backend,
+    ) -> None:
+        """Answer until told to stop, and then until those inside have ended; not if told again."""
+        _allow_files()
+        try:
+            self.listener.listen(_BACKLOG)
+        except OSError as cause:  # another server began to listen while this one loaded
+            host, port = self.listener.getsockname()[:2]
+            raise _not_listening(host, port, cause) from None
+        # Its own handling of signals would end the program in the middle of our cleaning up.
+        self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        serving = asyncio.create_task(self.server.serve(sockets=[self.listener]))
+        try:
+            while not self.server.started and not serving.done():
+                await asyncio.sleep(0.005)
+            ready()
+            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+            await self._drain(stop)
+        finally:
+            self.server.should_exit = True
+            backend.end_all("the server is stopping")
+            await serving
+
+    async def _drain(self, stop: asyncio.Event) -> None:
+        """Let nobody in any more, and wait for those inside."""
+        self.door.closed = True
+        stop.clear()
+        end = time.monotonic() + self.grace_s
+        while self.door.inside and not stop.is_set() and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

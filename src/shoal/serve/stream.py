@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -151,19 +151,30 @@ def _as_event(cause: Exception) -> ApiError:
 
 
 class EventStream(Response):
-    """Server-sent events; what fails before the first of them is an ordinary error answer."""
+    """Server-sent events; what fails before the first of them is an ordinary error answer.
+
+    Args:
+        source: the events.
+        ended: called when there are no more, or nobody is left to read them.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, source: AsyncGenerator[bytes, None], *, ended: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._source = source
+        self._ended = ended or (lambda: None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events end or the client leaves."""
-        with contextlib.suppress(ClientDisconnect):  # nobody is left to be told anything
-            await until_gone(receive, self._send_all(send))
+        try:
+            with contextlib.suppress(ClientDisconnect):  # nobody is left to be told anything
+                await until_gone(receive, self._send_all(send))
+        finally:
+            self._ended()
 
     async def _send_all(self, send: Send) -> None:
         written = 0

@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.serve.calls import CALL_BEGIN, CALL_END
@@ -24,8 +24,12 @@ from shoal.serve.fields import Fields, wrong
 from shoal.serve.limits import HttpLimits
 from shoal.serve.structured import Form
 
-__all__ = ["Call", "CallReader", "Tools", "read_call", "read_tools"]
+__all__ = ["Call", "CallPart", "CallReader", "Tools", "read_call", "read_tools"]
 
+# What comes before the arguments of a call, with its name.
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -56,11 +60,10 @@ class Call:
     name: str
     arguments: str
 
-    def as_json(self, index: int | None = None) -> dict[str, Any]:
-        """As OpenAI has it; with its place in a chunk of a stream."""
-        place = {} if index is None else {"index": index}
+    def as_json(self) -> dict[str, Any]:
+        """As OpenAI has it."""
         function = {"name": self.name, "arguments": self.arguments}
-        return {**place, "id": self.id, "type": "function", "function": function}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 def read_tools(fields: Fields, limits: HttpLimits) -> Tools | None:
@@ -142,17 +145,43 @@ def read_call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
+@dataclass
+class CallPart:
+    """What is new of a call.
+
+    Args:
+        place: of the call among those of the answer.
+        arguments: characters of its arguments.
+        call: the call, where it begins.
+    """
+
+    place: int
+    arguments: str
+    call: Call | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """As a chunk of a stream has it."""
+        if self.call is None:
+            return {"index": self.place, "function": {"arguments": self.arguments}}
+        return {"index": self.place, **replace(self.call, arguments=self.arguments).as_json()}
+
+
 class CallReader:
-    """Parts the text of an answer, as it comes, into words and calls."""
+    """Parts the text of an answer, as it comes, into words and calls.
+
+    A call has begun when its name and the first sign of its arguments are there. From then on
+    its arguments are passed on as they come, so that one that breaks off has a part of them.
+    """
 
     def __init__(self) -> None:
         self._held = ""
         self._inside = False
         self._behind = False
+        self._nesting: _Nesting | None = None
         self.calls: list[Call] = []
 
-    def feed(self, text: str, *, last: bool = False) -> tuple[str, Sequence[Call]]:
-        """Words that are certain, and calls that are whole.
+    def feed(self, text: str, *, last: bool = False) -> tuple[str, list[CallPart]]:
+        """Words that are certain, and what is new of calls.
 
         Args:
             text: what is new.
@@ -160,7 +189,7 @@ class CallReader:
         """
         self._held += text
         words: list[str] = []
-        found: list[Call] = []
+        parts: list[CallPart] = []
 
         def say(text: str) -> None:
             # Blanks behind a call part it from what follows, and are no words.
@@ -169,30 +198,98 @@ class CallReader:
             words.append(text)
 
         while True:
+            if self._inside and self._nesting is None:
+                self._open(parts)
+            if self._nesting is not None and not self._pass_on(self._nesting, parts):
+                break
             sign = CALL_END if self._inside else CALL_BEGIN
             before, there, after = self._held.partition(sign)
             if not there:
                 break
             self._held = after
-            if self._inside:
+            if self._nesting is not None:
+                self._nesting = None
+                self._behind = True
+            elif self._inside:
                 call = _parse(before)
                 if call is None:
                     say(f"{CALL_BEGIN}{before}{CALL_END}")
                 else:
-                    found.append(call)
+                    self._add(call, parts)
                     self._behind = True
             else:
                 say(before)
             self._inside = not self._inside
         if last:
-            say(f"{CALL_BEGIN}{self._held}" if self._inside else self._held)
-            self._held, self._inside = "", False
+            if self._nesting is None:
+                say(f"{CALL_BEGIN}{self._held}" if self._inside else self._held)
+            self._held, self._inside, self._nesting = "", False, None
         elif not self._inside:
             keep = _begun(self._held)
             say(self._held[: len(self._held) - keep])
             self._held = self._held[len(self._held) - keep :]
-        self.calls += found
-        return "".join(words), found
+        return "".join(words), parts
+
+    def _open(self, parts: list[CallPart]) -> None:
+        """Begin a call whose arguments have begun."""
+        head = _HEAD.match(self._held)
+        if head is None:
+            return
+        try:
+            name = json.loads(head.group(1))
+        except ValueError:
+            return
+        self._held = self._held[head.end() :]
+        self._nesting = _Nesting()
+        self._add(Call(_call_id(), name, ""), parts)
+
+    def _add(self, call: Call, parts: list[CallPart]) -> None:
+        parts.append(CallPart(len(self.calls), call.arguments, call))
+        self.calls.append(call)
+
+    def _pass_on(self, nesting: _Nesting, parts: list[CallPart]) -> bool:
+        """Take what is here of the arguments; whether they are whole."""
+        end = nesting.end(self._held)
+        new, self._held = self._held[:end], self._held[end:]
+        if new:
+            call = self.calls[-1]
+            self.calls[-1] = replace(call, arguments=call.arguments + new)
+            if parts and parts[-1].place == len(self.calls) - 1:
+                parts[-1].arguments += new
+            else:
+                parts.append(CallPart(len(self.calls) - 1, new))
+        return nesting.closed
+
+
+class _Nesting:
+    """Finds the end of a JSON object that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
+        self.closed = False
+
+    def end(self, text: str) -> int:
+        """How many of the characters belong to the object."""
+        if self.closed:
+            return 0
+        for place, sign in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped = sign == "\\"
+                self._quoted = sign != '"'
+            elif sign == '"':
+                self._quoted = True
+            elif sign in "{[":
+                self._depth += 1
+            elif sign in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self.closed = True
+                    return place + 1
+        return len(text)
 
 
 def _begun(text: str) -> int:
@@ -213,6 +310,8 @@ def _parse(text: str) -> Call | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return Call(
-        f"call_{secrets.token_hex(12)}", value["name"], json.dumps(arguments, ensure_ascii=False)
-    )
+    return Call(_call_id(), value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -36,7 +37,7 @@ class Job:
         id: of the answer.
         created: s since 1970.
         ask: what was asked.
-        prompts: each gets ``ask.n`` answers.
+        prompts: each gets ``ask.best_of`` answers.
         params: of each answer.
         answers: what has come of each.
     """
@@ -50,7 +51,7 @@ class Job:
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt that an answer belongs to."""
-        return self.prompts[index // self.ask.n]
+        return self.prompts[index // self.ask.best_of]
 
     def usage(self) -> dict[str, int]:
         """Tokens so far."""
@@ -134,11 +135,27 @@ class CompletionWriter(_Writer):
     def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
         """All answers at once."""
         choices = []
-        for index, piece in enumerate(answers):
-            choice = self._choice(index, piece, whole=True)
+        for place, index in enumerate(self._kept(answers)):
+            choice = {**self._choice(index, answers[index], whole=True), "index": place}
             choice["text"] = self._echo(index) + choice["text"]
             choices.append(choice)
         return {**self._frame(self.kind, choices), "usage": self._job.usage()}
+
+    def _kept(self, answers: Sequence[Piece]) -> list[int]:
+        """The answers to give: of each prompt those that are likeliest by the token."""
+        ask = self._job.ask
+        if ask.best_of == ask.n:
+            return list(range(len(answers)))
+
+        def likely(index: int) -> float:
+            logprobs = [entry.logprob for entry in answers[index].entries]
+            return sum(logprobs) / len(logprobs) if logprobs else -math.inf
+
+        kept = []
+        for first in range(0, len(answers), ask.best_of):
+            group = range(first, first + ask.best_of)
+            kept += sorted(group, key=likely, reverse=True)[: ask.n]
+        return kept
 
     def _echo(self, index: int) -> str:
         return (self._job.prompt_of(index).text or "") if self._job.ask.echo else ""
@@ -198,11 +215,11 @@ class ChatWriter(_Writer):
         return {**self._frame(self.kind, choices), "usage": self._job.usage()}
 
     def _message(self, index: int, piece: Piece) -> dict[str, Any]:
-        text, calls = self._read(index, piece)
+        text, _ = self._read(index, piece)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if calls:
-            for call in calls:
-                del call["index"]
+        reader = self._readers[index]
+        if reader is not None and reader.calls:
+            calls = [call.as_json() for call in reader.calls]
             message |= {"content": text or None, "tool_calls": calls}
         return {
             "index": index,
@@ -213,13 +230,12 @@ class ChatWriter(_Writer):
         }
 
     def _read(self, index: int, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """Words and calls of a piece."""
+        """Words and parts of calls of a piece."""
         reader = self._readers[index]
         if reader is None:
             return piece.text, []
-        before = len(reader.calls)
-        text, calls = reader.feed(piece.text, last=piece.finish is not None)
-        return text, [call.as_json(before + place) for place, call in enumerate(calls)]
+        text, parts = reader.feed(piece.text, last=piece.finish is not None)
+        return text, [part.as_json() for part in parts]
 
     def _finish(self, index: int, piece: Piece) -> str | None:
         reader = self._readers[index]

@@ -80,9 +80,9 @@ def serve_fake(byte_model):
     from shoal.serve.client import ClientOptions
     from shoal.serve.server import ServerOptions, running
 
-    def make(factory="fake_engine:build", client=None, **options):
+    def make(factory="fake_engine:build", client=None, replicas=1, **options):
         client = ClientOptions(**{"ping_s": 0.1, "backoff_s": 0.1, **(client or {})})
-        job = ServeJob(model=str(byte_model))
+        job = ServeJob(model=str(byte_model), replicas=replicas)
         options = {"port": 0, "grace_s": 0.5, **options}
         return running(job, ServerOptions(factory=factory, client=client, **options))
 

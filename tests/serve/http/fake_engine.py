@@ -33,6 +33,7 @@ class FakeEngine:
         if REFUSE in request.tokens:
             raise ServeError(f"request {request.id}: longer than the cache; shorten it")
         self.requests[request.id] = request
+        self.vectors.append({"kind": "began", "ids": [request.id], "at": time.monotonic()})
 
     def abort(self, request_id):
         self.aborts += self.requests.pop(request_id, None) is not None

@@ -159,16 +159,62 @@ def test_calls_that_a_model_chose_to_make(openai_client):
         ("<tool_call>{oops}</tool_call>", "<tool_call>{oops}</tool_call>", []),
         ('<tool_call>{"name": 3}</tool_call>!', '<tool_call>{"name": 3}</tool_call>!', []),
         ('x<tool_call>{"name"', 'x<tool_call>{"name"', []),
+        ('<tool_call>{"arguments": {}, "name": "f"}</tool_call>', "", ["f"]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "}</tool_call>\\""}}</tool_call>', "", ["f"]),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None, []),
+        ('x<tool_call>{"name": "f", "arguments": {"a": [1, "', "x", ["f"]),
     ],
 )
 def test_reading_calls(size, text, words, names):
     reader = CallReader()
-    said = []
-    for start in range(0, len(text), size):
-        said.append(reader.feed(text[start : start + size])[0])
-    said.append(reader.feed("", last=True)[0])
-    assert "".join(said) == words
+    said, given = [], {}
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    for place, piece in enumerate([*pieces, ""]):
+        new, parts = reader.feed(piece, last=place == len(pieces))
+        said.append(new)
+        for part in parts:
+            assert (part.call is not None) == (part.place not in given)
+            given[part.place] = given.get(part.place, "") + part.arguments
+    assert "".join(said) == (text if words is None else words)
     assert [call.name for call in reader.calls] == names
+    assert given == dict(enumerate(call.arguments for call in reader.calls))
+
+
+def test_arguments_come_as_they_are_made(openai_client):
+    values = {"zone": "Europe/Oslo", "note": 'a "}" is no end'}
+    call = json.dumps({"name": "time", "arguments": values})
+    said = f"<tool_call>{call}</tool_call>"
+    messages = [{"role": "system", "content": said}, {"role": "user", "content": "hi"}]
+    options = {"model": "bytes", "messages": messages, "tools": [TIME]}
+    deltas = [
+        call
+        for chunk in openai_client.chat.completions.create(**options, max_tokens=600, stream=True)
+        for call in chunk.choices[0].delta.tool_calls or []
+    ]
+    heads = [delta for delta in deltas if delta.function.name]
+    assert [delta.index for delta in heads] == list(range(len(heads)))
+    assert all(delta.id and delta.type == "function" for delta in heads)
+    first = [delta for delta in deltas if delta.index == 0]
+    assert json.loads("".join(delta.function.arguments for delta in first)) == values
+    # Steps that were done before the connection looked come as one.
+    assert len(first) > 1
+
+
+def test_best_of(client):
+    options = {"model": "tiny", "prompt": ["ab", "cd"], "max_tokens": 12, "seed": 4}
+    every = client.completions.create(**options, n=5, logprobs=0).choices
+    best = client.completions.create(**options, n=2, best_of=5).choices
+    assert [choice.index for choice in best] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None for choice in best)
+
+    def likely(choice):
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    for prompt in range(2):
+        group = sorted(every[5 * prompt : 5 * prompt + 5], key=likely, reverse=True)
+        kept = best[2 * prompt : 2 * prompt + 2]
+        assert [choice.text for choice in kept] == [choice.text for choice in group[:2]]
+        assert len({choice.text for choice in group}) > 1
 
 
 def test_a_worker_that_thinks_too_long_is_killed(monkeypatch):

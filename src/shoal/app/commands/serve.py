@@ -47,6 +47,12 @@ def serve(
         str | None,
         typer.Option(help="Processes for prompts and for generation: prefill=1,decode=1."),
     ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="Engines of their own behind one address.", min=1)
+    ] = None,
+    balancer: Annotated[
+        str | None, typer.Option(help="Which of the replicas answers a request.")
+    ] = None,
     kv: Annotated[str | None, typer.Option(help="Who holds which block of the cache.")] = None,
     kv_tokens: Annotated[
         int | None, typer.Option(help="Tokens that the cache holds; what the memory allows.")
@@ -68,6 +74,13 @@ def serve(
     engine_timeout: Annotated[
         float, typer.Option(help="Seconds without a sign of life that end the engine.", min=1)
     ] = 120.0,
+    traces: Annotated[
+        str | None,
+        typer.Option(help="Send traces to this collector of OpenTelemetry: http://HOST:4318."),
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that open answers get to end after SIGTERM.", min=0)
+    ] = 30.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the configuration; start nothing.")
     ] = False,
@@ -86,6 +99,8 @@ def serve(
         shoal serve MODEL --port 0 --scheduler fcfs --max-running 16
 
         shoal serve MODEL --disagg prefill=1,decode=1
+
+        shoal serve MODEL --replicas 2
     """
     from shoal.app.show import table
     from shoal.core.config import resolve
@@ -99,6 +114,8 @@ def serve(
         "model": model,
         "scheduler": scheduler,
         "disagg": None if disagg is None else _phases(disagg),
+        "replicas": replicas,
+        "balancer": balancer,
         "kv": kv,
         "kv_tokens": kv_tokens,
         "max_running": max_running,
@@ -117,6 +134,8 @@ def serve(
         key=_key(api_key, api_key_file),
         hosts=tuple(allow_host or ()),
         origins=tuple(allow_origin or ()),
+        grace_s=drain_timeout,
+        traces=traces,
         client=ClientOptions(start_s=start_timeout, hang_s=engine_timeout),
         factory=factory_of(resolved.value),
     )

@@ -1,0 +1,116 @@
+"""Requests of the router to a replica: HTTP/1.1 over a Unix socket, one connection each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+
+from shoal.core.errors import ServeError
+
+__all__ = ["Answered", "LostError", "ask"]
+
+_READ_BYTES = 2**16
+_HEADERS = 2**16
+
+
+class LostError(ServeError):
+    """A replica is not there, or was gone before its answer had ended."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer whose head is there and whose body is still to come.
+
+    Args:
+        status: HTTP status.
+        headers: names in lower case.
+        pieces: bytes of the body as they come; LostError if they break off.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    pieces: AsyncGenerator[bytes, None]
+
+    async def body(self) -> bytes:
+        """All of it; LostError if it breaks off."""
+        return b"".join([piece async for piece in self.pieces])
+
+
+class _Exchange:
+    """One request and its answer on a connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._state = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEADERS)
+
+    async def send(self, head: h11.Request, body: bytes) -> None:
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self._writer.write(self._state.send(event) or b"")
+        await self._writer.drain()
+
+    async def next(self) -> Any:
+        while (event := self._state.next_event()) is h11.NEED_DATA:
+            self._state.receive_data(await self._reader.read(_READ_BYTES))
+        return event
+
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        with _as_lost():
+            while isinstance(event := await self.next(), h11.Data):
+                yield bytes(event.data)
+
+
+@contextlib.contextmanager
+def _as_lost() -> Any:
+    try:
+        yield
+    except (OSError, h11.RemoteProtocolError) as cause:
+        raise LostError(f"the connection to a replica broke: {cause}") from cause
+
+
+@contextlib.asynccontextmanager
+async def ask(
+    socket: str,
+    method: str,
+    target: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    body: bytes = b"",
+) -> AsyncGenerator[Answered, None]:
+    """Ask a replica; leaving the block closes the connection, which ends what was asked.
+
+    Args:
+        socket: path of its Unix socket.
+        method: of HTTP.
+        target: path and query.
+        headers: besides those of every request.
+        body: JSON, or nothing.
+
+    Raises:
+        LostError: it is not there, or went away before the head of its answer.
+    """
+    common = {"Host": "localhost", "Connection": "close", "Content-Length": str(len(body))}
+    head = h11.Request(
+        method=method, target=target, headers=list({**common, **(headers or {})}.items())
+    )
+    with _as_lost():
+        reader, writer = await asyncio.open_unix_connection(socket)
+    try:
+        exchange = _Exchange(reader, writer)
+        with _as_lost():
+            await exchange.send(head, body)
+            event = await exchange.next()
+            if not isinstance(event, h11.Response):
+                raise LostError("a replica closed the connection before it answered")
+        fields = {name.decode(): value.decode("latin-1") for name, value in event.headers}
+        async with contextlib.aclosing(exchange.pieces()) as pieces:
+            yield Answered(event.status_code, fields, pieces)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
