@@ -51,6 +51,7 @@ KERNELS = PartTable(
         "paged_attention.reference": "shoal.kernel.paged.reference:Reference",
         "paged_attention.torch": "shoal.kernel.paged.library:Library",
         "paged_attention.cpp": "shoal.kernel.paged.cpp:Cpp",
+        "paged_attention.amx": "shoal.kernel.paged.amx:Amx",
         "paged_attention.triton": "shoal.kernel.paged.triton:Triton",
         "recurrence.reference": "shoal.kernel.rnn.reference:Reference",
         "recurrence.alternating": "shoal.kernel.rnn.alternating:Alternating",

@@ -146,6 +146,7 @@ class PagedAttention:
         dtype: of q, and of the cache where ``format`` is plain.
         format: text of the cache format, such as plain or bfp12-b32.
         device: where.
+        queries: tokens of each request that ask.
     """
 
     op: ClassVar[str] = "paged_attention"
@@ -158,11 +159,13 @@ class PagedAttention:
     dtype: Dtype = "bf16"
     format: str = "plain"
     device: Device = "cpu"
+    queries: int = 1
 
     @property
     def flops(self) -> float:
         """Scores and weighted sums."""
-        return 4.0 * self.batch * self.context * self.heads * self.head_dim
+        asked = self.batch * self.queries
+        return 4.0 * asked * self.context * self.heads * self.head_dim
 
     @property
     def moved_bytes(self) -> float:
@@ -171,7 +174,8 @@ class PagedAttention:
 
         stored = kv_format(self.format).token_bytes(self.head_dim, dtype_bytes=BYTES[self.dtype])
         cache = 2.0 * self.batch * self.context * self.kv_heads * stored
-        return cache + BYTES[self.dtype] * 2.0 * self.batch * self.heads * self.head_dim
+        asked = self.batch * self.queries
+        return cache + BYTES[self.dtype] * 2.0 * asked * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,12 +95,14 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Paged:
-    """Queries that a kernel answers from the pages: rows ``0 .. last``."""
+    """Queries that a kernel answers from the pages: rows ``first .. last``."""
 
+    kernel: Ready
+    first: int
     last: int
     blocks: Tensor  # [B, W]
-    lengths: Tensor  # [last], the tokens that each sees
-    requests: Tensor | None  # [last], the row of ``blocks`` of each; None where they are one each
+    lengths: Tensor  # [last - first], the tokens that each sees
+    requests: Tensor | None  # [last - first], the row of ``blocks`` of each; None where they are one each
 
 
 class PagedAttention:
@@ -113,6 +115,7 @@ class PagedAttention:
         slots_N: where the new tokens go.
         dtype: of the queries.
         kernel: of ``paged_attention``; pages are copied without one.
+        prompts: the same for chunks of several tokens; they are taken one by one without.
         exact: the kernel answers every query, those of long chunks too.
     """
 
@@ -124,30 +127,33 @@ class PagedAttention:
         dtype: torch.dtype,
         kernel: Ready | None = None,
         *,
+        prompts: Ready | None = None,
         exact: bool = False,
     ) -> None:
-        self._cache, self._slots_N, self._kernel = cache, slots_N, kernel
+        self._cache, self._slots_N = cache, slots_N
         single = 0
         while single < len(contexts) and contexts[single].length == 1:
             single += 1
         self._groups: list[_Group] = []
         self._dense: _Dense | None = None
         self._prompts: list[_Prompt] = []
-        self._paged: _Paged | None = None
-        if kernel is not None:
-            self._paged = self._pages(contexts if exact else contexts[:single])
-            if exact:
-                return
-            self._add_prompts(contexts, single, dtype)
+        self._paged: list[_Paged] = []
+        if kernel is not None and exact:
+            self._add_pages(kernel, contexts)
             return
-        if cache.slot_blocks and single:
+        if kernel is not None:
+            self._add_pages(kernel, contexts[:single])
+        elif cache.slot_blocks and single:
             self._dense = self._slots(contexts[:single], dtype)
         else:
             self._groups = [
                 self._group(first, contexts[first:last], dtype)
                 for first, last in _groups([context.stop for context in contexts[:single]])
             ]
-        self._add_prompts(contexts, single, dtype)
+        if prompts is not None:
+            self._add_pages(prompts, contexts[single:], single)
+        else:
+            self._add_prompts(contexts, single, dtype)
 
     def _add_prompts(self, contexts: Sequence[Context], single: int, dtype: torch.dtype) -> None:
         row = single
@@ -155,24 +161,26 @@ class PagedAttention:
             self._prompts.append(self._prompt(row, context, dtype))
             row += context.length
 
-    def _pages(self, contexts: Sequence[Context]) -> _Paged | None:
+    def _add_pages(self, kernel: Ready, contexts: Sequence[Context], first: int = 0) -> None:
         if not contexts:
-            return None
+            return
         size = self._cache.block_size
         filled = [context.num_blocks(size) for context in contexts]
         blocks_BW = np.zeros((len(contexts), max(filled)), dtype=np.int32)
         for row, (context, width) in enumerate(zip(contexts, filled, strict=True)):
             blocks_BW[row, :width] = context.blocks[:width]
-        rows = sum(context.length for context in contexts)
-        if rows == len(contexts):
-            lengths = np.array([context.stop for context in contexts], dtype=np.int64)
-            return _Paged(rows, self._tensor(blocks_BW), self._tensor(lengths), None)
-        lengths = np.concatenate(
-            [np.arange(context.start + 1, context.stop + 1) for context in contexts]
-        )
         counts = [context.length for context in contexts]
-        requests = np.repeat(np.arange(len(contexts)), counts)
-        return _Paged(rows, self._tensor(blocks_BW), self._tensor(lengths), self._tensor(requests))
+        last = first + sum(counts)
+        requests = None
+        if last - first == len(contexts):
+            lengths = np.array([context.stop for context in contexts], dtype=np.int64)
+        else:
+            lengths = np.concatenate(
+                [np.arange(context.start + 1, context.stop + 1) for context in contexts]
+            )
+            requests = self._tensor(np.repeat(np.arange(len(contexts)), counts))
+        blocks = self._tensor(blocks_BW)
+        self._paged.append(_Paged(kernel, first, last, blocks, self._tensor(lengths), requests))
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._cache.device)
@@ -227,14 +235,12 @@ class PagedAttention:
         parts = [self._decode(layer, q_NHd, group) for group in self._groups]
         if self._dense is not None:
             parts.append(self._decode_slots(layer, q_NHd, self._dense))
-        if self._paged is not None:
-            assert self._kernel is not None
-            paged = self._paged
-            queries = q_NHd if paged.last == len(q_NHd) else q_NHd[: paged.last]
+        for paged in self._paged:
+            whole = paged.last - paged.first == len(q_NHd)
+            queries = q_NHd if whole else q_NHd[paged.first : paged.last]
+            sides = self._cache.sides(layer)
             parts.append(
-                self._kernel(
-                    queries, *self._cache.sides(layer), paged.blocks, paged.lengths, paged.requests
-                )
+                paged.kernel(queries, *sides, paged.blocks, paged.lengths, paged.requests)
             )
         for prompt in self._prompts:
             rows = slice(prompt.first, prompt.last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
@@ -128,16 +129,28 @@ def _device(model: Transformer) -> Device:
     return "cuda" if model.embed.weight.is_cuda else "cpu"
 
 
-def attention_kernel(job: ServeJob, model: Transformer, cache: PagedCache) -> Ready | None:
+def attention_kernel(
+    job: ServeJob, model: Transformer, cache: PagedCache, *, prompts: bool = False
+) -> Ready | None:
     """The kernel of ``paged_attention`` for the requests of a job; None if pages are copied.
+
+    Args:
+        job: what to do.
+        model: computes the queries.
+        cache: holds what they see.
+        prompts: for chunks of prompts, not for single tokens.
 
     Raises:
         KernelError: the job wants one that does not exist, or that cannot read this cache.
     """
+    wanted = job.kernel.get("paged_attention")
+    if prompts and (job.exact or wanted is not None):
+        return None
     config = model.config
+    context = positions(job, config) // 2
     call = PagedAttention(
-        batch=job.max_running,
-        context=positions(job, config) // 2,
+        batch=1 if prompts else job.max_running,
+        context=context,
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -145,10 +158,14 @@ def attention_kernel(job: ServeJob, model: Transformer, cache: PagedCache) -> Re
         dtype=name_of(cache.dtype),
         format=str(cache.form),
         device="cuda" if cache.device.type == "cuda" else "cpu",
+        queries=min(context, job.max_step_tokens) if prompts else 1,
     )
-    kernel = dispatch(call, wanted=job.kernel.get("paged_attention"), exact=job.exact)
+    kernel = dispatch(call, wanted=wanted, exact=job.exact)
     # Copying pages is what `torch` means, and the engine does it for all requests of a step.
-    return None if kernel.backend == "torch" else kernel.prepare(call)
+    # For many queries what is made for one is no gain over that.
+    if kernel.backend == "torch" or (prompts and kernel.backend == "cpp"):
+        return None
+    return kernel.prepare(call)
 
 
 def _store_by_columns(model: Transformer) -> None:
@@ -275,7 +292,14 @@ def engine_of(
     )
     kernel = attention_kernel(job, model, cache)
     adjust = Adjuster(Grammars(lambda: _vocabulary(job, config)))
-    runner = LocalRunner(model, cache, attention=kernel, exact=job.exact, adjust=adjust)
+    runner = LocalRunner(
+        model,
+        cache,
+        attention=kernel,
+        prompts=attention_kernel(job, model, cache, prompts=True),
+        exact=job.exact,
+        adjust=adjust,
+    )
     known = link
     if job.host_tokens:
         host = HostStore(cache, job.host_tokens // kv.block_size)
@@ -321,4 +345,7 @@ def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:
     model = load_model(job)
     engine, _, runner = engine_of(job, model)
     runner.cache.populate(_POPULATED)
+    # What is there now stays: nobody need look through it for garbage between two steps.
+    gc.collect()
+    gc.freeze()
     return engine, model.config

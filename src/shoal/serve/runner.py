@@ -35,6 +35,7 @@ class LocalRunner:
         model: computes in the dtype of its weights, where they are.
         cache: of the same dtype and device.
         attention: kernel of ``paged_attention`` for this cache; pages are copied without one.
+        prompts: the same for chunks of prompts; they are computed one by one without.
         exact: what a request gets does not depend on what else a step computes, bit for bit.
         adjust: changes scores before tokens are chosen by them.
         mover: of blocks between cache and host; steps without transfers need none.
@@ -50,6 +51,7 @@ class LocalRunner:
         cache: PagedCache,
         *,
         attention: Ready | None = None,
+        prompts: Ready | None = None,
         exact: bool = False,
         adjust: Adjuster | None = None,
         mover: Mover | None = None,
@@ -65,7 +67,7 @@ class LocalRunner:
         )
         self.model, self.cache = model, cache
         self.mover = mover
-        self.attention, self._exact = attention, exact
+        self.attention, self.prompts, self._exact = attention, prompts, exact
         self._clock = clock
         self._adjust = adjust or Adjuster()
         self._pooler = Pooler()
@@ -127,7 +129,13 @@ class LocalRunner:
         fed = torch.from_numpy(np.array((token, position, slot), dtype=np.int64)).to(device)
         weight = model.embed.weight
         mixer = PagedAttention(
-            self.cache, contexts, fed[2], weight.dtype, self.attention, exact=self._exact
+            self.cache,
+            contexts,
+            fed[2],
+            weight.dtype,
+            self.attention,
+            prompts=self.prompts,
+            exact=self._exact,
         )
         wanted = [place for place, chunk in enumerate(chunks) if chunk.yields]
         pooled = [place for place, chunk in enumerate(chunks) if chunk.request.params.pooling]

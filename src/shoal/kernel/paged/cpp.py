@@ -66,15 +66,19 @@ class Cpp(BaseKernel):
             return f"does not know the cache format {form}"
         return None
 
+    def _symbol(self, call: PagedAttention) -> tuple[str, str]:
+        """Library and function."""
+        plain = isinstance(kv_format(call.format), Plain)
+        return "paged" if plain else "paged_codes", "paged_attention"
+
     def _prepare(self, call: PagedAttention, *constants: object) -> Ready:
         from shoal.kernel.native import function
         from shoal.kernel.paged.common import checked, stored
 
         form = kv_format(call.format)
         check = checked(call)
-        attention = function(
-            "paged" if isinstance(form, Plain) else "paged_codes", "paged_attention", "p", "l"
-        )
+        library, symbol = self._symbol(call)
+        attention = function(library, symbol, "p", "l")
         half = int(call.dtype == "bf16")
         kind, block = 0, 1
         if isinstance(form, Int8):

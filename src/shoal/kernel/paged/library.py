@@ -28,7 +28,7 @@ class Library(BaseKernel):
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
     # Pages are read, written and read again.
     memory_share: ClassVar[float] = 0.2
-    compute_share: ClassVar[float] = 0.2
+    compute_share: ClassVar[float] = 0.1
     call_s: ClassVar[float] = 5e-5
 
     def _refuses(self, call: PagedAttention) -> str | None:
