@@ -93,7 +93,7 @@ class DistServe:
     """
 
     requests: int = 600
-    seconds: float = 10.0
+    seconds: float = 8.0
     model: str = "shoal-8m"
 
     rows: ClassVar[tuple[int, ...]] = (40,)
@@ -185,8 +185,22 @@ class DistServe:
         Attempt(
             metric="attainment_error",
             tried="the line fitted to profiled steps and to those of the trace together, and "
-            "scaled to their sum, as now: separate engines were faster than predicted",
+            "scaled to their sum: separate engines were faster than predicted",
             value=0.2516,
+        ),
+        Attempt(
+            metric="attainment_error",
+            tried="a line for each phase, from steps recorded in the loop up to the run before, "
+            "the other instance's company in them and not counted twice; quantiles were compared: "
+            "medians of the time to the first token were 9 ms where 26 ms were predicted, for "
+            "every rate sent the same prompts again, which the caches still held in part",
+            value=0.375,
+        ),
+        Attempt(
+            metric="attainment_error",
+            tried="what a pause adds to the next steps as well (4 ms after 100 ms, by a probe); "
+            "requests of its own for every rate, as now, came after this value",
+            value=0.134,
         ),
     )
 
@@ -276,8 +290,7 @@ class DistServe:
         check_quiet(wait_s=60.0)
         real = Real(where, seconds=self.seconds, seed=context.seed)
         points = real.points()
-        details["crowding"] = real.crowding
-        details["around"] = real.around
+        details["around"] = {name: dict(found) for name, found in real.around.items()}
         details["slo"] = real.slo.model_dump() if real.slo else None
         return points
 
