@@ -106,7 +106,7 @@ def told(served: Sequence[Served]) -> dict[str, float]:
 def main() -> None:
     """Rehearse, predict, serve, record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=120, help="of each trace")
+    parser.add_argument("--requests", type=int, default=400, help="of each trace")
     parser.add_argument("--loud", action="store_true", help="try it out: nothing is recorded")
     options = parser.parse_args()
     if not options.loud:
