@@ -1,6 +1,6 @@
 """What claim [40] DistServe runs for real: two engine processes, predicted and then served.
 
-A profile of steps tells where to begin: the targets, and the rate of a rehearsal with other
+A profile of steps tells where to begin: the targets, and the rates of a rehearsal with other
 requests. From then on every step that an instance takes in its loop is recorded, with what is
 around it and with the other instance beside it, and a line is fitted for each phase to what was
 recorded so far, and meets the sum of the last run. Before each rate the requests are predicted by
@@ -34,6 +34,7 @@ __all__ = ["Costs", "Point", "Real", "alone"]
 _LIMITS = Limits(max_running=32, max_step_tokens=256, max_position=1024)
 _KV_TOKENS = 8192
 _RATES = (0.4, 0.7, 0.9, 1.1, 1.4)
+_REHEARSED = (0.7, 1.4)
 # Shares that are told of each time: median and tails.
 _QUANTILES = (50.0, 90.0, 99.0)
 
@@ -152,10 +153,13 @@ class Real:
                 self.slo = Slo(ttft=ttft, tpot=tpot)
             costs = Costs(["both"] * 2 if colocated else ["prefill", "decode"], profiled)
             size = engine.token_bytes
-            rate = self._goodput(system, costs, size)
             engine.record(on=True)
-            replay(engine, self._arrivals(rate, self._count(rate), self._seed + 1))
-            self.around[system] = costs.learn(engine.record(on=True))
+            # Lightly loaded first, then as heavily as the last rate: batches of all sizes.
+            for turn, share in enumerate(_REHEARSED):
+                rate = share * self._goodput(system, costs, size)
+                replay(engine, self._arrivals(rate, self._count(rate), self._seed + 20 + turn))
+                drift = costs.learn(engine.record(on=True))
+                self.around.setdefault(system, drift)
             if engine.moved:
                 moved = sum(one.nbytes for one in engine.moved)
                 self._copy_bandwidth = moved / sum(one.seconds for one in engine.moved)
