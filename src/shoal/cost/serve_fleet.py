@@ -17,11 +17,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from shoal.core.errors import require
 from shoal.cost.serve_sim import Predicted, Served, quantities, request_of
+from shoal.cost.step_cost.cooling import Cooling, Warmth
 from shoal.ir import Arrival, Request, Scheduler, Step, StepCost, StepResult
 from shoal.ir.phases import Dispatcher, Fetching, Handing
 
@@ -38,11 +39,13 @@ class Instance:
         stages: devices that share the layers one after the other; a step begins while others are
             in later stages, if the scheduler plans it. Schedulers that wait for the tokens of a
             step have 1.
+        cooling: how much longer steps take after a pause, if they do.
     """
 
     scheduler: Scheduler
     cost: StepCost
     stages: int = 1
+    cooling: Cooling | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +193,7 @@ class _Running:
         self.runner = Predicted(instance.cost)
         # When each stage has done what was begun; the next step begins when the first is free.
         self.stages = [0.0] * instance.stages
+        self.warmth = Warmth(instance.cooling) if instance.cooling else None
         self.link_free = 0.0
         self.busy_s = 0.0
         # Of the step that it is in, where instances slow each other: s of it alone that are
@@ -351,6 +355,9 @@ class _Fleet:
         if not step:
             return
         result = running.runner.execute(step)
+        if running.warmth is not None:
+            longer = running.warmth.step(max(0.0, now - running.stages[-1]))
+            result = replace(result, seconds=result.seconds + longer)
         if self.crowding:
             running.stages[0] = math.inf  # until it is over
             self._foretell(now, joins=(running, step, result))

@@ -327,7 +327,7 @@ class DisaggEngine:
         for child in self._children:
             child.send({"kind": "record", "on": on})
             steps = child.answer("recorded")["steps"]
-            found.append(tuple(Sample(chunks=c, seconds=s) for c, s in steps if c))
+            found.append(tuple(Sample(chunks=c, seconds=s, pause_s=p) for c, s, p in steps if c))
         return found
 
     def _readable(self, timeout_s: float | None) -> list[socket.socket]:

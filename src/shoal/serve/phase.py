@@ -96,7 +96,8 @@ class Instance:
         )
         self.transfer: KVTransfer | None = None
         # Steps as they were run, with all that the loop does around them; None: not recorded.
-        self._record: list[tuple[list[tuple[int, int]], float]] | None = None
+        # With the pause before each.
+        self._record: list[tuple[list[tuple[int, int]], float, float]] | None = None
         # Request -> (instance that holds it, its blocks there).
         self._sources: dict[str, tuple[int, list[int]]] = {}
         assert self.engine.kv is not None
@@ -120,10 +121,14 @@ class Instance:
             EOFError: it did.
         """
         engine = self.engine
+        ended = time.perf_counter()
         while True:
             working = self._working
             began = time.perf_counter()
-            for message in self.parent.receive(0.0 if working else None):
+            messages = list(self.parent.receive(0.0 if working else None))
+            if not working:  # what it waited for belongs to no step
+                began = time.perf_counter()
+            for message in messages:
                 self._handle(message)
             if self.role == "decode":
                 self._fetch()
@@ -132,9 +137,10 @@ class Instance:
                 engine.told()  # who began: the process before this one times requests
                 if outputs:
                     self._tell(outputs)
-                if self._record is not None and working:
+                before, ended = ended, time.perf_counter()
+                if self._record is not None:
                     shape = [(chunk.start, chunk.length) for chunk in engine.last_chunks]
-                    self._record.append((shape, time.perf_counter() - began))
+                    self._record.append((shape, ended - began, began - before))
 
     @property
     def _working(self) -> bool:

@@ -1,24 +1,26 @@
 """What claim [40] DistServe runs for real: two engine processes, predicted and then served.
 
-The processes are profiled where they will serve: the first alone, then both at once, which tells
-how much they slow each other. A short trace of other requests tells what steps take in the loop,
-where something is around them and caches are warm. Before each rate a few steps are timed again,
-so that a machine that has become slower or faster since is predicted as it is now. The prediction
-is made before the requests are sent.
+A profile of steps tells where to begin: the targets, and the rates of a rehearsal with other
+requests. From then on every step that an instance takes in its loop is recorded, with what is
+around it and with the other instance beside it, and a line is fitted for each phase to what was
+recorded so far, and meets the sum of the last run. Before each rate the requests are predicted by
+it; then they are sent. Nothing that is measured at a rate is part of its own prediction.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from shoal.core.config import Value
 from shoal.core.parts import table
 from shoal.cost.serve_fleet import Instance, Wire, attainment, simulate_fleet
 from shoal.cost.serve_sim import Served, quantities
+from shoal.cost.step_cost.cooling import Cooling, Warmth, fit_cooling
 from shoal.cost.step_cost.fitted import FEATURES, Fitted, Sample, fit
 from shoal.ir import Arrival, Disagg, Limits, ServeJob
 from shoal.plan.batching.dispatch import LeastLoaded
@@ -27,14 +29,14 @@ from shoal.plan.goodput import Goodput, Slo, poisson
 if TYPE_CHECKING:
     from shoal.serve.disagg import DisaggEngine
 
-__all__ = ["Point", "Real", "alone"]
+__all__ = ["Costs", "Point", "Real", "alone"]
 
 _LIMITS = Limits(max_running=32, max_step_tokens=256, max_position=1024)
 _KV_TOKENS = 8192
 _RATES = (0.4, 0.7, 0.9, 1.1, 1.4)
-# Copying within the memory of a host; the prediction hardly feels it.
-_COPY_BANDWIDTH = 1e9
-_AGAIN = 8
+_REHEARSED = (0.7, 1.4)
+# Shares that are told of each time: median and tails.
+_QUANTILES = (50.0, 90.0, 99.0)
 
 
 class Point(Value):
@@ -46,7 +48,9 @@ class Point(Value):
         attained: share within both targets: (measured, predicted, alone).
         throughput: requests per second: (measured, predicted, alone).
         moved: bytes of keys and values: (measured, by the formula).
-        slower: steps now over steps when they were profiled.
+        ttft_s: time to the first token, 50th, 90th and 99th percentile: (measured, predicted).
+        tpot_s: time per token after it, likewise.
+        drift: phase -> steps as they were over what the prediction said of them, in sum.
     """
 
     system: str
@@ -54,18 +58,51 @@ class Point(Value):
     attained: tuple[float, float, float]
     throughput: tuple[float, float, float]
     moved: tuple[float, float] = (0.0, 0.0)
-    slower: float = 1.0
+    ttft_s: tuple[tuple[float, ...], tuple[float, ...]]
+    tpot_s: tuple[tuple[float, ...], tuple[float, ...]]
+    drift: dict[str, float]
 
 
-def alone(cost: Fitted, arrivals: Sequence[Arrival]) -> list[Served]:
+class Costs:
+    """What steps take in each phase, after which pause: fitted to what was recorded.
+
+    Args:
+        roles: the phase of each instance.
+        first: for all phases, until something is recorded.
+    """
+
+    def __init__(self, roles: Sequence[str], first: Fitted) -> None:
+        self.roles = roles
+        warm = Cooling(cold_s=0.0, tau_s=1.0, keeps=0.0)
+        self.of = dict.fromkeys(roles, (first, warm))
+        self._runs: dict[str, list[Sequence[Sample]]] = {role: [] for role in roles}
+
+    def learn(self, recorded: Sequence[Sequence[Sample]]) -> dict[str, float]:
+        """Take in the steps of each instance; what they took over what was said of them."""
+        drift: dict[str, float] = {}
+        for role in self.of:
+            new = [run for mine, run in zip(self.roles, recorded, strict=True) if mine == role]
+            drift[role] = _over(new, *self.of[role])
+            self._runs[role] += new
+            cost, cooling = fit_cooling(self._runs[role])
+            # Steps are interrupted now and then, and whoever waits waits for all of it: the sum
+            # counts, where the line goes through the middle.
+            factor = _over(new, cost, cooling)
+            scaled = {name: factor * getattr(cost, name) for name in FEATURES}
+            cold = {"cold_s": factor * cooling.cold_s}
+            self.of[role] = cost.model_copy(update=scaled), cooling.model_copy(update=cold)
+        return drift
+
+
+def alone(costs: Costs, arrivals: Sequence[Arrival]) -> list[Served]:
     """What a prediction without queues and company says: each request by itself."""
+    (front, cooling), (back, _) = (costs.of[costs.roles[place]] for place in (0, -1))
     found = []
     for index, one in enumerate(arrivals):
         size = len(one.prompt)
-        first = one.at + cost.seconds([(0, size)])
-        rest = (one.output_tokens - 1) * cost.seconds([(size + one.output_tokens // 2, 1)])
-        served = Served(str(index), one.at, size, first, first + rest, one.output_tokens)
-        found.append(served)
+        first = one.at + cooling.cold_s + front.seconds([(0, size)])
+        rest = (one.output_tokens - 1) * back.seconds([(size + one.output_tokens // 2, 1)])
+        found.append(Served(str(index), one.at, size, first, first + rest, one.output_tokens))
     return found
 
 
@@ -91,18 +128,14 @@ class Real:
         )
         self._seconds, self._seed = seconds, seed
         self._workload = table("workload").build({"name": "code", "scale": scale})
-        self.cost: Fitted | None = None
-        self.crowding = 0.0
         self.slo: Slo | None = None
-        # Steps of a trace over what the fitted line says of them, in sum.
-        self.around = 1.0
+        # Of the rehearsal: system -> phase -> steps over what the profile said of them.
+        self.around: dict[str, dict[str, float]] = {}
+        self._copy_bandwidth = 1e9
 
     def points(self) -> list[Point]:
         """All rates of both systems."""
-        found = []
-        for system in ("disaggregated", "colocated"):
-            found += self._system(system)
-        return found
+        return [*self._system("disaggregated"), *self._system("colocated")]
 
     def _system(self, system: str) -> list[Point]:
         from shoal.serve.disagg import DisaggEngine, replay
@@ -112,108 +145,109 @@ class Real:
         with DisaggEngine(self.job, colocated=colocated, pin=True) as engine:
             shapes = spread(_LIMITS, _KV_TOKENS)
             engine.profile(shapes, seconds=1.0, together=True)  # warm
-            (own,) = engine.profile(shapes, seconds=4.0, together=False)
-            company = engine.profile(shapes, seconds=4.0, together=True)
-            ratios = [_slower(one, own) for one in company]
-            self.crowding = max(0.0, statistics.mean(ratios) - 1)
-            few = shapes[:: max(1, len(shapes) // _AGAIN)]
-            before = company[0][:: max(1, len(shapes) // _AGAIN)]
-            self._around(engine, own)
-            assert self.cost is not None
-            best = self._goodput(system, engine.token_bytes)
-            found = []
-            for share in _RATES:
-                rate = share * best
-                count = max(60, round(rate * self._seconds))
-                arrivals = self._arrivals(rate, count)
-                now = engine.profile(few, seconds=0.8, together=True)[0]
-                slower = _slower(now, before)
-                assert self.slo is not None
-                said = self._predict(system, arrivals, engine.token_bytes, slower)
-                moved = len(engine.moved)
-                seen = replay(engine, arrivals)
-                slo = {"ttft": self.slo.ttft, "tpot": self.slo.tpot}
-                three = (seen, said, alone(self.cost, arrivals))
-                going_on = sum(len(a.prompt) for a in arrivals if a.output_tokens > 1)
-                bytes_due = 0.0 if colocated else float(going_on * engine.token_bytes)
-                found.append(
-                    Point(
-                        system=system,
-                        rate=rate,
-                        attained=tuple(attainment(one, **slo) for one in three),
-                        throughput=tuple(quantities(one)["requests_per_s"] for one in three),
-                        moved=(float(sum(m.nbytes for m in engine.moved[moved:])), bytes_due),
-                        slower=slower,
-                    )
-                )
-        return found
+            (own,) = engine.profile(shapes, seconds=3.0, together=False)
+            profiled = fit(own)
+            if self.slo is None:
+                # A few times what a request alone takes.
+                ttft, tpot = 4 * profiled.seconds([(0, 82)]), 2 * profiled.seconds([(96, 1)] * 4)
+                self.slo = Slo(ttft=ttft, tpot=tpot)
+            costs = Costs(["both"] * 2 if colocated else ["prefill", "decode"], profiled)
+            size = engine.token_bytes
+            engine.record(on=True)
+            # Lightly loaded first, then as heavily as the last rate: batches of all sizes.
+            for turn, share in enumerate(_REHEARSED):
+                rate = share * self._goodput(system, costs, size)
+                replay(engine, self._arrivals(rate, self._count(rate), self._seed + 20 + turn))
+                drift = costs.learn(engine.record(on=True))
+                self.around.setdefault(system, drift)
+            if engine.moved:
+                moved = sum(one.nbytes for one in engine.moved)
+                self._copy_bandwidth = moved / sum(one.seconds for one in engine.moved)
+            best = self._goodput(system, costs, size)
+            # Every rate has requests of its own: prompts that came before would be in the cache.
+            return [
+                self._point(system, engine, costs, share * best, self._seed + 2 + place)
+                for place, share in enumerate(_RATES)
+            ]
 
-    def _around(self, engine: DisaggEngine, own: Sequence[Sample]) -> None:
-        """Fit the cost to profiled steps and to those of a trace, whose sum it then meets.
-
-        A step in the loop has something around it, finds its caches warm, and is interrupted now
-        and then: the mean counts, for whoever waits waits for all of it.
-        """
+    def _point(
+        self, system: str, engine: DisaggEngine, costs: Costs, rate: float, seed: int
+    ) -> Point:
+        """Predict, then serve."""
         from shoal.serve.disagg import replay
 
-        rate = 0.6 / fit(own).seconds([(0, 82)])
-        engine.record(on=True)
-        replay(engine, self._arrivals(rate, 200, self._seed + 1))
-        steps = [step for one in engine.record(on=False) for step in one]
-        cost = fit([*own, *steps])
-        took = sum(one.seconds for one in steps)
-        self.around = took / sum(cost.seconds(one.chunks) for one in steps)
-        self.cost = _scaled(cost, self.around)
+        assert self.slo is not None
+        arrivals = self._arrivals(rate, self._count(rate), seed)
+        said = self._predict(system, costs, arrivals, engine.token_bytes)
+        three = [said, alone(costs, arrivals)]
+        moved = len(engine.moved)
+        seen = replay(engine, arrivals)
+        three.insert(0, seen)
+        drift = costs.learn(engine.record(on=True))
+        going_on = sum(len(a.prompt) for a in arrivals if a.output_tokens > 1)
+        bytes_due = float(going_on * engine.token_bytes) if system == "disaggregated" else 0.0
+        slo = {"ttft": self.slo.ttft, "tpot": self.slo.tpot}
+        return Point(
+            system=system,
+            rate=rate,
+            attained=tuple(attainment(one, **slo) for one in three),
+            throughput=tuple(quantities(one)["requests_per_s"] for one in three),
+            moved=(float(sum(m.nbytes for m in engine.moved[moved:])), bytes_due),
+            ttft_s=(_tails(seen, "ttft"), _tails(said, "ttft")),
+            tpot_s=(_tails(seen, "tpot"), _tails(said, "tpot")),
+            drift=drift,
+        )
 
-    def _arrivals(self, rate: float, count: int, seed: int | None = None) -> list[Arrival]:
-        seed = self._seed if seed is None else seed
+    def _count(self, rate: float) -> int:
+        return max(60, round(rate * self._seconds))
+
+    def _arrivals(self, rate: float, count: int, seed: int) -> list[Arrival]:
         lengths = self._workload.arrivals(
             count=count, vocab_size=4096, max_position=_LIMITS.max_position, seed=seed
         )
         return [dataclasses.replace(one, at=one.at / rate) for one in poisson(lengths, count, seed)]
 
-    def _goodput(self, system: str, token_bytes: int) -> float:
-        """The predicted one; the targets are a few times what a request alone takes."""
-        assert self.cost is not None
-        if self.slo is None:
-            company = 1 + self.crowding
-            ttft = 4 * company * self.cost.seconds([(0, 82)])
-            tpot = 2 * company * self.cost.seconds([(96, 1)] * 4)
-            self.slo = Slo(ttft=ttft, tpot=tpot)
+    def _goodput(self, system: str, costs: Costs, token_bytes: int) -> float:
+        """The predicted one."""
+        assert self.slo is not None
         rates = Goodput(
-            lambda arrivals: self._predict(system, arrivals, token_bytes, 1.0),
-            self._arrivals(1.0, 300),
+            lambda arrivals: self._predict(system, costs, arrivals, token_bytes),
+            self._arrivals(1.0, 300, self._seed),
         )
         return rates.find(self.slo, relative=0.05)
 
     def _predict(
-        self, system: str, arrivals: Sequence[Arrival], token_bytes: int, slower: float
+        self, system: str, costs: Costs, arrivals: Sequence[Arrival], token_bytes: int
     ) -> list[Served]:
-        assert self.cost is not None
-        cost = _scaled(self.cost, slower)
-
-        def instance(kind: str, name: str) -> Instance:
+        def instance(kind: str, name: str, role: str) -> Instance:
             kv = table("kv").build("paged").build(_KV_TOKENS)
-            return Instance(table(kind).build(name).build(kv, _LIMITS), cost)
+            cost, cooling = costs.of[role]
+            scheduler = table(kind).build(name).build(kv, _LIMITS)
+            return Instance(scheduler, cost, cooling=cooling)
 
         if system == "colocated":
-            both = [instance("scheduler", "fcfs") for _ in range(2)]
-            return simulate_fleet(both, [], LeastLoaded(2), arrivals, crowding=self.crowding).served
+            both = [instance("scheduler", "fcfs", "both") for _ in range(2)]
+            return simulate_fleet(both, [], LeastLoaded(2), arrivals).served
         return simulate_fleet(
-            [instance("phase", "prefill")],
-            [instance("phase", "decode")],
+            [instance("phase", "prefill", "prefill")],
+            [instance("phase", "decode", "decode")],
             LeastLoaded(1, 1),
             arrivals,
-            wire=Wire(bandwidth=_COPY_BANDWIDTH, token_bytes=token_bytes),
-            crowding=self.crowding,
+            wire=Wire(bandwidth=self._copy_bandwidth, token_bytes=token_bytes),
         ).served
 
 
-def _scaled(cost: Fitted, factor: float) -> Fitted:
-    """A cost times a factor."""
-    return cost.model_copy(update={name: factor * getattr(cost, name) for name in FEATURES})
+def _over(runs: Sequence[Sequence[Sample]], cost: Fitted, cooling: Cooling) -> float:
+    """What steps took over what is said of them, in sum."""
+    took = said = 0.0
+    for run in runs:
+        warmth = Warmth(cooling)
+        took += sum(one.seconds for one in run)
+        said += sum(cost.seconds(one.chunks) + warmth.step(one.pause_s) for one in run)
+    return took / said
 
 
-def _slower(now: Sequence[Sample], before: Sequence[Sample]) -> float:
-    """Median ratio of steps of the same shapes."""
-    return statistics.median(a.seconds / b.seconds for a, b in zip(now, before, strict=True))
+def _tails(served: Sequence[Served], name: str) -> tuple[float, ...]:
+    values = [getattr(one, name) for one in served]
+    found = np.nanpercentile(values, _QUANTILES)
+    return tuple(round(float(one), 5) for one in found)

@@ -32,10 +32,12 @@ class Sample(Value):
     Args:
         chunks: (tokens before it, tokens in it) of each chunk.
         seconds: how long it took.
+        pause_s: s for which there was nothing to do before it.
     """
 
     chunks: tuple[tuple[int, int], ...]
     seconds: float
+    pause_s: NonNegativeFloat = 0.0
 
 
 class Fitted(Value):

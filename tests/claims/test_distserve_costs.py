@@ -1,0 +1,29 @@
+"""What claim DistServe learns from the loop meets the sum of the last run, phase by phase."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.claims.experiments.distserve_real import Costs, alone
+from shoal.core.random import generator
+from shoal.cost.step_cost.fitted import Fitted, Sample
+from shoal.ir import Arrival
+
+LINE = Fitted(step=2e-3, token=1e-4, prompt_pair=1e-7, decode_key=1e-6, chunk=0.0)
+
+
+def steps(factor: float, length: int, seed: int) -> list[Sample]:
+    random = generator(seed, purpose="test costs")
+    shapes = [((int(random.integers(0, 300)), length + i % 5),) for i in range(60)]
+    return [Sample(chunks=one, seconds=factor * LINE.seconds(one)) for one in shapes]
+
+
+def test_each_phase_learns_from_its_own_instance() -> None:
+    costs = Costs(["prefill", "decode"], LINE)
+    drift = costs.learn([steps(2.0, 40, 0), steps(0.5, 1, 1)])
+    assert drift == pytest.approx({"prefill": 2.0, "decode": 0.5})
+    drift = costs.learn([steps(3.0, 40, 2), steps(0.5, 1, 3)])
+    assert drift == pytest.approx({"prefill": 1.5, "decode": 1.0})
+    said = sum(costs.of["prefill"][0].seconds(one.chunks) for one in steps(1.0, 40, 2))
+    assert said == pytest.approx(sum(one.seconds for one in steps(3.0, 40, 2)))
+    assert alone(costs, [Arrival(1.0, (1,) * 40, 3)])[0].ttft > 0

@@ -1,0 +1,42 @@
+"""Claim FastSwitch counts in virtual time what it serves for real, and compares like with like."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.claims.experiments.fastswitch import FastSwitch
+from shoal.claims.protocols import Context
+from shoal.core.errors import ConfigError
+
+
+def test_the_quick_run_is_the_same_every_time_and_counts_what_it_should(tmp_path):
+    claim = FastSwitch(requests=40, rounds=2)
+    found = claim.run(Context(work_dir=tmp_path), quick=True)
+    again = claim.run(Context(work_dir=tmp_path), quick=True)
+    assert found.metrics == again.metrics
+    copies = found.metrics["copies_with_groups"]
+    assert copies.baseline[0] > 2 * copies.method[0] > 0
+    # Each switch of the first variant moves a block a copy, in every layer.
+    first = found.details["per-block synchronous swap"]
+    assert first["copies"] == [4 * blocks for blocks in first["blocks"]]
+    assert all(served > 0 for served in first["tokens_per_s"])
+
+
+def test_the_baseline_in_every_place_is_compared_with_another_round(tmp_path):
+    context = Context(work_dir=tmp_path)
+    claim = FastSwitch(requests=40, rounds=2)
+    claim.run(context, quick=True)
+    served = dict(context._memory)
+    aa = claim.run(context, quick=True, as_baseline=True)
+    assert dict(context._memory) == served  # nothing had to be served again
+    first, second = (served[f"per-block synchronous swap {turn} True"] for turn in range(2))
+    reuse = aa.metrics["bytes_with_reuse"]
+    assert reuse.method == reuse.baseline == (second.blocks, first.blocks)
+    assert aa.metrics["copies_with_groups"].method[0] == second.copies
+    assert aa.metrics["copies_with_groups"].baseline[0] == first.copies
+
+
+@pytest.mark.parametrize("options", [{"rounds": 0}, {"rate": 0.0}, {"frequency": 2.0}])
+def test_bad_options_are_refused(options):
+    with pytest.raises(ConfigError, match=r"claim\.fastswitch\."):
+        FastSwitch(**options)
