@@ -10,6 +10,7 @@ from shoal.ir.job import (
     Phase,
     Replan,
     ServeJob,
+    ServeParallel,
     TrainJob,
 )
 from shoal.ir.layout import Layout
@@ -92,6 +93,7 @@ __all__ = [
     "Scheduler",
     "SchedulerPart",
     "ServeJob",
+    "ServeParallel",
     "ServePlan",
     "ServeReport",
     "Step",

@@ -42,7 +42,8 @@ __all__ = [
 ]
 
 # arriving: it holds blocks, and what belongs in them is on the way from the host.
-RequestState = Literal["waiting", "arriving", "running", "finished"]
+# computing: it is in a step that is under way while others are planned.
+RequestState = Literal["waiting", "arriving", "running", "computing", "finished"]
 FinishReason = Literal["stop", "length", "abort"]
 
 

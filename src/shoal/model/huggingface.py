@@ -29,7 +29,7 @@ from shoal.model.initialise import empty
 from shoal.model.quantize.stored import Scheme, rows_of, scheme_of, stack, tensors_of
 from shoal.model.transformer import Transformer
 
-__all__ = ["is_gguf", "quantization", "read", "read_config", "write", "write_state"]
+__all__ = ["Parameters", "is_gguf", "quantization", "read", "read_config", "write", "write_state"]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -317,6 +317,63 @@ def read(directory: Path, dtype: torch.dtype | None = None, *, packed: bool = Tr
 
         replace(model, kept)
     return model
+
+
+class Parameters:
+    """The parameters of a model directory, read one by one when they are asked for.
+
+    Args:
+        directory: config.json and safetensors, not packed.
+        dtype: of what is given; as the embedding is stored, if not given.
+
+    Raises:
+        ModelError: anything is missing, malformed or not supported.
+    """
+
+    def __init__(self, directory: Path, dtype: torch.dtype | None = None) -> None:
+        if is_gguf(directory) or quantization(directory) is not None:
+            raise ModelError(
+                f"{directory}: packed weights; expected a directory with plain safetensors, since "
+                "only their parts can be read by several ranks"
+            )
+        self.config = read_config(directory)
+        self._directory = directory
+        self._names: Names = FAMILIES.build(self.config.family).names(self.config)
+        self._files = _find_weights(directory)
+        found, _ = _check(self._names, self._files, directory, tied=self.config.tied)
+        stored = _DTYPES[found[self._names["embed.weight"][0].name].dtype]
+        self.dtype: torch.dtype = dtype or stored
+        self._handles: dict[Path, Any] = {}
+
+    def __call__(self, name: str) -> Tensor:
+        """All of a parameter, flat, in the order in which the model has it.
+
+        Raises:
+            ModelError: a file cannot be read.
+        """
+        from safetensors import SafetensorError
+
+        pieces = self._names[name]
+        value = torch.empty(sum(piece.numel for piece in pieces), dtype=self.dtype)
+        try:
+            for part, piece in zip(
+                torch.split(value, [piece.numel for piece in pieces]), pieces, strict=True
+            ):
+                part.view(piece.shape).copy_(self._stored(piece.name))
+        except (SafetensorError, OSError) as cause:
+            raise ModelError(
+                f"{self._directory}: cannot be read ({cause}); fetch the files again"
+            ) from cause
+        return value
+
+    def _stored(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        file = self._files[name]
+        if file not in self._handles:
+            self._handles[file] = safe_open(file, framework="pt")
+        tensor: Tensor = self._handles[file].get_tensor(name)
+        return tensor
 
 
 def _matrix(

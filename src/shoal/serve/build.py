@@ -41,9 +41,19 @@ from shoal.serve.profile import quick_cost
 from shoal.serve.runner import LocalRunner
 from shoal.train.allocator import keep_freed_memory
 
-__all__ = ["build_engine", "concrete", "engine_of", "load_model", "positions", "prepare"]
+__all__ = [
+    "DTYPES",
+    "attention_kernel",
+    "build_engine",
+    "concrete",
+    "engine_of",
+    "load_model",
+    "positions",
+    "prepare",
+    "vocabulary",
+]
 
-_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 # Of the memory that is free once the weights are there. The rest is for activations and
 # for everybody else.
@@ -60,7 +70,7 @@ def load_model(job: ServeJob) -> Transformer:
         ModelError: its directory cannot be read.
         ServeError: its weights are in a precision that is not served.
     """
-    return prepare(job, huggingface.read(Path(job.model), _DTYPES[job.precision]))
+    return prepare(job, huggingface.read(Path(job.model), DTYPES[job.precision]))
 
 
 def prepare(job: ServeJob, model: Transformer) -> Transformer:
@@ -71,12 +81,12 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
     """
     torch.set_num_threads(job.threads_of(num_cores()))
     keep_freed_memory()
-    wanted = _DTYPES[job.precision]
+    wanted = DTYPES[job.precision]
     if wanted is not None:
         model = model.to(wanted)
     dtype = model.embed.weight.dtype
     require(
-        dtype in _DTYPES.values(),
+        dtype in DTYPES.values(),
         "precision",
         job.precision,
         expected=f"fp32 or bf16; the weights of {job.model} are {dtype}",
@@ -268,7 +278,7 @@ def engine_of(
         zeros=zeros,
     )
     kernel = attention_kernel(job, model, cache)
-    adjust = Adjuster(Grammars(lambda: _vocabulary(job, config)))
+    adjust = Adjuster(Grammars(lambda: vocabulary(job, config)))
     runner = LocalRunner(model, cache, attention=kernel, exact=job.exact, adjust=adjust)
     known = link
     if job.host_tokens:
@@ -290,7 +300,7 @@ def engine_of(
     return engine, limits, runner
 
 
-def _vocabulary(job: ServeJob, config: ModelConfig) -> Vocabulary:
+def vocabulary(job: ServeJob, config: ModelConfig) -> Vocabulary:
     """The tokens of a model, for grammars.
 
     Raises:

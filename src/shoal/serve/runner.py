@@ -10,14 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import Chunk, Step, StepResult
 from shoal.kernel.protocols import Ready
-from shoal.model.transformer import Transformer
+from shoal.model.attention import Mixer
 from shoal.serve.adjust import Adjuster
 from shoal.serve.attention import Context, PagedAttention
 from shoal.serve.cache import PagedCache
@@ -25,7 +27,26 @@ from shoal.serve.host import Mover
 from shoal.serve.pooling import Pooler
 from shoal.serve.sampler import choose
 
-__all__ = ["LocalRunner"]
+__all__ = ["FlatModel", "LocalRunner"]
+
+
+class FlatModel(Protocol):
+    """What computes tokens side by side: a model, or the part of one that this process has."""
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight: of the dtype and on the device of all."""
+        ...
+
+    def flat(
+        self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
+    ) -> Tensor | None:
+        """See :meth:`~shoal.model.transformer.Transformer.flat`; None if others go on with it."""
+        ...
+
+    def logits(self, hidden_RD: Tensor) -> Tensor | None:
+        """Scores [R, V]; None if others choose by them."""
+        ...
 
 
 class LocalRunner:
@@ -46,7 +67,7 @@ class LocalRunner:
 
     def __init__(
         self,
-        model: Transformer,
+        model: FlatModel,
         cache: PagedCache,
         *,
         attention: Ready | None = None,
@@ -55,7 +76,7 @@ class LocalRunner:
         mover: Mover | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        weight = model.embed.weight
+        weight = model.weight
         require(
             weight.dtype == cache.dtype and weight.device.type == cache.device.type,
             "cache",
@@ -124,9 +145,8 @@ class LocalRunner:
             contexts.append(Context(first, chunk.length, blocks))
         model, device = self.model, self.cache.device
         fed = torch.from_numpy(np.array((token, position, slot), dtype=np.int64)).to(device)
-        weight = model.output_weight
         mixer = PagedAttention(
-            self.cache, contexts, fed[2], weight.dtype, self._attention, exact=self._exact
+            self.cache, contexts, fed[2], model.weight.dtype, self._attention, exact=self._exact
         )
         wanted = [place for place, chunk in enumerate(chunks) if chunk.yields]
         pooled = [place for place, chunk in enumerate(chunks) if chunk.request.params.pooling]
@@ -135,6 +155,8 @@ class LocalRunner:
         everything = rows == list(range(len(token)))
         rows_R = None if everything else torch.tensor(rows, dtype=torch.int64, device=device)
         hidden_RD = model.flat(fed[0], fed[1], mixer, rows_R)
+        if hidden_RD is None:
+            return StepResult(tokens={})
         vectors: dict[str, list[float]] = {}
         failed: dict[str, str] = {}
         stop = len(wanted)
@@ -151,6 +173,8 @@ class LocalRunner:
             return StepResult(tokens={}, failed=failed)
         requests = [chunks[place].request for place in wanted]
         logits_RV = model.logits(hidden_RD[: len(wanted)])
+        if logits_RV is None:
+            return StepResult(tokens={})
         scores_RV, unable = self._adjust(logits_RV, requests)
         chosen, infos = choose(logits_RV, requests, scores_RV)
         tokens = {request.id: (new,) for request, new in zip(requests, chosen, strict=True)}

@@ -47,6 +47,10 @@ def serve(
         str | None,
         typer.Option(help="Processes for prompts and for generation: prefill=1,decode=1."),
     ] = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks that share every layer.", min=1)] = None,
+    pp: Annotated[
+        int | None, typer.Option(help="Stages of layers, each on ranks of its own.", min=1)
+    ] = None,
     kv: Annotated[str | None, typer.Option(help="Who holds which block of the cache.")] = None,
     kv_tokens: Annotated[
         int | None, typer.Option(help="Tokens that the cache holds; what the memory allows.")
@@ -86,6 +90,8 @@ def serve(
         shoal serve MODEL --port 0 --scheduler fcfs --max-running 16
 
         shoal serve MODEL --disagg prefill=1,decode=1
+
+        shoal serve MODEL --tp 2 --pp 2
     """
     from shoal.app.show import table
     from shoal.core.config import resolve
@@ -99,6 +105,7 @@ def serve(
         "model": model,
         "scheduler": scheduler,
         "disagg": None if disagg is None else _phases(disagg),
+        "parallel": _given(tp=tp, pp=pp),
         "kv": kv,
         "kv_tokens": kv_tokens,
         "max_running": max_running,
@@ -128,6 +135,11 @@ def serve(
     if not quiet:
         typer.echo(f"loading {model} ...", err=True)
     run(resolved.value, options, ready=ready)
+
+
+def _given(**degrees: int | None) -> dict[str, int] | None:
+    """The degrees that were given, if there was one."""
+    return {name: value for name, value in degrees.items() if value is not None} or None
 
 
 def _phases(text: str) -> dict[str, int]:
