@@ -331,12 +331,12 @@ class Parameters:
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype | None = None) -> None:
+        self.config = read_config(directory)
         if is_gguf(directory) or quantization(directory) is not None:
             raise ModelError(
                 f"{directory}: packed weights; expected a directory with plain safetensors, since "
                 "only their parts can be read by several ranks"
             )
-        self.config = read_config(directory)
         self._directory = directory
         self._names: Names = FAMILIES.build(self.config.family).names(self.config)
         self._files = _find_weights(directory)

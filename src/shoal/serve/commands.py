@@ -61,7 +61,7 @@ class Writer:
                 {
                     "id": request.id,
                     "n_prompt": request.n_prompt,
-                    "tokens": request.tokens,
+                    "tokens": list(request.tokens),
                     "params": pack_params(request.params),
                 }
             )

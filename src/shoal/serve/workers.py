@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +33,15 @@ from shoal.core.measure import num_cores
 from shoal.core.parts import table
 from shoal.ir import KVManager, KVPart, Limits, Output, ServeJob, Step, StepResult
 from shoal.parallel.processes import run_processes
-from shoal.plan.batching.ahead import Ahead
 from shoal.plan.batching.common import Queues
+from shoal.serve.ahead import AheadEngine
 from shoal.serve.commands import Writer, unpack_result
-from shoal.serve.engine import Engine
 from shoal.serve.wire import Decoder, encode
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
 
-__all__ = ["RankedEngine", "RankedRunner", "build_engine"]
+__all__ = ["RankedEngine", "RankedRunner", "build_engine", "ranked_engine"]
 
 _TARGET = "shoal.serve.worker:run"
 _READ_BYTES = 2**20
@@ -198,7 +197,7 @@ class RankedRunner:
         answers = self._peers[self._answers]
         deadline = time.monotonic() + self._hang_s
         while not answers.inbox:
-            self._check()
+            self.check()
             if time.monotonic() > deadline:
                 raise ServeError(
                     f"the ranks hang: no result of step {ticket} for {self._hang_s:g} s; its "
@@ -246,7 +245,7 @@ class RankedRunner:
     def _meet(self, listener: socket.socket, world: int, deadline: float) -> None:
         listener.settimeout(_POLL_S)
         while len(self._peers) < world:
-            self._check()
+            self.check()
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
@@ -264,7 +263,7 @@ class RankedRunner:
         """One message of every rank."""
         deadline = time.monotonic() + seconds
         while not all(peer.inbox for peer in self._peers.values()):
-            self._check()
+            self.check()
             if time.monotonic() > deadline:
                 raise ServeError(f"the ranks of the engine were not {kind} in {seconds:g} s")
             self._read(_POLL_S)
@@ -281,9 +280,9 @@ class RankedRunner:
             peer.socket.sendall(message)
         except OSError:
             peer.gone = True
-            self._check()
+            self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Refuse to go on without all ranks.
 
         Raises:
@@ -307,72 +306,44 @@ def _peer_process(connection: socket.socket) -> int:
     return int.from_bytes(credentials[:4], "little")
 
 
-class RankedEngine(Engine):
-    """Requests in, tokens out, by ranks; several steps may be under way.
+class RankedEngine(AheadEngine):
+    """Requests in, tokens out, by ranks.
 
     Args:
         scheduler: decides what runs.
         runner: the ranks.
         kv: the scheduler's bookkeeping of blocks.
         vocab_size: tokens that the model knows.
-        clock: s.
     """
 
-    runner: RankedRunner
-
     def __init__(
-        self,
-        scheduler: Queues,
-        runner: RankedRunner,
-        *,
-        kv: KVManager,
-        vocab_size: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, scheduler: Queues, runner: RankedRunner, *, kv: KVManager, vocab_size: int
     ) -> None:
-        super().__init__(scheduler, runner, kv=kv, vocab_size=vocab_size, clock=clock)
-        self._ahead = Ahead(scheduler, runner.depth)
-        self._flying: deque[Step] = deque()
-        self._committed = -math.inf
+        super().__init__(scheduler, runner, kv=kv, vocab_size=vocab_size)
+        self.ranks = runner
 
     @property
     def sockets(self) -> list[socket.socket]:
         """What to wait for while there is nothing to compute."""
-        return self.runner.sockets
+        return self.ranks.sockets
 
     @property
     def busy(self) -> bool:
         """Whether a step would do something, if only to tell that a rank has ended."""
-        return bool(self._flying) or super().busy or self.runner.lost
+        return super().busy or self.ranks.lost
 
     def step(self) -> list[Output]:
-        """Plan and submit what there is room for, then commit the oldest step.
+        """See :class:`~shoal.serve.ahead.AheadEngine`.
 
         Raises:
             ServeError: a rank has ended, failed or hangs.
         """
-        while len(self._flying) < self.runner.depth:
-            step = self._ahead.plan(self.clock())
-            self._preemptions += len(step.preempted)
-            if not step:
-                break
-            self.last_chunks = step.chunks
-            self.runner.submit(step)
-            self._flying.append(step)
-        if not self._flying:
-            if self.runner.lost:
-                self.runner.collect()
-            return []
-        result = self.runner.collect()
-        step = self._flying.popleft()
-        # Steps overlap: each counts from when the one before was over.
-        started = max(step.at, self._committed)
-        outputs = self._commit(step, result, started, self._ahead.commit)
-        self._committed = self.clock()
-        return outputs
+        self.ranks.check()
+        return super().step()
 
     def close(self) -> None:
         """End the ranks."""
-        self.runner.close()
+        self.ranks.close()
 
 
 def ranked_engine(job: ServeJob, config: ModelConfig, **emulated: Any) -> RankedEngine:
