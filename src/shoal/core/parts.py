@@ -68,6 +68,7 @@ KINDS: dict[str, str] = {
     "phase": "shoal.plan.batching:PHASES",
     "kv": "shoal.plan.batching:KV_MANAGERS",
     "preempt": "shoal.plan.batching:PREEMPTIONS",
+    "memory": "shoal.serve:MEMORIES",
     "schedule": "shoal.plan.schedules:SCHEDULES",
     "kernel": "shoal.kernel:KERNELS",
     "weight_format": "shoal.kernel:WEIGHT_FORMATS",

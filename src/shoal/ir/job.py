@@ -422,6 +422,7 @@ class ServeJob(Value):
         kv_format: how the cache keeps keys and values.
         weights: format of the matrices of linear layers, such as int4-g128; plain leaves them in
             the precision of the job. A directory that is quantized has its own.
+        memory: where the weights of the layers lie.
         kernel: operator -> backend that must compute it; dispatch takes the fastest for others.
         exact: the numbers of a request have the same bits whatever other requests run beside it.
         max_running: most requests in one step.
@@ -446,6 +447,7 @@ class ServeJob(Value):
     host_tokens: NonNegativeInt | None = None
     kv_format: Annotated[Choice, Kind("kv_format")] = Choice(name="plain")
     weights: str = "plain"
+    memory: Annotated[Choice, Kind("memory")] = Choice(name="resident")
     kernel: dict[str, str] = {}
     exact: bool = False
     max_running: PositiveInt = 64

@@ -55,6 +55,14 @@ class DispatchedLinear(nn.Module):
         out: Tensor = run(x)
         return out
 
+    def replace(self, weight_NK: nn.Parameter) -> None:
+        """Compute with this weight from now on, whatever is written to it later."""
+        self.weight = weight_NK
+        # The library's kernel reads the weight where it lies; others may have a copy.
+        self._wanted = "torch"
+        self._by_rows.clear()
+        self._by_backend.clear()
+
     def call(self, rows: int) -> Linear:
         """What is asked for so many rows."""
         return Linear(

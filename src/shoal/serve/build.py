@@ -36,6 +36,7 @@ from shoal.serve.adjust import Adjuster
 from shoal.serve.cache import PagedCache, Zeros, token_bytes
 from shoal.serve.engine import Engine
 from shoal.serve.grammar import Grammars, Vocabulary
+from shoal.serve.memory import MemoryPart
 from shoal.serve.host import HostStore, Mover, measure_link
 from shoal.serve.profile import quick_cost
 from shoal.serve.runner import LocalRunner
@@ -103,7 +104,10 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
     few_rows = dispatch(Linear(1, 64, 64, name_of(dtype), _device(model)))
     if dtype == torch.float32 and few_rows.backend == "torch" and not model.embed.weight.is_cuda:
         _store_by_columns(model)
-    return accelerate(model, job.kernel, positions=positions(job, model.config), exact=job.exact)
+    model = accelerate(model, job.kernel, positions=positions(job, model.config), exact=job.exact)
+    memory: MemoryPart = table("memory").build(job.memory, where="memory")
+    memory.apply(model)
+    return model
 
 
 def _calibration(job: ServeJob, model: Transformer) -> torch.Tensor:
