@@ -37,7 +37,9 @@ def test_copies_and_bytes_are_those_of_the_plan(deep):
     model = prepare(job, deep())
     whole = [model.blocks[layer].attention.qkv_proj.weight.clone() for layer in range(10)]
     slept = []
-    pool = PeerPool(model, (2, 5, 9), slots=2, bytes_per_s=1e6, clock=lambda: 0.0, sleep=slept.append)
+    pool = PeerPool(
+        model, (2, 5, 9), slots=2, bytes_per_s=1e6, clock=lambda: 0.0, sleep=slept.append
+    )
     assert pool.arena_bytes == 2 * pool.layer_bytes
     assert pool.saved_bytes == pool.layer_bytes
     for _ in range(4):
@@ -66,7 +68,7 @@ def test_the_least_resident_set():
 
 
 def test_what_cannot_lie_elsewhere(random_model, deep):
-    with pytest.raises(ConfigError, match="memory.peer.fraction = 0.7"):
+    with pytest.raises(ConfigError, match=r"memory\.peer\.fraction = 0\.7"):
         Peer(fraction=0.7)
     job = ServeJob(model="tiny", kv_tokens=512, threads=1)
     with pytest.raises(ConfigError, match="fewer than the 3 layers that lie elsewhere"):

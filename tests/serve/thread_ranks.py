@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 
+from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.ir import Limits
-from shoal.core.parts import table
 from shoal.parallel.thread_comm import run_ranks
 from shoal.serve.ahead import AheadEngine
 from shoal.serve.commands import Inbox, Writer
@@ -91,7 +91,9 @@ class ThreadRanks:
         return self.collect()
 
     def close(self):
-        self._held.append({**self._writer.command(type("Nothing", (), {"chunks": ()})()), "kind": "stop"})
+        self._held.append(
+            {**self._writer.command(type("Nothing", (), {"chunks": ()})()), "kind": "stop"}
+        )
         self._deliver()
         self._thread.join(30)
         assert not self._thread.is_alive()

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from shoal.ir import KVManager, Output, QueuedRunner, Step
-from shoal.plan.batching.ahead import Ahead
-from shoal.plan.batching.common import Queues
+from shoal.plan.batching.ahead import Ahead, Open
 from shoal.serve.engine import Engine
 
 __all__ = ["AheadEngine"]
@@ -33,7 +32,7 @@ class AheadEngine(Engine):
 
     def __init__(
         self,
-        scheduler: Queues,
+        scheduler: Open,
         runner: QueuedRunner,
         *,
         kv: KVManager | None = None,

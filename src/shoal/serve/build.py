@@ -36,8 +36,8 @@ from shoal.serve.adjust import Adjuster
 from shoal.serve.cache import PagedCache, Zeros, token_bytes
 from shoal.serve.engine import Engine
 from shoal.serve.grammar import Grammars, Vocabulary
-from shoal.serve.memory import MemoryPart
 from shoal.serve.host import HostStore, Mover, measure_link
+from shoal.serve.memory import MemoryPart
 from shoal.serve.profile import quick_cost
 from shoal.serve.runner import LocalRunner
 from shoal.train.allocator import keep_freed_memory

@@ -222,7 +222,7 @@ class PeerPool:
                 self._start(self._next(place))
             return out
 
-        block.flat = flat  # type: ignore[method-assign]
+        block.flat = flat  # type: ignore[assignment,method-assign]
 
     def _next(self, place: int) -> int:
         """Who uses the slot of this layer after it."""

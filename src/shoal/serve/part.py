@@ -134,7 +134,7 @@ class PartModel:
         self._load(local, parameters, layers)
         self._biases = [self._without_bias(block) for block in local.blocks]
         self.local = prepare(job, local)
-        self._table.weight = local.embed.weight
+        self._table.weight = nn.Parameter(local.embed.weight, requires_grad=False)
         if tp.world > 1:
             for block, (mixed, fed) in zip(self.local.blocks, self._biases, strict=True):
                 block.attention.o_proj = _Summed(block.attention.o_proj, tp, mixed)  # type: ignore[union-attr,arg-type]
@@ -196,5 +196,5 @@ class PartModel:
             bias = None if linear is None else linear.bias
             found.append(None if bias is None else bias.detach())
             if linear is not None:
-                linear.bias = None
+                linear.register_parameter("bias", None)
         return found[0], found[1]

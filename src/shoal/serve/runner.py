@@ -20,6 +20,7 @@ from shoal.core.errors import ServeError, require
 from shoal.ir import Chunk, Step, StepResult
 from shoal.kernel.protocols import Ready
 from shoal.model.attention import Mixer
+from shoal.model.config import ModelConfig
 from shoal.serve.adjust import Adjuster
 from shoal.serve.attention import Context, PagedAttention
 from shoal.serve.cache import PagedCache
@@ -32,6 +33,11 @@ __all__ = ["FlatModel", "LocalRunner"]
 
 class FlatModel(Protocol):
     """What computes tokens side by side: a model, or the part of one that this process has."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the whole model."""
+        ...
 
     @property
     def weight(self) -> Tensor:

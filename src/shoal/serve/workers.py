@@ -33,7 +33,7 @@ from shoal.core.measure import num_cores
 from shoal.core.parts import table
 from shoal.ir import KVManager, KVPart, Limits, Output, ServeJob, Step, StepResult
 from shoal.parallel.processes import run_processes
-from shoal.plan.batching.common import Queues
+from shoal.plan.batching.ahead import Open
 from shoal.serve.ahead import AheadEngine
 from shoal.serve.commands import Writer, unpack_result
 from shoal.serve.wire import Decoder, encode
@@ -232,9 +232,7 @@ class RankedRunner:
             peer.socket.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _run(
-        self, world: int, arguments: Mapping[str, Any], threads: int, hang_s: float
-    ) -> None:
+    def _run(self, world: int, arguments: Mapping[str, Any], threads: int, hang_s: float) -> None:
         try:
             run_processes(
                 _TARGET, world, arguments, threads=threads, timeout_s=math.inf, collective_s=hang_s
@@ -317,7 +315,7 @@ class RankedEngine(AheadEngine):
     """
 
     def __init__(
-        self, scheduler: Queues, runner: RankedRunner, *, kv: KVManager, vocab_size: int
+        self, scheduler: Open, runner: RankedRunner, *, kv: KVManager, vocab_size: int
     ) -> None:
         super().__init__(scheduler, runner, kv=kv, vocab_size=vocab_size)
         self.ranks = runner

@@ -11,12 +11,22 @@ Source: Du et al., EnergonAI, 2022, section 4.2 (non-blocking pipeline).
 from __future__ import annotations
 
 from collections import deque
+from typing import Protocol
 
 from shoal.core.errors import require
-from shoal.ir import Output, Step, StepResult
-from shoal.plan.batching.common import Queues
+from shoal.ir import Output, Request, Scheduler, Step, StepResult
 
-__all__ = ["Ahead"]
+__all__ = ["Ahead", "Open"]
+
+
+class Open(Scheduler, Protocol):
+    """A scheduler that shows who runs, as all do whose books are ``Queues``.
+
+    Attributes:
+        running: by id, in the order of admission.
+    """
+
+    running: dict[str, Request]
 
 
 class Ahead:
@@ -27,7 +37,7 @@ class Ahead:
         depth: most steps under way.
     """
 
-    def __init__(self, scheduler: Queues, depth: int) -> None:
+    def __init__(self, scheduler: Open, depth: int) -> None:
         require(depth >= 1, "steps under way", depth, expected="at least 1")
         self._scheduler, self.depth = scheduler, depth
         # Of every step: how often each of its requests had been preempted when it was planned.
