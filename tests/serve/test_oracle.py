@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from thread_ranks import thread_engine  # noqa: E402
 
 from shoal.ir import ServeJob  # noqa: E402
-from shoal.model import huggingface  # noqa: E402
+from shoal.model.parameters import Parameters  # noqa: E402
 from shoal.serve.build import build_engine  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -113,7 +113,7 @@ def one_process(job):
 
 def ranks(job):
     """The same by ranks, which are threads here and read the parameters as processes do."""
-    engine, running = thread_engine(job, huggingface.Parameters(Path(job.model)))
+    engine, running = thread_engine(job, Parameters(Path(job.model)))
     return engine, running.close
 
 

@@ -20,6 +20,7 @@ from shoal.core.errors import ModelError, RankError, ServeError, ShoalError  # n
 from shoal.core.random import generator  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob, Step, StepResult  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
+from shoal.model.parameters import Parameters  # noqa: E402
 from shoal.parallel.thread_comm import run_ranks  # noqa: E402
 from shoal.serve.boundary import Boundary  # noqa: E402
 from shoal.serve.commands import Inbox, Reader, Writer, pack_result, unpack_result  # noqa: E402
@@ -223,12 +224,12 @@ def test_a_sender_that_blocks_waits_for_its_receiver_over_a_link():
 
 def test_parameters_of_packed_weights_are_refused(tmp_path, random_model):
     huggingface.write(tmp_path / "m", random_model())
-    assert huggingface.Parameters(tmp_path / "m").dtype == torch.float32
+    assert Parameters(tmp_path / "m").dtype == torch.float32
     path = tmp_path / "m" / "config.json"
     packed = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": packed}))
     with pytest.raises(ModelError, match="packed weights"):
-        huggingface.Parameters(tmp_path / "m")
+        Parameters(tmp_path / "m")
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Boundary"]
 
-_TAG, _ACK = "hidden states", "taken"
+_TAG, _ACK = "activations", "taken"
 # Bytes before the states: ticket, tokens, ns when it was sent. A whole cache line, so that
 # the states behind them are aligned.
 _HEADER = 64

@@ -262,6 +262,14 @@ def engine_of(
         ShoalError: a part or a limit of the job cannot be.
     """
     config, weight = model.config, model.embed.weight
+    require(
+        job.parallel.world == job.parallel.depth == 1,
+        "parallel",
+        f"tp={job.parallel.tp}, pp={job.parallel.pp}, in_flight={job.parallel.depth}",
+        expected="1 of each in an engine of one process",
+        hint="shoal serve starts ranks; what profiles, replays or hands over uses one process",
+        error=ServeError,
+    )
     job = concrete(job, config, weight.dtype)
     assert job.kv_tokens is not None and job.max_position is not None
     kv_part: KVPart = table("kv").build(job.kv, where="kv")

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.core.errors import RankError, ServeError
+from shoal.core.errors import RankError, ShoalError
 from shoal.ir import Chunk, Request, Step, StepResult, TokenInfo
 from shoal.serve.wire import pack_params, unpack_params
 
@@ -108,7 +108,7 @@ class Inbox:
         self._capacity = capacity
         self._waiting: dict[int, dict[str, Any]] = {}
         self._next = 0
-        self._error: ServeError | None = None
+        self._error: ShoalError | None = None
         self._changed = threading.Condition()
 
     def put(self, command: dict[str, Any]) -> None:
@@ -129,17 +129,17 @@ class Inbox:
             self._waiting[ticket] = command
             self._changed.notify_all()
 
-    def close(self, error: ServeError | None = None) -> None:
-        """No more will come; ``error`` if that is wrong."""
+    def close(self, error: ShoalError) -> None:
+        """No more will come, for this reason."""
         with self._changed:
-            self._error = error or ServeError("the controller has closed")
+            self._error = error
             self._changed.notify_all()
 
     def take(self) -> dict[str, Any] | None:
         """The next command, once it is here; None behind the last.
 
         Raises:
-            ServeError: no more will come, and there is one missing.
+            ShoalError: no more will come, for this reason.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._next in self._waiting or self._error is not None)

@@ -28,7 +28,7 @@ from shoal.parallel.vocabulary import VocabularyTable
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
-    from shoal.model.huggingface import Parameters
+    from shoal.model.parameters import Parameters
     from shoal.parallel.protocols import Comm
     from shoal.serve.boundary import Boundary
 

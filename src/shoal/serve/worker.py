@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from shoal.serve.commands import Inbox, Reader, pack_result
 from shoal.serve.wire import Decoder, encode
 
 if TYPE_CHECKING:
-    from shoal.model.huggingface import Parameters
+    from shoal.model.parameters import Parameters
     from shoal.parallel.protocols import Comm
 
 __all__ = ["Rank", "run"]
@@ -151,21 +151,23 @@ class _Controller:
         except (StopIteration, OSError):
             raise ServeError("the controller of these ranks is gone") from None
 
-    def _read(self) -> Any:
+    def _read(self) -> Iterator[dict[str, Any]]:
         decoder = Decoder()
         while data := self.socket.recv(_READ_BYTES):
             yield from decoder.feed(data)
 
     def fill(self, inbox: Inbox) -> None:
-        """Put all that comes into the inbox, until the last."""
+        """Put all that comes into the inbox, until the controller is gone.
+
+        Then nothing is left to do: whoever watches this process ends it, and tidies up.
+        """
         try:
-            while True:
-                message = self.receive()
+            for message in self._messages:
                 inbox.put(message)
-        except ServeError as cause:
-            inbox.close(cause)
+        except OSError:
+            return
         except ShoalError as cause:
-            inbox.close(ServeError(str(cause)))
+            inbox.close(cause)
 
 
 def run(
@@ -188,7 +190,7 @@ def run(
     Raises:
         ShoalError: the model cannot be loaded, a step fails, or somebody is gone.
     """
-    from shoal.model.huggingface import Parameters
+    from shoal.model.parameters import Parameters
     from shoal.serve.build import DTYPES
 
     controller = _Controller(path)

@@ -128,6 +128,8 @@ class RankedRunner:
         except BaseException:
             self.close()
             raise
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)  # all have connected, or never will
         self.dtype: str = found[0]["dtype"]
 
     def allocate(self, job: ServeJob, num_blocks: int, block_size: int) -> None:
@@ -230,7 +232,6 @@ class RankedRunner:
             self._thread.join(_EXPLAIN_S if self._peers else None)
         for peer in self._peers.values():
             peer.socket.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _run(self, world: int, arguments: Mapping[str, Any], threads: int, hang_s: float) -> None:
         try:
