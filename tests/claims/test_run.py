@@ -232,6 +232,7 @@ def test_catalogue_has_every_system_once() -> None:
         6: "t3",
         9: "frontier",
         10: "parallel_algorithms",
+        17: "energon_ai",
         19: "tempi",
         21: "oneflow",
         22: "megatron",

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from thread_ranks import thread_engine  # noqa: E402
+
 from shoal.ir import ServeJob  # noqa: E402
+from shoal.model.parameters import Parameters  # noqa: E402
 from shoal.serve.build import build_engine  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -99,14 +106,25 @@ def reference(model, prompt, count):
     return out[0, len(prompt) :].tolist()
 
 
-def agree(family, directory, serve_all, lengths, count, cuts, **others):
+def one_process(job):
+    """An engine, and what ends it."""
+    return build_engine(job)[0], lambda: None
+
+
+def ranks(job):
+    """The same by ranks, which are threads here and read the parameters as processes do."""
+    engine, running = thread_engine(job, Parameters(Path(job.model)))
+    return engine, running.close
+
+
+def agree(family, directory, serve_all, lengths, count, cuts, build=one_process, **others):
     model = checkpoint(family, directory)
     asked = prompts(lengths)
     expected = [reference(model, prompt, count) for prompt in asked]
     assert len({token for row in expected for token in row}) > 30  # text that says something
     for cut in cuts:
         fields, tight = CUTS[cut]
-        engine, _ = build_engine(
+        engine, close = build(
             ServeJob.model_validate(
                 {"model": str(directory), "kv_tokens": 4096, "threads": 1, **fields, **others}
             )
@@ -120,6 +138,7 @@ def agree(family, directory, serve_all, lengths, count, cuts, **others):
             assert serve_all(engine, asked, max_tokens=count) == expected, cut
             hits = engine.stats()["prefix_hit_tokens"] - before
             assert hits > sum(lengths) // 2, cut
+        close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,3 +152,13 @@ def test_same_tokens_as_transformers(family, tmp_path, serve_all):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_tokens_as_transformers_in_full(family, tmp_path, serve_all):
     agree(family, tmp_path / "m", serve_all, LENGTHS, 64, CUTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens_as_transformers_by_two_ranks_and_by_four(family, tmp_path, serve_all):
+    two = {"parallel": {"tp": 2}}
+    cuts = ("whole", "no-reuse", "block-1", "tiny-cache")
+    agree(family, tmp_path / "m", serve_all, LENGTHS, 64, cuts, ranks, **two)
+    four = {"parallel": {"tp": 2, "pp": 2}}
+    agree(family, tmp_path / "n", serve_all, LENGTHS[::2], 32, ("chunked",), ranks, **four)

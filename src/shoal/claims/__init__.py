@@ -17,6 +17,7 @@ CLAIMS = PartTable(
         "oneflow": "shoal.claims.experiments.oneflow:OneFlow",
         "lca_bench": "shoal.claims.experiments.lca_bench:LCABench",
         "gemm_forest": "shoal.claims.experiments.gemm_forest:GemmForest",
+        "energon_ai": "shoal.claims.experiments.energon_ai:EnergonAI",
         "flash_rnn": "shoal.claims.experiments.flash_rnn:FlashRNN",
         "frontier": "shoal.claims.experiments.frontier:FrontierRecipe",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",

@@ -69,6 +69,7 @@ KINDS: dict[str, str] = {
     "kv": "shoal.plan.batching:KV_MANAGERS",
     "preempt": "shoal.plan.batching:PREEMPTIONS",
     "balancer": "shoal.plan.balance:BALANCERS",
+    "memory": "shoal.serve:MEMORIES",
     "schedule": "shoal.plan.schedules:SCHEDULES",
     "kernel": "shoal.kernel:KERNELS",
     "weight_format": "shoal.kernel:WEIGHT_FORMATS",

@@ -10,6 +10,7 @@ from shoal.ir.job import (
     Phase,
     Replan,
     ServeJob,
+    ServeParallel,
     TrainJob,
 )
 from shoal.ir.layout import Layout
@@ -31,6 +32,7 @@ from shoal.ir.serving import (
     Output,
     Preemption,
     PreemptPart,
+    QueuedRunner,
     Request,
     Runner,
     SamplingParams,
@@ -84,6 +86,7 @@ __all__ = [
     "Plan",
     "PreemptPart",
     "Preemption",
+    "QueuedRunner",
     "Replan",
     "Report",
     "Request",
@@ -94,6 +97,7 @@ __all__ = [
     "Scheduler",
     "SchedulerPart",
     "ServeJob",
+    "ServeParallel",
     "ServePlan",
     "ServeReport",
     "Step",

@@ -33,6 +33,7 @@ __all__ = [
     "Phase",
     "Replan",
     "ServeJob",
+    "ServeParallel",
     "TrainJob",
 ]
 
@@ -376,6 +377,30 @@ class Disagg(Value):
         return self.prefill.devices + self.decode.devices
 
 
+class ServeParallel(Value):
+    """How the model of a serving engine is split over ranks.
+
+    Args:
+        tp: ranks that share every layer.
+        pp: stages, each with layers of its own.
+        in_flight: steps that are under way at once; None for as many as there are stages.
+    """
+
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    in_flight: PositiveInt | None = None
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp
+
+    @property
+    def depth(self) -> int:
+        """Steps under way at once."""
+        return self.in_flight or self.pp
+
+
 class ServeJob(Value):
     """Answer requests with a decoder-only language model.
 
@@ -387,6 +412,7 @@ class ServeJob(Value):
         scheduler: who runs now.
         disagg: instances for prompts and for generation; None computes both in one engine, by
             ``scheduler``.
+        parallel: ranks that share the model; one process without.
         kv: who holds which block of the cache.
         kv_tokens: tokens that the cache of an instance holds; None takes what the memory allows,
             up to ``max_running`` requests of full length.
@@ -396,6 +422,7 @@ class ServeJob(Value):
         kv_format: how the cache keeps keys and values.
         weights: format of the matrices of linear layers, such as int4-g128; plain leaves them in
             the precision of the job. A directory that is quantized has its own.
+        memory: where the weights of the layers lie.
         kernel: operator -> backend that must compute it; dispatch takes the fastest for others.
         exact: the numbers of a request have the same bits whatever other requests run beside it.
         max_running: most requests in one step.
@@ -416,12 +443,14 @@ class ServeJob(Value):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     scheduler: Annotated[Choice, Kind("scheduler")] = Choice(name="fcfs")
     disagg: Disagg | None = None
+    parallel: ServeParallel = ServeParallel()
     kv: Annotated[Choice, Kind("kv")] = Choice(name="paged")
     kv_tokens: PositiveInt | None = None
     preempt: Annotated[Choice, Kind("preempt")] = Choice(name="recompute")
     host_tokens: NonNegativeInt | None = None
     kv_format: Annotated[Choice, Kind("kv_format")] = Choice(name="plain")
     weights: str = "plain"
+    memory: Annotated[Choice, Kind("memory")] = Choice(name="resident")
     kernel: dict[str, str] = {}
     exact: bool = False
     max_running: PositiveInt = 64

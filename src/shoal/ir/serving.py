@@ -28,6 +28,7 @@ __all__ = [
     "Output",
     "PreemptPart",
     "Preemption",
+    "QueuedRunner",
     "Request",
     "RequestState",
     "Runner",
@@ -43,7 +44,8 @@ __all__ = [
 ]
 
 # arriving: it holds blocks, and what belongs in them is on the way from the host.
-RequestState = Literal["waiting", "arriving", "running", "finished"]
+# computing: it is in a step that is under way while others are planned.
+RequestState = Literal["waiting", "arriving", "running", "computing", "finished"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -564,6 +566,24 @@ class Runner(Protocol):
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step; its keys and values go to the blocks of its requests."""
+        ...
+
+
+class QueuedRunner(Runner, Protocol):
+    """A runner that takes steps before it has computed earlier ones.
+
+    Attributes:
+        depth: most steps under way.
+    """
+
+    depth: int
+
+    def submit(self, step: Step) -> int:
+        """Take a step to compute after those under way; returns its ticket, and nobody waits."""
+        ...
+
+    def collect(self) -> StepResult:
+        """What the oldest step under way gave, once it is there."""
         ...
 
 

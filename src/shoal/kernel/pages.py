@@ -67,7 +67,9 @@ def populate(tensors: Sequence[Tensor], nbytes: int) -> threading.Thread:
 
     def run() -> None:
         advise = _advise()
-        for first, length in places if advise is not None else ():
+        if advise is None:
+            return
+        for first, length in places:
             start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
             count = (first + length - start) // mmap.PAGESIZE * mmap.PAGESIZE
             if count > 0 and advise(start, count, _POPULATE_WRITE):

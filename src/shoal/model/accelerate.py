@@ -33,6 +33,7 @@ def accelerate(
     *,
     positions: int | None = None,
     exact: bool = False,
+    pack: bool = True,
 ) -> Transformer:
     """Let dispatch compute the operators of ``model``, in place.
 
@@ -41,6 +42,7 @@ def accelerate(
         wanted: operator -> backend that must be taken for it.
         positions: most tokens of a sequence; the model's own, if not given.
         exact: a token's numbers have the same bits whatever else is computed beside it.
+        pack: weights need not stay where they are, if a kernel has them in another order.
 
     Raises:
         KernelError: an operator or backend does not exist, or refuses this model.
@@ -49,7 +51,7 @@ def accelerate(
     for op in wanted:
         if op not in operators():
             raise KernelError(f"kernel.{op}: no such operator; there are {', '.join(operators())}")
-    pieces = _Pieces(model, wanted, positions or model.config.max_position, exact)
+    pieces = _Pieces(model, wanted, positions or model.config.max_position, exact, pack)
     head = pieces.linear(model.output_weight, None)
     model.head = head
     if model.output is not None:
@@ -73,10 +75,16 @@ class _Pieces:
     """The kernels of one model; what layers share is prepared once."""
 
     def __init__(
-        self, model: Transformer, wanted: Mapping[str, str], positions: int, exact: bool
+        self,
+        model: Transformer,
+        wanted: Mapping[str, str],
+        positions: int,
+        exact: bool,
+        pack: bool,
     ) -> None:
         weight = model.embed.weight
-        self._config, self._wanted, self._exact = model.config, wanted, exact
+        self._config, self._wanted = model.config, wanted
+        self._exact, self._pack = exact, pack
         self._dtype, self._device = name_of(weight.dtype), "cuda" if weight.is_cuda else "cpu"
         with torch.inference_mode(False):
             place_P = torch.arange(positions, dtype=torch.float32, device=weight.device)
@@ -84,7 +92,8 @@ class _Pieces:
             self._tables = cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> DispatchedLinear:
-        return DispatchedLinear(weight, bias, wanted=self._wanted.get("linear"), exact=self._exact)
+        wanted = self._wanted.get("linear")
+        return DispatchedLinear(weight, bias, wanted=wanted, exact=self._exact, pack=self._pack)
 
     def norm(self, module: RMSNorm) -> Ready:
         width = len(module.weight)

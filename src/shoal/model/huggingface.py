@@ -29,14 +29,24 @@ from shoal.model.initialise import empty
 from shoal.model.quantize.stored import Scheme, rows_of, scheme_of, stack, tensors_of
 from shoal.model.transformer import Transformer
 
-__all__ = ["is_gguf", "quantization", "read", "read_config", "write", "write_state"]
+__all__ = [
+    "DTYPES",
+    "check_tensors",
+    "find_weights",
+    "is_gguf",
+    "quantization",
+    "read",
+    "read_config",
+    "write",
+    "write_state",
+]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _MAX_JSON_BYTES = 64 * 2**20
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -133,7 +143,7 @@ def read_config(directory: Path) -> ModelConfig:
     return config.model_copy(update={"name": directory.resolve().name})
 
 
-def _find_weights(directory: Path) -> dict[str, Path]:
+def find_weights(directory: Path) -> dict[str, Path]:
     """Stored tensor -> its file, with every file there.
 
     Raises:
@@ -171,7 +181,7 @@ def _find_weights(directory: Path) -> dict[str, Path]:
     raise ModelError(f"{directory}: neither {WEIGHTS} nor {INDEX}; fetch the weights of the model")
 
 
-def _check(
+def check_tensors(
     names: Names,
     files: Mapping[str, Path],
     directory: Path,
@@ -203,7 +213,7 @@ def _check(
             # Some writers store a bias where the model has none; it must be 0.
             spare |= {*packed[name], f"{base}.bias"}
         else:
-            _stored(name, tuple(_DTYPES), piece.shape, found, files, directory)
+            _stored(name, tuple(DTYPES), piece.shape, found, files, directory)
     for name in found:
         if name not in pieces and name not in spare and not name.endswith(_IGNORED):
             hint = nearest(name, pieces)
@@ -234,7 +244,7 @@ def _stored(
             f"config.json asks for {list(shape)}; one of them is of another model"
         )
     if stored.dtype not in dtypes:
-        hint = "; use weights that are not quantised" if len(dtypes) == len(_DTYPES) else ""
+        hint = "; use weights that are not quantised" if len(dtypes) == len(DTYPES) else ""
         raise ModelError(
             f"{files[name]}: tensor {name} is of dtype {stored.dtype}: expected one of "
             f"{', '.join(dtypes)}{hint}"
@@ -260,12 +270,12 @@ def read(directory: Path, dtype: torch.dtype | None = None, *, packed: bool = Tr
         return gguf.read(directory, dtype)
     config = read_config(directory)
     names: Names = FAMILIES.build(config.family).names(config)
-    files = _find_weights(directory)
+    files = find_weights(directory)
     scheme = quantization(directory)
-    found, few = _check(names, files, directory, tied=config.tied, scheme=scheme)
+    found, few = check_tensors(names, files, directory, tied=config.tied, scheme=scheme)
     if dtype is None:
         stored = found.get(names["embed.weight"][0].name)
-        dtype = torch.float32 if stored is None else _DTYPES[stored.dtype]
+        dtype = torch.float32 if stored is None else DTYPES[stored.dtype]
     model = empty(config)
     handles: dict[Path, Any] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from shoal.core.errors import ModelError
 from shoal.kernel.calls import Device, Linear
 from shoal.kernel.dispatch import dispatch
 from shoal.kernel.protocols import Kernel, Ready
@@ -26,10 +27,11 @@ class DispatchedLinear(nn.Module):
     """``x @ weight.T + bias`` without gradients, by the kernel that dispatch takes.
 
     Args:
-        weight_NK: of the layer; let go of where one kernel, which has packed it, does all.
+        weight_NK: of the layer.
         bias_N: of the layer.
         wanted: backend that must be taken.
         exact: a row has the same bits whatever other rows are computed beside it.
+        pack: let go of the weight where one kernel, which has packed it, does all.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class DispatchedLinear(nn.Module):
         *,
         wanted: str | None = None,
         exact: bool = False,
+        pack: bool = True,
     ) -> None:
         super().__init__()
         self.weight: nn.Parameter | None = nn.Parameter(weight_NK.detach(), requires_grad=False)
@@ -49,8 +52,8 @@ class DispatchedLinear(nn.Module):
         self._wanted, self._exact = wanted, exact
         self._by_rows: dict[int, Ready] = {}
         self._by_backend: dict[str, Ready] = {}
-        chosen = {self._kernel(rows).backend: self._kernel(rows) for rows in _ANY}
-        if len(chosen) == 1 and next(iter(chosen.values())).packs:
+        chosen = {self._kernel(rows) for rows in _ANY} if pack else ()
+        if len(chosen) == 1 and all(kernel.packs for kernel in chosen):
             for rows in _ANY:
                 self._by_rows[rows] = self._choose(rows)
             self.weight = None
@@ -63,6 +66,24 @@ class DispatchedLinear(nn.Module):
             run = self._by_rows[rows] = self._choose(rows)
         out: Tensor = run(x)
         return out
+
+    def kept(self) -> nn.Parameter:
+        """The weight [N, K].
+
+        Raises:
+            ModelError: a kernel has packed it.
+        """
+        if self.weight is None:
+            raise ModelError("the weight of a layer is packed for inference, and not kept")
+        return self.weight
+
+    def replace(self, weight_NK: nn.Parameter) -> None:
+        """Compute with this weight from now on, whatever is written to it later."""
+        self.weight = weight_NK
+        # The library's kernel reads the weight where it lies; others may have a copy.
+        self._wanted = "torch"
+        self._by_rows.clear()
+        self._by_backend.clear()
 
     def call(self, rows: int) -> Linear:
         """What is asked for so many rows."""

@@ -98,6 +98,11 @@ class Transformer(nn.Module):
         self.head: Ready | None = None  # of inference: see shoal.model.accelerate
 
     @property
+    def weight(self) -> Tensor:
+        """A weight: of the dtype and on the device of all."""
+        return self.embed.weight
+
+    @property
     def output_weight(self) -> Tensor:
         """The output matrix [V, D]: the embedding where tied.
 
@@ -194,10 +199,22 @@ class Transformer(nn.Module):
         Returns:
             [R, D], in the dtype of the weights.
         """
-        x_ND, branch_ND = self.embed(tokens_N), None
+        return self.finished(*self.through(self.embed(tokens_N), position_N, mixer), rows_R)
+
+    def through(
+        self, x_ND: Tensor, position_N: Tensor, mixer: Mixer
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens side by side through all blocks; what is left to add comes last."""
+        branch_ND: Tensor | None = None
         turn = self.turn(position_N, x_ND.dtype)
         for block in self.blocks:
             x_ND, branch_ND = block.flat(x_ND, branch_ND, turn, mixer)  # type: ignore[operator]
+        return x_ND, branch_ND
+
+    def finished(
+        self, x_ND: Tensor, branch_ND: Tensor | None, rows_R: Tensor | None = None
+    ) -> Tensor:
+        """Normalised states [R, D] of the rows that are wanted, behind the last block."""
         if rows_R is not None:
             x_ND, branch_ND = x_ND[rows_R], None if branch_ND is None else branch_ND[rows_R]
         _, normed = self.norm.after(x_ND, branch_ND)

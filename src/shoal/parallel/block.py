@@ -35,7 +35,8 @@ def local_config(config: ModelConfig, tp: int) -> ModelConfig:
     return config.model_copy(
         update={
             "num_heads": config.num_heads // tp,
-            "num_kv_heads": config.num_kv_heads // tp,
+            # Fewer than ranks: several hold the same one.
+            "num_kv_heads": max(1, config.num_kv_heads // tp),
             "ffn_hidden": config.ffn_hidden // tp,
         }
     )

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +74,7 @@ def run_processes(
     *,
     threads: int = 1,
     timeout_s: float = 120.0,
+    collective_s: float | None = None,
     ranks_per_node: int | None = None,
     start: Start | None = None,
 ) -> list[Any]:
@@ -84,7 +86,8 @@ def run_processes(
         world: number of ranks.
         arguments: keyword arguments, plain JSON; the same for all ranks.
         threads: threads of each rank.
-        timeout_s: seconds after which the ranks must have ended.
+        timeout_s: seconds after which the ranks must have ended; infinite for ranks that serve.
+        collective_s: seconds after which a collective fails; ``timeout_s`` if not given.
         ranks_per_node: ranks of one node, neighbours by number; the bytes between nodes count
             with scope ``node``. All on one node if not given.
         start: starts the process of a rank on its host; here if not given. Ranks that were told
@@ -110,7 +113,7 @@ def run_processes(
                 "arguments": dict(arguments or {}),
                 "world": world,
                 "threads": threads,
-                "timeout_s": timeout_s,
+                "timeout_s": timeout_s if collective_s is None else collective_s,
                 "ranks_per_node": ranks_per_node,
                 "shared_memory": start is None and ranks_per_node is None,
                 "path": sys.path,
@@ -353,12 +356,13 @@ def _call(folder: Path, rank: int) -> Any:
     return result
 
 
-def _die_with(parent: int) -> None:
-    """End this process when its parent is gone, however that ended."""
+def _die_with(parent: int, folder: Path) -> None:
+    """End this process when its parent is gone, however that ended, and remove its folder."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_ORPHAN_POLL_S)
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -367,7 +371,7 @@ def _die_with(parent: int) -> None:
 def main() -> int:
     """One rank: ``python -m shoal.parallel.processes FOLDER RANK``; its status is the exit code."""
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    _die_with(os.getppid())
+    _die_with(os.getppid(), folder)
     with (folder / f"stack-{rank}").open("w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)

@@ -127,8 +127,13 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def check_split(config: ModelConfig, parallel: Parallel) -> None:
+def check_split(config: ModelConfig, parallel: Parallel, *, copy_kv: bool = False) -> None:
     """Refuse a model whose layers the tp ranks cannot share evenly.
+
+    Args:
+        config: the model.
+        parallel: the split.
+        copy_kv: where there are fewer key/value heads than ranks, several ranks hold the same.
 
     Raises:
         PlanError: heads, key/value heads or the feed-forward width are not divisible by tp,
@@ -140,10 +145,14 @@ def check_split(config: ModelConfig, parallel: Parallel) -> None:
         "num_kv_heads": config.num_kv_heads,
         "ffn_hidden": config.ffn_hidden,
     }
-    legal = [n for n in range(1, 65) if all(size % n == 0 for size in sizes.values())]
+
+    def fits(name: str, size: int, ranks: int) -> bool:
+        return size % ranks == 0 or (copy_kv and name == "num_kv_heads" and ranks % size == 0)
+
+    legal = [n for n in range(1, 65) if all(fits(name, size, n) for name, size in sizes.items())]
     for name, size in sizes.items():
         require(
-            size % tp == 0,
+            fits(name, size, tp),
             "parallel.tp",
             tp,
             expected=f"a divisor of {name} = {size} of model {config.name}",
@@ -170,18 +179,21 @@ def vocabulary_rows(vocab_size: int, shards: int, shard: int) -> tuple[range, in
     return rows, size - len(rows)
 
 
-def slices(config: ModelConfig, parallel: Parallel, tp_rank: int) -> dict[str, Slices]:
+def slices(
+    config: ModelConfig, parallel: Parallel, tp_rank: int, *, copy_kv: bool = False
+) -> dict[str, Slices]:
     """Parameter name -> what tensor-parallel rank ``tp_rank`` holds of it.
 
     Args:
         config: the model.
         parallel: tp, sp and vocab matter here.
         tp_rank: which rank.
+        copy_kv: as of :func:`check_split`; for models that are not trained.
 
     Raises:
         PlanError: the model cannot be split so.
     """
-    check_split(config, parallel)
+    check_split(config, parallel, copy_kv=copy_kv)
     return {
         name: _slices(config, parallel, tp_rank, name, shape)
         for name, shape in whole_shapes(config).items()
@@ -201,13 +213,15 @@ def _slices(
     if leaf.startswith("attention.qkv_proj"):
         query = config.num_heads * config.head_dim
         key = config.num_kv_heads * config.head_dim
-        return _cut(shape, 0, (query, key, key), tp, rank)
+        parts = min(tp, config.num_kv_heads)  # fewer than ranks where these hold copies
+        place = rank * parts // tp
+        return _cut(shape, 0, (query, key, key), (tp, parts, parts), (rank, place, place))
     if leaf.startswith("mlp.gate_up_proj"):
         dim = 1 if config.num_experts else 0
-        return _cut(shape, dim, (config.ffn_hidden,) * 2, tp, rank)
+        return _cut(shape, dim, (config.ffn_hidden,) * 2, (tp,) * 2, (rank,) * 2)
     if leaf in ("attention.o_proj.weight", "mlp.down_proj.weight", "mlp.down_proj"):
         dim = len(shape) - 1
-        return _cut(shape, dim, (shape[dim],), tp, rank)
+        return _cut(shape, dim, (shape[dim],), (tp,), (rank,))
     # What is left is whole. A gradient is partial where a rank sees some of the heads or
     # tokens, or a share of the experts' outputs by which the router's choices are weighed.
     heads = leaf.endswith(("q_norm.weight", "k_norm.weight"))
@@ -215,13 +229,19 @@ def _slices(
     return Slices(shape, (Box.whole(shape),), partial=partial, replicated=True)
 
 
-def _cut(shape: tuple[int, ...], dim: int, groups: Sequence[int], parts: int, part: int) -> Slices:
-    """Part ``part`` of every group of rows along ``dim``."""
+def _cut(
+    shape: tuple[int, ...],
+    dim: int,
+    groups: Sequence[int],
+    parts: Sequence[int],
+    which: Sequence[int],
+) -> Slices:
+    """Of every group of rows along ``dim``, cut in so many parts, this one."""
     boxes, start = [], 0
-    for extent in groups:
-        size = extent // parts
+    for extent, count, place in zip(groups, parts, which, strict=True):
+        size = extent // count
         offset, box = [0] * len(shape), list(shape)
-        offset[dim], box[dim] = start + part * size, size
+        offset[dim], box[dim] = start + place * size, size
         boxes.append(Box(tuple(offset), tuple(box)))
         start += extent
     return Slices(shape, tuple(boxes), dim)

@@ -1,5 +1,18 @@
 """serve: answering requests with a trained model.
 
-The door. ``engine`` is the loop of plan, execute and commit; ``runner`` computes; ``process``
-keeps the engine in a process of its own; ``api`` speaks HTTP.
+The door, with the table of where weights lie. ``engine`` is the loop of plan, execute and commit;
+``runner`` computes, and ``workers`` where ranks share the model; ``process`` keeps the engine in a
+process of its own; ``api`` speaks HTTP.
 """
+
+from shoal.core.parts import PartTable
+
+__all__ = ["MEMORIES"]
+
+MEMORIES = PartTable(
+    "memory",
+    {
+        "resident": "shoal.serve.memory:Resident",
+        "peer": "shoal.serve.memory:Peer",
+    },
+)

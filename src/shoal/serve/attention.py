@@ -102,7 +102,7 @@ class _Paged:
     last: int
     blocks: Tensor  # [B, W]
     lengths: Tensor  # [last - first], the tokens that each sees
-    requests: Tensor | None  # [last - first], the row of ``blocks`` of each; None where they are one each
+    requests: Tensor | None  # [last - first], the row of ``blocks`` of each; None: one each
 
 
 class PagedAttention:
@@ -239,9 +239,7 @@ class PagedAttention:
             whole = paged.last - paged.first == len(q_NHd)
             queries = q_NHd if whole else q_NHd[paged.first : paged.last]
             sides = self._cache.sides(layer)
-            parts.append(
-                paged.kernel(queries, *sides, paged.blocks, paged.lengths, paged.requests)
-            )
+            parts.append(paged.kernel(queries, *sides, paged.blocks, paged.lengths, paged.requests))
         for prompt in self._prompts:
             rows = slice(prompt.first, prompt.last)
             if prompt.blocks is None:

@@ -40,13 +40,24 @@ from shoal.serve.cache import PagedCache, Zeros, token_bytes
 from shoal.serve.engine import Engine
 from shoal.serve.grammar import Grammars, Vocabulary
 from shoal.serve.host import HostStore, Mover, measure_link
+from shoal.serve.memory import MemoryPart
 from shoal.serve.profile import quick_cost
 from shoal.serve.runner import LocalRunner
 from shoal.train.allocator import keep_freed_memory
 
-__all__ = ["build_engine", "concrete", "engine_of", "load_model", "positions", "prepare"]
+__all__ = [
+    "DTYPES",
+    "attention_kernel",
+    "build_engine",
+    "concrete",
+    "engine_of",
+    "load_model",
+    "positions",
+    "prepare",
+    "vocabulary",
+]
 
-_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 # Of the memory that is free once the weights are there. The rest is for activations and
 # for everybody else.
@@ -66,7 +77,7 @@ def load_model(job: ServeJob) -> Transformer:
         ModelError: its directory cannot be read.
         ServeError: its weights are in a precision that is not served.
     """
-    return prepare(job, huggingface.read(Path(job.model), _DTYPES[job.precision]))
+    return prepare(job, huggingface.read(Path(job.model), DTYPES[job.precision]))
 
 
 def prepare(job: ServeJob, model: Transformer) -> Transformer:
@@ -77,12 +88,12 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
     """
     torch.set_num_threads(job.threads_of(num_cores()))
     keep_freed_memory()
-    wanted = _DTYPES[job.precision]
+    wanted = DTYPES[job.precision]
     if wanted is not None:
         model = model.to(wanted)
     dtype = model.embed.weight.dtype
     require(
-        dtype in _DTYPES.values(),
+        dtype in DTYPES.values(),
         "precision",
         job.precision,
         expected=f"fp32 or bf16; the weights of {job.model} are {dtype}",
@@ -99,7 +110,16 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
     few_rows = dispatch(Linear(1, 64, 64, name_of(dtype), _device(model)))
     if dtype == torch.float32 and few_rows.backend == "torch" and not model.embed.weight.is_cuda:
         _store_by_columns(model)
-    return accelerate(model, job.kernel, positions=positions(job, model.config), exact=job.exact)
+    memory: MemoryPart = table("memory").build(job.memory, where="memory")
+    model = accelerate(
+        model,
+        job.kernel,
+        positions=positions(job, model.config),
+        exact=job.exact,
+        pack=job.memory.name == "resident",
+    )
+    memory.apply(model)
+    return model
 
 
 def _calibration(job: ServeJob, model: Transformer) -> torch.Tensor:
@@ -270,6 +290,14 @@ def engine_of(
         ShoalError: a part or a limit of the job cannot be.
     """
     config, weight = model.config, model.embed.weight
+    require(
+        job.parallel.world == job.parallel.depth == 1,
+        "parallel",
+        f"tp={job.parallel.tp}, pp={job.parallel.pp}, in_flight={job.parallel.depth}",
+        expected="1 of each in an engine of one process",
+        hint="shoal serve starts ranks; what profiles, replays or hands over uses one process",
+        error=ServeError,
+    )
     job = concrete(job, config, weight.dtype)
     assert job.kv_tokens is not None and job.max_position is not None
     kv_part: KVPart = table("kv").build(job.kv, where="kv")
@@ -291,7 +319,7 @@ def engine_of(
         slot_blocks=kv.max_len // kv.block_size if isinstance(kv, Compacting) else 0,
     )
     kernel = attention_kernel(job, model, cache)
-    adjust = Adjuster(Grammars(lambda: _vocabulary(job, config)))
+    adjust = Adjuster(Grammars(lambda: vocabulary(job, config)))
     runner = LocalRunner(
         model,
         cache,
@@ -320,7 +348,7 @@ def engine_of(
     return engine, limits, runner
 
 
-def _vocabulary(job: ServeJob, config: ModelConfig) -> Vocabulary:
+def vocabulary(job: ServeJob, config: ModelConfig) -> Vocabulary:
     """The tokens of a model, for grammars.
 
     Raises:

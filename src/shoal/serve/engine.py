@@ -194,7 +194,16 @@ class Engine:
         self.last_chunks = step.chunks
         if not step:
             return []
-        result = self.runner.execute(step)
+        return self._commit(step, self.runner.execute(step), started, self.scheduler.commit)
+
+    def _commit(
+        self,
+        step: Step,
+        result: StepResult,
+        started: float,
+        commit: Callable[[Step, StepResult, float], list[Output]],
+    ) -> list[Output]:
+        """Take in what a step gave; ``commit`` is the scheduler's."""
         prompt = sum(
             max(0, min(chunk.stop, chunk.request.n_prompt) - chunk.start) for chunk in step.chunks
         )
@@ -211,7 +220,7 @@ class Engine:
         for request_id, values in result.vectors.items():
             self._told.append({"kind": "vector", "id": request_id, "values": list(values)})
         self._swaps.count(step, result, started, now)
-        outputs = self.scheduler.commit(step, result, now)
+        outputs = commit(step, result, now)
         self._steps += 1
         self._seconds += now - started
         self._prompt_tokens += prompt

@@ -50,6 +50,8 @@ DEFAULT_FACTORY = "shoal.serve.build:build_engine"
 
 def factory_of(job: ServeJob) -> str:
     """What builds the engine of a job: one that computes, or one made of several processes."""
+    if job.parallel.world > 1:
+        return "shoal.serve.workers:build_engine"
     return DEFAULT_FACTORY if job.disagg is None else "shoal.serve.disagg:build_engine"
 
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import Chunk, Step, StepResult
 from shoal.kernel.protocols import Ready
-from shoal.model.transformer import Transformer
+from shoal.model.attention import Mixer
+from shoal.model.config import ModelConfig
 from shoal.serve.adjust import Adjuster
 from shoal.serve.attention import Context, PagedAttention
 from shoal.serve.cache import PagedCache
@@ -25,7 +28,31 @@ from shoal.serve.host import Mover
 from shoal.serve.pooling import Pooler
 from shoal.serve.sampler import choose
 
-__all__ = ["LocalRunner"]
+__all__ = ["FlatModel", "LocalRunner"]
+
+
+class FlatModel(Protocol):
+    """What computes tokens side by side: a model, or the part of one that this process has."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the whole model."""
+        ...
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight: of the dtype and on the device of all."""
+        ...
+
+    def flat(
+        self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
+    ) -> Tensor | None:
+        """See :meth:`~shoal.model.transformer.Transformer.flat`; None if others go on with it."""
+        ...
+
+    def logits(self, hidden_RD: Tensor) -> Tensor | None:
+        """Scores [R, V]; None if others choose by them."""
+        ...
 
 
 class LocalRunner:
@@ -47,7 +74,7 @@ class LocalRunner:
 
     def __init__(
         self,
-        model: Transformer,
+        model: FlatModel,
         cache: PagedCache,
         *,
         attention: Ready | None = None,
@@ -57,7 +84,7 @@ class LocalRunner:
         mover: Mover | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        weight = model.embed.weight
+        weight = model.weight
         require(
             weight.dtype == cache.dtype and weight.device.type == cache.device.type,
             "cache",
@@ -127,12 +154,11 @@ class LocalRunner:
             contexts.append(Context(first, chunk.length, blocks))
         model, device = self.model, self.cache.device
         fed = torch.from_numpy(np.array((token, position, slot), dtype=np.int64)).to(device)
-        weight = model.embed.weight
         mixer = PagedAttention(
             self.cache,
             contexts,
             fed[2],
-            weight.dtype,
+            model.weight.dtype,
             self.attention,
             prompts=self.prompts,
             exact=self._exact,
@@ -144,6 +170,8 @@ class LocalRunner:
         everything = rows == list(range(len(token)))
         rows_R = None if everything else torch.tensor(rows, dtype=torch.int64, device=device)
         hidden_RD = model.flat(fed[0], fed[1], mixer, rows_R)
+        if hidden_RD is None:
+            return StepResult(tokens={})
         vectors: dict[str, list[float]] = {}
         failed: dict[str, str] = {}
         stop = len(wanted)
@@ -160,6 +188,8 @@ class LocalRunner:
             return StepResult(tokens={}, failed=failed)
         requests = [chunks[place].request for place in wanted]
         logits_RV = model.logits(hidden_RD[: len(wanted)])
+        if logits_RV is None:
+            return StepResult(tokens={})
         scores_RV, unable = self._adjust(logits_RV, requests)
         chosen, infos = choose(logits_RV, requests, scores_RV)
         tokens = {request.id: (new,) for request, new in zip(requests, chosen, strict=True)}

@@ -53,6 +53,10 @@ def serve(
     balancer: Annotated[
         str | None, typer.Option(help="Which of the replicas answers a request.")
     ] = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks that share every layer.", min=1)] = None,
+    pp: Annotated[
+        int | None, typer.Option(help="Stages of layers, each on ranks of its own.", min=1)
+    ] = None,
     kv: Annotated[str | None, typer.Option(help="Who holds which block of the cache.")] = None,
     kv_tokens: Annotated[
         int | None, typer.Option(help="Tokens that the cache holds; what the memory allows.")
@@ -101,6 +105,8 @@ def serve(
         shoal serve MODEL --disagg prefill=1,decode=1
 
         shoal serve MODEL --replicas 2
+
+        shoal serve MODEL --tp 2 --pp 2
     """
     from shoal.app.show import table
     from shoal.core.config import resolve
@@ -116,6 +122,7 @@ def serve(
         "disagg": None if disagg is None else _phases(disagg),
         "replicas": replicas,
         "balancer": balancer,
+        "parallel": _given(tp=tp, pp=pp),
         "kv": kv,
         "kv_tokens": kv_tokens,
         "max_running": max_running,
@@ -147,6 +154,11 @@ def serve(
     if not quiet:
         typer.echo(f"loading {model} ...", err=True)
     run(resolved.value, options, ready=ready)
+
+
+def _given(**degrees: int | None) -> dict[str, int] | None:
+    """The degrees that were given, if there was one."""
+    return {name: value for name, value in degrees.items() if value is not None} or None
 
 
 def _phases(text: str) -> dict[str, int]:

@@ -417,7 +417,11 @@ def _decode(runner: LocalRunner, tokens: int, kept: int, repeats: int) -> float:
             slot = torch.tensor([blocks[-1] * _BLOCK + _BLOCK - 1])
             seen = [Seen(kept - 1, 1, blocks)]
             mixer = PagedAttention(cache, seen, slot, cache.dtype, runner.attention)
-            model.logits(model.flat(fed, place, mixer)).argmax()
+            hidden = model.flat(fed, place, mixer)
+            assert hidden is not None
+            logits = model.logits(hidden)
+            assert logits is not None
+            logits.argmax()
         took.append(time.perf_counter() - start)
     return statistics.median(took)
 

@@ -42,14 +42,15 @@ class StaticScheduler(Queues):
         budget = self.limits.max_step_tokens
         chunks: list[Chunk] = []
         # All prompts first: a request that could generate waits for the others.
-        for request in self.running.values():
+        ready = [request for request in self.running.values() if request.state == "running"]
+        for request in ready:
             left = min(request.n_prompt - request.n_computed, budget)
             if left > 0:
                 chunks.append(Chunk(request, request.n_computed, left))
                 budget -= left
         if not chunks:
             # With more requests than a step has tokens, those behind go first.
-            behind = sorted(self.running.values(), key=lambda request: request.n_generated)
+            behind = sorted(ready, key=lambda request: request.n_generated)
             chunks = [Chunk(request, request.n_computed, 1) for request in behind[:budget]]
         return Step(tuple(chunks))
 

@@ -1,0 +1,200 @@
+"""The part of a model that one serving rank computes: some layers, some heads, some width.
+
+It is the model's own code with fewer heads and a narrower feed-forward layer, its operators
+taken by dispatch as in one process. After attention and after the feed-forward layer the ranks
+of a stage add up what each of them has: two sums a layer. Embedding and head are shared by rows
+of the vocabulary.
+
+Shapes: N tokens, D hidden, R rows, V vocabulary, C = ceil(V / tp) rows of a rank.
+
+Source: Shoeybi et al., Megatron-LM, 2019, section 3; Du et al., EnergonAI, 2022.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import ServeError, require
+from shoal.ir import Parallel, ServeJob
+from shoal.model.attention import Mixer
+from shoal.model.feedforward import SwiGLU
+from shoal.model.transformer import Block, Transformer
+from shoal.parallel.block import local_config
+from shoal.parallel.slices import slices, take, vocabulary_rows
+from shoal.parallel.vocabulary import VocabularyTable
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+    from shoal.model.parameters import Parameters
+    from shoal.parallel.protocols import Comm
+    from shoal.serve.boundary import Boundary
+
+__all__ = ["PartModel", "check_parts", "layers_of"]
+
+# Under these tags the meter counts the two sums of a layer, and the scores of the head.
+_SUM, _HEAD = "tensor", "vocabulary"
+
+
+def layers_of(num_layers: int, stage: int, stages: int) -> range:
+    """The layers of a stage; those that are not shared equally go to the last stages."""
+    return range(num_layers * stage // stages, num_layers * (stage + 1) // stages)
+
+
+def check_parts(job: ServeJob, config: ModelConfig) -> None:
+    """Refuse what ranks cannot share.
+
+    Raises:
+        ServeError: the model cannot be split so, or the job asks for what ranks do not do.
+        PlanError: heads or width that the ranks cannot share evenly.
+    """
+    from shoal.parallel.slices import check_split
+
+    parallel = job.parallel
+    check_split(config, Parallel(tp=parallel.tp), copy_kv=True)
+    require(
+        parallel.pp <= config.num_layers,
+        "parallel.pp",
+        parallel.pp,
+        expected=f"at most {config.num_layers}, the layers of model {config.name}",
+        hint="a stage has at least one layer",
+        error=ServeError,
+    )
+    for what, wanted, good in (
+        ("disagg", job.disagg, job.disagg is None),
+        ("preempt", job.preempt.name, job.preempt.name == "recompute" and not job.host_tokens),
+        ("weights", job.weights, job.weights == "plain"),
+        (
+            "kv_format",
+            str(job.kv_format),
+            job.kv_format.options.get("ksort", "none") == "none",
+        ),
+    ):
+        require(
+            good,
+            what,
+            wanted,
+            expected="with parallel.tp or parallel.pp above 1: no instances for phases, preempt = "
+            "recompute, weights = plain, and a kv_format that does not sort channels",
+            hint="leave it out, or serve with one process",
+            error=ServeError,
+        )
+
+
+class _Summed(nn.Module):
+    """A layer of which each rank computes a share of the sum; the bias is added once, after it."""
+
+    def __init__(self, inner: nn.Module, comm: Comm, bias: Tensor | None) -> None:
+        super().__init__()
+        self.inner, self._comm, self._bias = inner, comm, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self._comm.all_reduce(out, tag=_SUM).wait()
+        return out if self._bias is None else out.add_(self._bias)
+
+
+class PartModel:
+    """One rank's part; a :class:`~shoal.serve.runner.FlatModel`.
+
+    Args:
+        job: what to serve.
+        parameters: of the whole model; only what this rank needs is read, and cut at once.
+        tp: the ranks of this stage.
+        boundary: to the stages before and behind.
+        layers: numbers of the layers of this stage.
+
+    Raises:
+        ShoalError: the model cannot be split so, or cannot be read.
+    """
+
+    def __init__(
+        self, job: ServeJob, parameters: Parameters, tp: Comm, boundary: Boundary, layers: range
+    ) -> None:
+        from shoal.serve.build import prepare
+
+        config = parameters.config
+        self.config, self.tp, self.boundary = config, tp, boundary
+        self.ticket = 0
+        rows, padding = vocabulary_rows(config.vocab_size, tp.world, tp.rank)
+        self.local_config = local_config(config, tp.world).model_copy(
+            update={"num_layers": len(layers), "vocab_size": len(rows) + padding}
+        )
+        with torch.device("meta"):
+            local = Transformer(self.local_config)
+            self._table = VocabularyTable(
+                config.vocab_size, config.hidden, tp if tp.world > 1 else None
+            )
+        if not (boundary.first or (boundary.last and config.tied)):
+            local.embed = nn.Embedding(0, config.hidden, dtype=parameters.dtype)
+        if not boundary.last:
+            local.output = None
+        self._load(local, parameters, layers)
+        self._biases = [self._without_bias(block) for block in local.blocks]
+        self.local = prepare(job, local)
+        self._table.weight = nn.Parameter(local.embed.weight, requires_grad=False)
+        if tp.world > 1:
+            for block, (mixed, fed) in zip(self.local.blocks, self._biases, strict=True):
+                block.attention.o_proj = _Summed(block.attention.o_proj, tp, mixed)  # type: ignore[union-attr,arg-type]
+                block.mlp = _Summed(block.mlp, tp, fed)  # type: ignore[arg-type]
+
+    @property
+    def weight(self) -> Tensor:
+        """See :class:`~shoal.serve.runner.FlatModel`."""
+        return self.local.embed.weight
+
+    def flat(
+        self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
+    ) -> Tensor | None:
+        """See :class:`~shoal.serve.runner.FlatModel`; sends to the next stage if there is one."""
+        if self.boundary.first:
+            x_ND = self._table.look_up(tokens_N, sp=False)
+        else:
+            x_ND = self.boundary.take(self.ticket, len(tokens_N))
+        x_ND, branch_ND = self.local.through(x_ND, position_N, mixer)
+        if not self.boundary.last:
+            assert branch_ND is not None
+            self.boundary.send(self.ticket, x_ND + branch_ND)
+            return None
+        return self.local.finished(x_ND, branch_ND, rows_R)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor | None:
+        """Scores [R, V] on the first rank of the stage, of all ranks' rows of the vocabulary."""
+        own_RC = self.local.logits(hidden_RD).contiguous()
+        if self.tp.world == 1:
+            return own_RC
+        all_TRC = own_RC.new_empty(self.tp.world, *own_RC.shape)
+        self.tp.all_gather(all_TRC, own_RC, tag=_HEAD).wait()
+        if self.tp.rank:
+            return None
+        return all_TRC.transpose(0, 1).reshape(len(own_RC), -1)[:, : self.config.vocab_size]
+
+    def _load(self, local: Transformer, parameters: Parameters, layers: range) -> None:
+        parallel = Parallel(tp=self.tp.world)
+        every = slices(self.config, parallel, self.tp.rank, copy_kv=True)
+        for name, parameter in list(local.named_parameters()):
+            if not parameter.numel():
+                continue
+            whole = name
+            if name.startswith("blocks."):
+                _, number, leaf = name.split(".", 2)
+                whole = f"blocks.{layers[int(number)]}.{leaf}"
+            owner, _, leaf = name.rpartition(".")
+            value = take(parameters(whole), every[whole])
+            setattr(local.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+
+    def _without_bias(self, block: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        """Take the biases away that come after a sum."""
+        assert isinstance(block, Block)
+        if self.tp.world == 1:
+            return None, None
+        found: list[Tensor | None] = []
+        last = block.mlp.down_proj if isinstance(block.mlp, SwiGLU) else None
+        for linear in (block.attention.o_proj, last):
+            bias = None if linear is None else linear.bias
+            found.append(None if bias is None else bias.detach())
+            if linear is not None:
+                linear.register_parameter("bias", None)
+        return found[0], found[1]
