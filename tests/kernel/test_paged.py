@@ -91,7 +91,15 @@ def cases(draw):
         form = "bfp12-b64" if d % 64 == 0 else form
     kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 4), (1, 7)]))
     call = PagedAttention(
-        1, 1, kv_heads * group, kv_heads, d, draw(st.sampled_from([1, 5, 16, 64])), dtype, form
+        1,
+        1,
+        kv_heads * group,
+        kv_heads,
+        d,
+        draw(st.sampled_from([1, 5, 16, 64])),
+        dtype,
+        form,
+        queries=draw(st.sampled_from([1, 64])),
     )
     lengths = draw(st.lists(st.sampled_from([1, 2, 31, 64, 65, 130, 257, 300]), min_size=1,
                             max_size=4))  # fmt: skip
@@ -250,3 +258,38 @@ def test_fewer_bits_move_fewer_bytes_and_exact_takes_the_invariant():
     assert plain.moved_bytes / few.moved_bytes == pytest.approx(16 / 4.25, rel=0.02)
     if BACKENDS["cpp"].refuses(plain) is None:
         assert dispatch(plain, exact=True).backend == "cpp"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "d", "size"), [(16, 8, 64, 16), (6, 2, 96, 5)])
+def test_chunks_of_prompts_by_tiles_equal_the_reference_however_they_are_cut(
+    heads, kv_heads, d, size
+):
+    call = PagedAttention(1, 256, heads, kv_heads, d, size, "bf16", queries=64)
+    if BACKENDS["amx"].refuses(call):
+        pytest.skip(str(BACKENDS["amx"].refuses(call)))
+    lengths = [*range(1, 41), *range(101, 251), *range(300, 303)]
+    requests = [0] * 40 + [1] * 150 + [2] * 3
+    args = make(call, lengths, requests, seed=3)
+    run = BACKENDS["amx"].prepare(call)
+    whole = run(*args)
+    assert error(call, whole, BACKENDS["reference"].prepare(call)(*args), 1.0) < 1
+    q, keys, values, blocks, seen, owner = args
+    threads = torch.get_num_threads()
+    try:
+        for count, first, last in ((1, 0, 193), (3, 7, 60), (2, 100, 101), (1, 33, 192)):
+            torch.set_num_threads(count)
+            part = run(q[first:last], keys, values, blocks, seen[first:last], owner[first:last])
+            assert torch.equal(part, whole[first:last])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_tiles_refuse_what_they_cannot_do():
+    amx = BACKENDS["amx"]
+    call = PagedAttention(1, 256, 4, 2, 64, queries=64)
+    if "tiles" in str(amx.refuses(call)) or "CPU" in str(amx.refuses(call)):
+        pytest.skip(str(amx.refuses(call)))
+    assert amx.refuses(call) is None
+    assert "multiples of 32" in amx.refuses(dataclasses.replace(call, head_dim=80))
+    assert "8 queries" in amx.refuses(dataclasses.replace(call, queries=1))
+    assert "int8" in amx.refuses(dataclasses.replace(call, format="int8"))

@@ -7,7 +7,7 @@ import threading
 
 from shoal.core.parts import table
 from shoal.core.random import generator
-from shoal.ir import Limits
+from shoal.ir import Limits, Step
 from shoal.parallel.thread_comm import run_ranks
 from shoal.serve.ahead import AheadEngine
 from shoal.serve.commands import Inbox, Writer
@@ -91,9 +91,7 @@ class ThreadRanks:
         return self.collect()
 
     def close(self):
-        self._held.append(
-            {**self._writer.command(type("Nothing", (), {"chunks": ()})()), "kind": "stop"}
-        )
+        self._held.append({**self._writer.command(Step(())), "kind": "stop"})
         self._deliver()
         self._thread.join(30)
         assert not self._thread.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from pathlib import Path
 
@@ -376,4 +377,5 @@ def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:
     # What is there now stays: nobody need look through it for garbage between two steps.
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
     return engine, model.config

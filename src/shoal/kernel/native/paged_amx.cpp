@@ -74,25 +74,45 @@ struct Room {
   float top[ROWS], sum[ROWS];
 };
 
-// Weights of a row's scores for n keys, of which it sees `valid`; what its sums so far are worth.
-inline float weigh_row(Room& room, int64_t r, int64_t n, int64_t valid, __m512 scale) {
-  __m512 x[KEYS / 16], most = _mm512_set1_ps(-INFINITY);
+// 2^x for x <= 0, to 4e-6: weights are rounded to bf16.
+inline __m512 rough_power(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
+  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 f = _mm512_sub_ps(x, n);
+  __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(9.6704e-3f), f, _mm512_set1_ps(5.5488e-2f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4022346e-1f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9314703e-1f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(y, n);
+}
+
+// Weights of a row's scores for N keys, of which it sees `valid`; what its sums so far are worth.
+template <int N>
+inline float weigh_row(Room& room, int64_t r, int64_t valid, __m512 scale) {
+  constexpr int V = N / 16;
+  __m512 x[V];
   const float* scores = room.scores + r * KEYS;
-  for (int64_t i = 0; i < n / 16; i++) {
-    const __mmask16 seen = low16(std::max<int64_t>(0, valid - 16 * i));
-    x[i] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_load_ps(scores + 16 * i),
-                              scale);
-    most = _mm512_max_ps(most, x[i]);
-  }
+#pragma GCC unroll 16
+  for (int i = 0; i < V; i++) x[i] = _mm512_mul_ps(_mm512_load_ps(scores + 16 * i), scale);
+  if (valid < N)
+#pragma GCC unroll 16
+    for (int i = 0; i < V; i++)
+      x[i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY),
+                                low16(std::max<int64_t>(0, valid - 16 * i)), x[i]);
+  __m512 most = x[0];
+#pragma GCC unroll 16
+  for (int i = 1; i < V; i++) most = _mm512_max_ps(most, x[i]);
   const float top = std::max(room.top[r], _mm512_reduce_max_ps(most));
-  const float worth = power1(room.top[r] - top);
+  const __m512 tops = _mm512_set1_ps(top);
   __m512 sum = _mm512_setzero_ps();
-  for (int64_t i = 0; i < n / 16; i++) {
-    const __m256i near = (__m256i)_mm512_cvtneps_pbh(power(_mm512_sub_ps(x[i], _mm512_set1_ps(top))));
+#pragma GCC unroll 16
+  for (int i = 0; i < V; i++) {
+    const __m256i near = (__m256i)_mm512_cvtneps_pbh(rough_power(_mm512_sub_ps(x[i], tops)));
     _mm256_store_si256((__m256i*)(room.weights + r * KEYS + 16 * i), near);
     // The weights that are used add up to what they are divided by.
     sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(near), 16)));
   }
+  const float worth = top == room.top[r] ? 1.0f : power1(room.top[r] - top);
   room.top[r] = top;
   room.sum[r] = __builtin_fmaf(room.sum[r], worth, _mm512_reduce_add_ps(sum));
   return worth;
@@ -147,7 +167,10 @@ void block(const Layout& l, int64_t row, int64_t rows, int64_t head, Room& room,
     }
     for (int64_t r = 0; r < n_rows; r++) {
       const int64_t valid = r < rows ? p.seen[row + r] - first : 0;
-      const float worth = weigh_row(room, r, n, valid, scale);
+      const float worth = n == KEYS  ? weigh_row<KEYS>(room, r, valid, scale)
+                          : n == 96 ? weigh_row<96>(room, r, valid, scale)
+                          : n == 64 ? weigh_row<64>(room, r, valid, scale)
+                                    : weigh_row<32>(room, r, valid, scale);
       if (worth == 1.0f) continue;
       for (int64_t i = 0; i < d; i += 16) {
         float* at = out + r * d + i;
