@@ -22,7 +22,7 @@ from shoal.core.measure import check_quiet
 from shoal.core.parts import Choice
 from shoal.ir import Machine
 
-__all__ = ["RESULTS", "Result", "run"]
+__all__ = ["RESULTS", "Result", "commit_of_code", "run"]
 
 RESULTS = Path("results")
 
@@ -105,7 +105,7 @@ def run(
     )
     from shoal.machine.fingerprint import fingerprint, versions
 
-    commit, dirty = _commit()
+    commit, dirty = commit_of_code()
     record = sealed(
         Record(
             claim=name,
@@ -212,7 +212,7 @@ def _command(
     return shlex.join(words)
 
 
-def _commit() -> tuple[str, bool]:
+def commit_of_code() -> tuple[str, bool]:
     """Commit of the code's checkout and whether it had changes; empty without one."""
     where = Path(shoal.__file__).parent
     try:

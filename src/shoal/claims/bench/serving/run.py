@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def bench(
         ConfigError: an engine that nobody knows, or less than one round.
         ServeError: Shoal itself fails.
     """
+    from shoal.claims.run import commit_of_code
     from shoal.machine.fingerprint import fingerprint
 
     require(rounds >= 1, "rounds", rounds, expected="1 or more")
@@ -156,6 +158,8 @@ def bench(
         missing=missing,
         entries=tuple(entries),
         machine=dict(fingerprint()),
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        commit=commit_of_code()[0],
     )
 
 

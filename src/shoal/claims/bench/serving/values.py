@@ -118,6 +118,8 @@ class Table(Value):
         missing: engine -> why it has no rows.
         entries: rows.
         machine: fingerprint.
+        date: of the day, UTC.
+        commit: of the checkout; empty outside one.
     """
 
     model: str
@@ -126,6 +128,13 @@ class Table(Value):
     missing: dict[str, str] = {}
     entries: tuple[Entry, ...]
     machine: dict[str, JsonValue] = {}
+    date: str = ""
+    commit: str = ""
+
+    @property
+    def rounds(self) -> int:
+        """Timed rounds of each row."""
+        return max((len(entry.seconds) for entry in self.entries), default=0)
 
     def find(self, case: str, form: str, engine: str) -> Entry | None:
         """The entry of an engine, if it has one."""
