@@ -37,6 +37,7 @@ class Series:
         line: join the points.
         points: mark the points.
         dashed: draw the line in dashes.
+        broken: break the line at values that are not finite, instead of passing over them.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Series:
     line: bool = True
     points: bool = False
     dashed: bool = False
+    broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,17 +208,22 @@ class Chart:
         return f'<polygon points="{points}" fill="{colour}" fill-opacity="0.18"/>'
 
     def _line(self, series: Series, colour: str, px: _Place, py: _Place) -> list[str]:
-        places = [
-            (px(x), py(y)) for x, y in zip(series.x, series.y, strict=True) if self._shown(x, y)
-        ]
+        runs: list[list[tuple[float, float]]] = [[]]
+        for x, y in zip(series.x, series.y, strict=True):
+            if self._shown(x, y):
+                runs[-1].append((px(x), py(y)))
+            elif series.broken and runs[-1]:
+                runs.append([])
+        places = [place for run in runs for place in run]
         out = []
-        if series.line and len(places) > 1:
-            dash = ' stroke-dasharray="6 4"' if series.dashed else ""
-            joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-            out.append(
-                f'<polyline points="{joined}" fill="none" stroke="{colour}" '
-                f'stroke-width="1.8"{dash}/>'
-            )
+        dash = ' stroke-dasharray="6 4"' if series.dashed else ""
+        for run in runs:
+            if series.line and len(run) > 1:
+                joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in run)
+                out.append(
+                    f'<polyline points="{joined}" fill="none" stroke="{colour}" '
+                    f'stroke-width="1.8"{dash}/>'
+                )
         if series.points or len(places) == 1:
             out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
         return out
