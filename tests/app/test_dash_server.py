@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +15,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from dash_home import BASE, KEY, client_of, settings
+from dash_home import BASE, KEY, client_of, running, settings
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -34,8 +36,9 @@ class Numbers:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.ttft, self.gap = (
-            Histogram(f"shoal:{name}", "x", ("model_name",), buckets=BOUNDS, registry=self.registry)
-            .labels('odd "}name')
+            Histogram(
+                f"shoal:{name}", "x", ("model_name",), buckets=BOUNDS, registry=self.registry
+            ).labels('odd "}name')
             for name in ("time_to_first_token_seconds", "inter_token_latency_seconds")
         )
         self.lines = {"num_requests_running": 2.0, "num_requests_waiting": 1.0}
@@ -101,6 +104,12 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
 @pytest.fixture
 def upstream(serve: ThreadingHTTPServer) -> Upstream:
     return Upstream(f"http://127.0.0.1:{serve.server_port}", KEY)
+
+
+def _again(serve: ThreadingHTTPServer, port: int) -> None:
+    """Start a server that was closed, where it was."""
+    serve.__init__(("127.0.0.1", port), Serve)  # type: ignore[misc]
+    threading.Thread(target=serve.serve_forever, args=(0.01,), daemon=True).start()
 
 
 class Clock:
@@ -200,8 +209,7 @@ def test_a_server_that_goes_is_told_and_taken_up_again(
     clock.now += 2
     health, moments = watch.look()
     assert not health.answers and "does not answer" in health.told and not moments[-1].values
-    serve.__init__(("127.0.0.1", port), Serve)  # type: ignore[misc]
-    threading.Thread(target=serve.serve_forever, args=(0.01,), daemon=True).start()
+    _again(serve, port)
     clock.now += 2
     assert Serve.numbers is good and watch.look()[0].ready
 
@@ -261,3 +269,70 @@ def test_tokens_come_with_their_probabilities(home: Path, upstream: Upstream) ->
     asked["messages"] = [{"role": "user", "content": "odd"}]
     last = client.post(CHAT, json=asked, headers=headers).text.splitlines()[-1]
     assert "sent what is no part of an answer" in json.loads(last)["error"]
+
+
+@pytest.mark.slow
+def test_in_a_real_browser(
+    home: Path, serve: ThreadingHTTPServer, upstream: Upstream, tmp_path: Path
+) -> None:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no chromium on this machine; install it with: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api")
+    listening = socket.create_server(("127.0.0.1", 0))
+    origin = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    chosen = settings(home, server=upstream)
+    errors: list[str] = []
+    with running(chosen, listening), playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        page.set_default_timeout(15_000)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on(
+            "console",
+            lambda m: errors.append(m.text) if m.type in ("error", "warning") else None,
+        )
+        page.goto(f"{origin}/?token={chosen.access.token}")
+        page.wait_for_url(f"{origin}/")
+
+        page.goto(f"{origin}/server")
+        page.evaluate("window.same = true")
+        for value in (0.02, 0.03, 0.4):
+            Serve.numbers.ttft.observe(value)
+            Serve.numbers.gap.observe(value / 10)
+        page.locator("svg", has_text="Time to the first token").wait_for()
+
+        page.get_by_label("Your message").fill("hello")
+        page.get_by_role("button", name="Send").click()
+        page.get_by_text("The answer is complete.").wait_for()
+        mark = page.locator(".token")
+        assert mark.count() == 1 and mark.get_attribute("data-sure") == "1"
+        mark.hover()
+        shown = page.locator("[data-inspect]")
+        assert "75.0 %" in shown.inner_text() and '"<b>"' in shown.inner_text()
+        page.locator(".said p").last.focus()
+        page.keyboard.press("ArrowRight")
+        assert mark.get_attribute("data-chosen") == ""
+        page.screenshot(path=tmp_path / "server.png", full_page=True)
+
+        port = serve.server_port
+        serve.shutdown()
+        serve.server_close()
+        page.get_by_text("does not answer").wait_for()
+        assert page.get_by_text("what is drawn is from before").is_visible()
+        _again(serve, port)
+        page.get_by_text("✓ ready").wait_for()
+        assert page.evaluate("window.same") is True
+        assert page.get_by_text("hello").is_visible()  # the talk stays
+
+        page.goto(f"{origin}/goodput")
+        page.get_by_label("Most ms to the first token").fill("0.02")
+        page.get_by_role("button", name="Search").click()
+        page.get_by_role("alert").get_by_text("below the prefill time").wait_for()
+        page.set_viewport_size({"width": 360, "height": 740})
+        for path in ("/server", "/goodput"):
+            page.goto(origin + path)
+            wide = "document.documentElement.scrollWidth - window.innerWidth"
+            assert page.evaluate(wide) <= 0, path
+        browser.close()
+    assert errors == []

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.app.dash import views
 from shoal.app.dash.explore import explore
+from shoal.app.dash.goodput import Searches, show
 from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, Access, Guard
 from shoal.app.dash.runs import FILES, Found, Runs, open_inside
 from shoal.app.dash.timeline import timeline
@@ -39,6 +40,7 @@ NAV = (
     Link("Runs", "/runs"),
     Link("Plans", "/plans"),
     Link("Explore", "/explore"),
+    Link("Goodput", "/goodput"),
     Link("Score", "/score"),
     Link("Server", "/server"),
     Link("Claims", "/claims"),
@@ -97,6 +99,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     runs = Runs(settings.runs, settings.score)
     watch = None if settings.server is None else Watch(settings.server)
+    searches = Searches()
     get = functools.partial(app.api_route, methods=["GET", "HEAD"], include_in_schema=False)
 
     def page(template: str, here: str = "", code: int = 200, **values: Any) -> HTMLResponse:
@@ -181,6 +184,18 @@ def create_app(settings: Settings) -> FastAPI:
     @get("/explore")
     def explorer(request: Request) -> HTMLResponse:
         return page("explore.html", "/explore", **explore(request.query_params))
+
+    @get("/goodput")
+    def goodput(request: Request) -> HTMLResponse:
+        told = show(request.query_params, searches, watch, begin=True)
+        return page("goodput.html", "/goodput", **told)
+
+    @get("/goodput/live")
+    def goodput_live(request: Request) -> HTMLResponse:
+        told = show(request.query_params, searches, watch, begin=False)
+        answer = page("goodput_live.html", **told)
+        answer.headers["x-run-state"] = told["state"]
+        return answer
 
     @get("/plans/file/{index}")
     def plan_file(index: str) -> HTMLResponse:

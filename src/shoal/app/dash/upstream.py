@@ -50,6 +50,7 @@ MEANS = {
     "e2e_request_latency_seconds": "time of a whole request, mean",
 }
 
+
 @dataclass(frozen=True)
 class Health:
     """How the server is.
@@ -275,7 +276,9 @@ class Upstream:
         """What a refusal says: the message of the one error shape, or its status."""
         if status == 401:
             if self.key:
-                return "the server refuses the key in SHOAL_API_KEY; start the dashboard with its own"
+                return (
+                    "the server refuses the key in SHOAL_API_KEY; start the dashboard with its own"
+                )
             return "the server wants its API key; start the dashboard with SHOAL_API_KEY set"
         try:
             message: Any = json.loads(text)["error"]["message"]
