@@ -79,6 +79,8 @@ class Chart:
         bands: intervals.
         log_x: logarithmic horizontal axis.
         log_y: logarithmic vertical axis.
+        cover_x: places that the horizontal axis has in any case.
+        cover_y: values that the vertical axis has in any case.
         legend: name the series, where there are several.
         width: of the picture, in px.
         height: of the picture, in px.
@@ -92,6 +94,8 @@ class Chart:
     description: str = ""
     log_x: bool = False
     log_y: bool = False
+    cover_x: Sequence[float] = ()
+    cover_y: Sequence[float] = ()
     legend: bool = True
     width: int = 640
     height: int = 360
@@ -121,8 +125,8 @@ class Chart:
                 f"chart {self.title!r}: no point can be drawn; give finite values"
                 + (", above 0 on a logarithmic axis" if self.log_x or self.log_y else "")
             )
-        x_axis = _Axis.of(xs, self.log_x)
-        y_axis = _Axis.of(ys, self.log_y)
+        x_axis = _Axis.of([*xs, *self.cover_x], self.log_x)
+        y_axis = _Axis.of([*ys, *self.cover_y], self.log_y)
         top, right, bottom, left = self._margin
         named = [s.name for s in self.series if s.name]
         legend = self._lines(named) if self.legend and len(named) > 1 else []

@@ -135,6 +135,8 @@ def of_machine(machine: Machine) -> Chart | None:
     )
 
 
+# Places and values that a picture of the server has in any case: a minute, and from nothing on.
+_LAST_S, _FROM = (-60.0, 0.0), (0.0, 1.0)
 # Of the server: title, unit, factor to the unit, (name in the legend, name of the value).
 _LIVE: tuple[tuple[str, str, float, tuple[tuple[str, str], ...]], ...] = (
     ("Time to the first token", "ms", 1e3, (("median", "ttft_p50"), ("p99", "ttft_p99"))),
@@ -178,6 +180,8 @@ def _moving(title: str, unit: str, series: Sequence[Series]) -> Chart | None:
         x_label="seconds from now",
         y_label=unit,
         series=series,
+        cover_x=_LAST_S,
+        cover_y=_FROM,
         width=WIDTH,
         height=HEIGHT - 30,
     )
