@@ -173,7 +173,10 @@ def _moving(title: str, unit: str, series: Sequence[Series]) -> Chart | None:
     ]
     if not last:
         return None
-    told = ", ".join(f"{name} {value:.4g} {unit}" for name, value in last)
+    told = ", ".join(
+        f"{name} {value:.4g} {unit}" if len(series) > 1 else f"{value:.4g} {unit}"
+        for name, value in last
+    )
     return Chart(
         title=title,
         description=f"{title} over the last minutes; at last {told}.",
