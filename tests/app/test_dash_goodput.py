@@ -229,6 +229,7 @@ def test_pages(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert part.headers["x-run-state"] == "finished" and "<h1" not in part.text
     for text in (page, part.text):
         assert "serve 10 requests/s &lt;b&gt;" in text and "takes 3 times" in text
+        assert "from the declared rates of 2xH100" in text
         assert "together" in text and "apart" in text and text.count("<desc>") == 1
     assert "live.js" not in page
     assert 'value="Qwen3-0.6B"' in page and "<option selected>chat" in page
