@@ -1,8 +1,12 @@
 """What the tests of the dashboard look at: runs as training leaves them, and a browser."""
 
+import contextlib
 import json
+import socket
 import struct
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from starlette.testclient import TestClient
@@ -17,7 +21,7 @@ from shoal.train.layout import RunDir
 from shoal.train.report import make_report, write_page
 
 BASE = "http://127.0.0.1:8642"
-PAGES = ("/", "/machine", "/runs", "/plans", "/explore", "/score", "/server", "/claims")
+PAGES = ("/", "/machine", "/runs", "/plans", "/explore", "/goodput", "/score", "/server", "/claims")
 KEY = "a-key-that-no-page-may-show"
 
 
@@ -120,3 +124,19 @@ def client_of(chosen: Settings) -> TestClient:
     client = TestClient(create_app(chosen), base_url=BASE, follow_redirects=False)
     assert client.get("/", params={"token": chosen.access.token}).status_code == 200
     return client
+
+
+@contextlib.contextmanager
+def running(chosen: Settings, listening: socket.socket) -> Iterator[None]:
+    """The dashboard at this socket, in a thread."""
+    import uvicorn
+
+    config = uvicorn.Config(create_app(chosen), log_level="error", access_log=False, http="h11")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(10)

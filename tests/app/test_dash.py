@@ -27,6 +27,7 @@ from dash_home import (
     client_of,
     make_run,
     plan_of,
+    running,
     settings,
     start,
     step,
@@ -35,7 +36,7 @@ from dash_home import (
 from starlette.testclient import TestClient
 
 from shoal.app.commands.dash import dash
-from shoal.app.dash.app import Settings, create_app
+from shoal.app.dash.app import Settings
 from shoal.app.dash.guard import CHAT, HEALTH
 from shoal.app.dash.runs import Events
 from shoal.app.dash.upstream import Upstream
@@ -292,7 +293,7 @@ def test_without_anything_each_page_says_what_to_do(
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     client = client_of(Settings(results=tmp_path / "none"))
-    first = ("shoal probe", "shoal probe", "shoal train", "--out", "16xH100", "none yet")
+    first = ("shoal probe", "shoal probe", "shoal train", "--out", "16xH100", "4xH100", "none yet")
     for path, told in zip(PAGES, (*first, "shoal serve", "146"), strict=True):
         answer = client.get(path)
         assert answer.status_code == 200 and told in answer.text, path
@@ -451,21 +452,6 @@ def test_the_command_refuses_what_is_not_there() -> None:
 # A real browser
 
 
-@contextlib.contextmanager
-def running(chosen: Settings, listening: socket.socket):
-    import uvicorn
-
-    config = uvicorn.Config(create_app(chosen), log_level="error", access_log=False, http="h11")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        thread.join(10)
-
-
 @pytest.mark.slow
 def test_in_a_real_browser(home: Path, upstream: Upstream, tmp_path: Path) -> None:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -560,8 +546,9 @@ def _check_keyboard(page, origin: str) -> None:
         focused.append(identity or text)
         if identity == "message":
             break
-    names = ["Overview", "Machine", "Runs", "Plans", "Explore", "Score", "Server", "Claims"]
-    assert focused[1:9] == names and focused[-1] == "message"
+    names = ["Overview", "Machine", "Runs", "Plans", "Explore", "Goodput"]
+    names += ["Score", "Server", "Claims"]
+    assert focused[1:10] == names and focused[-1] == "message"
     page.keyboard.type("by keyboard")
     page.keyboard.press("Control+Enter")
     page.get_by_text("You said: by keyboard <b>&").wait_for()

@@ -99,3 +99,16 @@ def test_bad_input():
         chart(series=[Series("x", [1, 2], [1.0])]).render()
     with pytest.raises(ConfigError, match="no point"):
         chart(series=[Series("x", [1, 2], [0.0, -1.0])], log_y=True).render()
+
+
+def test_a_broken_line_does_not_pass_over_a_gap():
+    gap = {"x": [0, 1, 2, 3, 4], "y": [1.0, 2.0, float("nan"), 2.0, 1.0]}
+    assert chart(series=[Series("x", **gap)]).render().count("<polyline") == 1
+    assert chart(series=[Series("x", **gap, broken=True)]).render().count("<polyline") == 2
+    ends = Series("x", [0, 1], [float("nan"), 1.0], broken=True)
+    assert chart(series=[ends]).render().count("<circle") == 1
+
+
+def test_an_axis_covers_what_it_shall():
+    text = chart(series=[Series("x", [0, 1], [0.0, 0.0])], cover_x=[-60], cover_y=[0, 1]).render()
+    assert ">-60<" in text and ">1<" in text and ">-1<" not in text

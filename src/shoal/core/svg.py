@@ -37,6 +37,7 @@ class Series:
         line: join the points.
         points: mark the points.
         dashed: draw the line in dashes.
+        broken: break the line at values that are not finite, instead of passing over them.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Series:
     line: bool = True
     points: bool = False
     dashed: bool = False
+    broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Chart:
         bands: intervals.
         log_x: logarithmic horizontal axis.
         log_y: logarithmic vertical axis.
+        cover_x: places that the horizontal axis has in any case.
+        cover_y: values that the vertical axis has in any case.
         legend: name the series, where there are several.
         width: of the picture, in px.
         height: of the picture, in px.
@@ -90,6 +94,8 @@ class Chart:
     description: str = ""
     log_x: bool = False
     log_y: bool = False
+    cover_x: Sequence[float] = ()
+    cover_y: Sequence[float] = ()
     legend: bool = True
     width: int = 640
     height: int = 360
@@ -119,8 +125,8 @@ class Chart:
                 f"chart {self.title!r}: no point can be drawn; give finite values"
                 + (", above 0 on a logarithmic axis" if self.log_x or self.log_y else "")
             )
-        x_axis = _Axis.of(xs, self.log_x)
-        y_axis = _Axis.of(ys, self.log_y)
+        x_axis = _Axis.of([*xs, *self.cover_x], self.log_x)
+        y_axis = _Axis.of([*ys, *self.cover_y], self.log_y)
         top, right, bottom, left = self._margin
         named = [s.name for s in self.series if s.name]
         legend = self._lines(named) if self.legend and len(named) > 1 else []
@@ -206,17 +212,22 @@ class Chart:
         return f'<polygon points="{points}" fill="{colour}" fill-opacity="0.18"/>'
 
     def _line(self, series: Series, colour: str, px: _Place, py: _Place) -> list[str]:
-        places = [
-            (px(x), py(y)) for x, y in zip(series.x, series.y, strict=True) if self._shown(x, y)
-        ]
+        runs: list[list[tuple[float, float]]] = [[]]
+        for x, y in zip(series.x, series.y, strict=True):
+            if self._shown(x, y):
+                runs[-1].append((px(x), py(y)))
+            elif series.broken and runs[-1]:
+                runs.append([])
+        places = [place for run in runs for place in run]
         out = []
-        if series.line and len(places) > 1:
-            dash = ' stroke-dasharray="6 4"' if series.dashed else ""
-            joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-            out.append(
-                f'<polyline points="{joined}" fill="none" stroke="{colour}" '
-                f'stroke-width="1.8"{dash}/>'
-            )
+        dash = ' stroke-dasharray="6 4"' if series.dashed else ""
+        for run in runs:
+            if series.line and len(run) > 1:
+                joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in run)
+                out.append(
+                    f'<polyline points="{joined}" fill="none" stroke="{colour}" '
+                    f'stroke-width="1.8"{dash}/>'
+                )
         if series.points or len(places) == 1:
             out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
         return out

@@ -40,7 +40,15 @@ from shoal.plan.batching.dispatch import LeastLoaded
 from shoal.plan.goodput import FEWEST_REQUESTS, Goodput, Slo, poisson, replicas
 from shoal.plan.serving import arrivals_of, fillable, fixed_memory, positions, precision_of
 
-__all__ = ["GoodputReport", "Setting", "Sharded", "Tried", "drifted", "plan_goodput"]
+__all__ = [
+    "GoodputReport",
+    "Setting",
+    "Sharded",
+    "Tried",
+    "drifted",
+    "plan_goodput",
+    "sharded_costs",
+]
 
 Costs = Callable[[int, int], StepCost]
 Progress = Callable[[float, float, str], None]
@@ -143,6 +151,16 @@ class GoodputReport(Value):
 
     def picture(self) -> str:
         """Attainment over rate as SVG: the best of each kind, and the share that is wanted."""
+        return self.chart().render()
+
+    def chart(self, *more: Series, width: int = 640, height: int = 360) -> Chart:
+        """The same before it is drawn.
+
+        Args:
+            *more: further lines or points, such as what was measured.
+            width: of the picture, in px.
+            height: of the picture, in px.
+        """
         drawn = [one for one in (self.best_of(apart=a) for a in (True, False)) if one]
         rates = [rate for one in drawn for rate, _ in one.curve]
         series = [
@@ -160,8 +178,10 @@ class GoodputReport(Value):
             title=f"{self.job.model} on {self.devices} x {self.machine.name}",
             x_label="requests per second and device",
             y_label=f"share within ttft {self.slo.ttft:g} s, tpot {self.slo.tpot:g} s",
-            series=series,
-        ).render()
+            series=[*series, *more],
+            width=width,
+            height=height,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +207,18 @@ class Sharded:
             + 2 * shape.num_layers * all_reduce_s(size, self.tp, self.link)
             + (self.pp - 1) * send_s(size, self.link)
         )
+
+
+def sharded_costs(job: ServeJob, machine: Machine) -> Costs:
+    """(tp, pp) -> seconds of a step on that many devices, predicted from the machine's rates.
+
+    Args:
+        job: the model, and its precision.
+        machine: what the devices are; an instance stays on links between devices if it can.
+    """
+    inside = machine.link("device") or machine.link("node") or machine.link("loopback")
+    roofline = Roofline(machine, resolve(job.model), precision_of(job), job.threads)
+    return lambda tp, pp: Sharded(roofline, tp, pp, inside)
 
 
 def plan_goodput(
@@ -283,11 +315,7 @@ class _Search:
         self.lengths = arrivals_of(self.job, self.shape, count=min(requests, 2000))
         # Phases on any two devices: the slower link, where there are several nodes.
         self.link = machine.link("node") or machine.link("device") or machine.link("loopback")
-        self.inside = machine.link("device") or self.link
-        if costs is None:
-            roofline = Roofline(machine, self.shape, self.precision, job.threads)
-            costs = lambda tp, pp: Sharded(roofline, tp, pp, self.inside)  # noqa: E731
-        self.costs = costs
+        self.costs = costs or sharded_costs(job, machine)
         self.limits = Limits(
             max_running=job.max_running,
             max_step_tokens=job.max_step_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import AsyncGenerator, Generator
@@ -20,10 +21,12 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.app.dash import views
 from shoal.app.dash.explore import explore
+from shoal.app.dash.goodput import Searches, show
 from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, Access, Guard
 from shoal.app.dash.runs import FILES, Found, Runs, open_inside
 from shoal.app.dash.timeline import timeline
-from shoal.app.dash.upstream import Upstream
+from shoal.app.dash.upstream import Piece, Upstream
+from shoal.app.dash.watch import Watch
 from shoal.claims.catalogue import catalogue
 from shoal.claims.gallery.pages import render_index, render_row
 from shoal.core.errors import ConfigError, ServeError, ShoalError, StoreError
@@ -37,12 +40,14 @@ NAV = (
     Link("Runs", "/runs"),
     Link("Plans", "/plans"),
     Link("Explore", "/explore"),
+    Link("Goodput", "/goodput"),
     Link("Score", "/score"),
     Link("Server", "/server"),
     Link("Claims", "/claims"),
 )
 PAGE = 25
 MAX_FILE = 256 * 2**20
+_NO_SERVER = "no server was given; start the dashboard with --server URL"
 # A report is a page of its own: it has its style inside, and nothing else is let in.
 _REPORT_POLICY = (
     "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
@@ -93,6 +98,8 @@ def create_app(settings: Settings) -> FastAPI:
         filters=views.FILTERS,
     )
     runs = Runs(settings.runs, settings.score)
+    watch = None if settings.server is None else Watch(settings.server)
+    searches = Searches()
     get = functools.partial(app.api_route, methods=["GET", "HEAD"], include_in_schema=False)
 
     def page(template: str, here: str = "", code: int = 200, **values: Any) -> HTMLResponse:
@@ -178,6 +185,18 @@ def create_app(settings: Settings) -> FastAPI:
     def explorer(request: Request) -> HTMLResponse:
         return page("explore.html", "/explore", **explore(request.query_params))
 
+    @get("/goodput")
+    def goodput(request: Request) -> HTMLResponse:
+        told = show(request.query_params, searches, watch, begin=True)
+        return page("goodput.html", "/goodput", **told)
+
+    @get("/goodput/live")
+    def goodput_live(request: Request) -> HTMLResponse:
+        told = show(request.query_params, searches, watch, begin=False)
+        answer = page("goodput_live.html", **told)
+        answer.headers["x-run-state"] = told["state"]
+        return answer
+
     @get("/plans/file/{index}")
     def plan_file(index: str) -> HTMLResponse:
         files = views.plan_files(settings.plans)
@@ -236,17 +255,29 @@ def create_app(settings: Settings) -> FastAPI:
                 return HTMLResponse(page)
         raise HTTPException(404, "there is no such paper")
 
+    def talking(chat: dict[str, Any] | None) -> HTMLResponse:
+        upstream = settings.server
+        models = () if upstream is None else upstream.state().models
+        told = {} if watch is None else views.server(watch)
+        return page("server.html", "/server", server=upstream, models=models, chat=chat, **told)
+
     @get("/server")
     def server() -> HTMLResponse:
-        upstream = settings.server
-        state = None if upstream is None else upstream.state()
-        return page("server.html", "/server", server=upstream, state=state, chat=None)
+        return talking(None)
+
+    @get("/server/live")
+    def server_live() -> HTMLResponse:
+        if watch is None:
+            raise HTTPException(404, _NO_SERVER)
+        answer = page("server_live.html", server=settings.server, **views.server(watch))
+        answer.headers["x-run-state"] = "running"  # a server that is gone may come back
+        return answer
 
     @app.post(CHAT, include_in_schema=False)
     async def chat(request: Request) -> Response:
         upstream = settings.server
         if upstream is None:
-            raise HTTPException(404, "no server was given; start the dashboard with --server URL")
+            raise HTTPException(404, _NO_SERVER)
         body = await _body(request)
         if request.headers.get("content-type", "").startswith("application/json"):
             model, messages = _conversation(body)
@@ -264,19 +295,19 @@ def create_app(settings: Settings) -> FastAPI:
             ).encode()
         )
 
-        def answered() -> tuple[str, str]:
-            text = ""
+        def answered() -> HTMLResponse:
+            pieces: list[Piece] = []
+            error = ""
             try:
                 for piece in upstream.stream(model, messages):
-                    text += piece
+                    pieces.append(piece)  # what came before an error is shown
             except ServeError as cause:
-                return text, str(cause)
-            return text, ""
+                error = str(cause)
+            text = "".join(piece.text for piece in pieces)
+            tokens = [token for piece in pieces for token in piece.tokens]
+            return talking({"message": said, "answer": text, "tokens": tokens, "error": error})
 
-        text, error = await run_in_threadpool(answered)
-        state = await run_in_threadpool(upstream.state)
-        spoken = {"message": said, "answer": text, "error": error}
-        return page("server.html", "/server", server=upstream, state=state, chat=spoken)
+        return await run_in_threadpool(answered)
 
     @app.exception_handler(HTTPException)
     def refused(_request: Request, error: HTTPException) -> HTMLResponse:
@@ -349,7 +380,7 @@ def _lines(
     """The answer as JSON lines: pieces of text, then that it is done, or what went wrong."""
     try:
         for piece in upstream.stream(model, messages):
-            yield json.dumps({"text": piece}) + "\n"
+            yield json.dumps(dataclasses.asdict(piece)) + "\n"
         yield json.dumps({"done": True}) + "\n"
     except ServeError as cause:
         yield json.dumps({"error": str(cause)}) + "\n"

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 
 from shoal.app.dash.runs import Events, number
+from shoal.app.dash.watch import WINDOW_S, Moment
 from shoal.core.errors import MachineError
 from shoal.core.svg import Band, Chart, Series
 from shoal.cost.score import Row
 from shoal.ir import Machine, Plan, ServePlan
 from shoal.machine.roofline import attainable, ridge
 
-__all__ = ["of_machine", "of_run", "of_score"]
+__all__ = ["of_machine", "of_run", "of_score", "of_server"]
 
 # On a phone a picture shrinks to some 340 px; its text must stay legible.
 WIDTH, HEIGHT = 430, 250
@@ -131,4 +132,59 @@ def of_machine(machine: Machine) -> Chart | None:
         log_y=True,
         width=WIDTH,
         height=HEIGHT + 20,
+    )
+
+
+# Places and values that a picture of the server has in any case: a minute, and from nothing on.
+_LAST_S, _FROM = (-60.0, 0.0), (0.0, 1.0)
+# Of the server: title, unit, factor to the unit, (name in the legend, name of the value).
+_LIVE: tuple[tuple[str, str, float, tuple[tuple[str, str], ...]], ...] = (
+    ("Time to the first token", "ms", 1e3, (("median", "ttft_p50"), ("p99", "ttft_p99"))),
+    ("Time between two tokens", "ms", 1e3, (("median", "gap_p50"), ("p99", "gap_p99"))),
+    ("Requests", "requests", 1.0, (("running", "running"), ("waiting", "waiting"))),
+    ("Cache in use", "%", 100.0, (("cache", "cache"),)),
+    (f"Preemptions in {WINDOW_S:.0f} s", "preemptions", 1.0, (("preemptions", "preemptions"),)),
+)
+
+
+def of_server(moments: Sequence[Moment]) -> list[tuple[str, Chart | None]]:
+    """(title, picture) of what was seen of a server; None for what has no value yet."""
+    found: list[tuple[str, Chart | None]] = []
+    for title, unit, factor, lines in _LIVE:
+        series = [
+            _past(name, moments, [factor * one.get(value) for one in moments])
+            for name, value in lines
+        ]
+        found.append((title, _moving(title, unit, series)))
+    written = _past("tokens", moments, [one.rate("tokens") for one in moments])
+    found.append(("Tokens written per second", _moving("Tokens written", "tokens/s", [written])))
+    return found
+
+
+def _past(name: str, moments: Sequence[Moment], values: Sequence[float]) -> Series:
+    return Series(name, [one.at - moments[-1].at for one in moments], values, broken=True)
+
+
+def _moving(title: str, unit: str, series: Sequence[Series]) -> Chart | None:
+    last = [
+        (one.name, [y for y in one.y if math.isfinite(y)][-1])
+        for one in series
+        if any(math.isfinite(y) for y in one.y)
+    ]
+    if not last:
+        return None
+    told = ", ".join(
+        f"{name} {value:.4g} {unit}" if len(series) > 1 else f"{value:.4g} {unit}"
+        for name, value in last
+    )
+    return Chart(
+        title=title,
+        description=f"{title} over the last minutes; at last {told}.",
+        x_label="seconds from now",
+        y_label=unit,
+        series=series,
+        cover_x=_LAST_S,
+        cover_y=_FROM,
+        width=WIDTH,
+        height=HEIGHT - 30,
     )

@@ -22,7 +22,7 @@ from shoal.plan.strategy import PLANNERS
 from shoal.plan.strategy.objective import UNITS
 from shoal.plan.whatif import Answer, what_if
 
-__all__ = ["explore"]
+__all__ = ["check_machine", "explore"]
 
 _MACHINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9@.-]{0,63}")
 _SHOWN, _MOST_DEVICES = 5, 4096
@@ -89,8 +89,12 @@ def explore(query: Mapping[str, str]) -> dict[str, Any]:
     return page
 
 
-def _checked(given: Mapping[str, str]) -> _Question:
-    machine = given["machine"]
+def check_machine(machine: str) -> str:
+    """A machine that a visitor named.
+
+    Raises:
+        ConfigError: it may be a file.
+    """
     require(
         _MACHINE.fullmatch(machine) is not None and not machine.endswith((".yaml", ".yml")),
         "machine",
@@ -98,6 +102,11 @@ def _checked(given: Mapping[str, str]) -> _Question:
         expected="a name or a shorthand, such as 16xH100 or 8xA100@IB200",
         error=ConfigError,
     )
+    return machine
+
+
+def _checked(given: Mapping[str, str]) -> _Question:
+    machine = check_machine(given["machine"])
     require(
         given["objective"] in UNITS,
         "objective",

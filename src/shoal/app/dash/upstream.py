@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from shoal.app.dash.scrape import Scrape
 from shoal.core.errors import ServeError, require
 
-__all__ = ["Health", "Upstream"]
+__all__ = ["Health", "Piece", "Token", "Upstream"]
 
 MAX_ANSWER = 4 * 2**20
 MAX_TOKENS = 512
+# Tokens that might have stood in the place of each one.
+ALTERNATIVES = 5
 
 # Metric of the server -> what it means.
 WORDS = {
@@ -46,7 +49,6 @@ MEANS = {
     "inter_token_latency_seconds": "time between two tokens, mean",
     "e2e_request_latency_seconds": "time of a whole request, mean",
 }
-_SAMPLE = re.compile(r"^shoal:(?P<name>\w+)(?:\{[^}]*\})? (?P<value>[0-9.eE+-]+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,34 @@ class Health:
     told: str
     models: tuple[str, ...] = ()
     metrics: tuple[tuple[str, float, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer.
+
+    Args:
+        text: what it spells; a part of a letter is a question mark in a diamond.
+        share: its probability, 0 to 1.
+        top: (text, probability) of the likeliest in its place, likeliest first.
+    """
+
+    text: str
+    share: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What has come of an answer.
+
+    Args:
+        text: its letters.
+        tokens: the tokens that they are; none if the server does not tell.
+    """
+
+    text: str
+    tokens: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,44 +133,66 @@ class Upstream:
             return Health(answers=False, ready=False, told=str(cause))
         if status == 200:
             return Health(answers=True, ready=True, told="ready")
-        return Health(answers=True, ready=False, told=_complaint(status, text))
+        return Health(answers=True, ready=False, told=self._complaint(status, text))
 
     def state(self, timeout_s: float = 1.0) -> Health:
-        """How it is, with its models and metrics."""
+        """How it is, with its models."""
         health = self.health(timeout_s)
         if not health.answers:
             return health
         try:
             status, text = self._get("/v1/models", timeout_s)
-            if status != 200:
-                told = _complaint(status, text)
-                return Health(answers=True, ready=health.ready, told=f"{health.told}; {told}")
-            models = tuple(str(model["id"]) for model in json.loads(text)["data"])
-            status, text = self._get("/metrics", timeout_s)
         except ServeError as cause:
             return Health(answers=True, ready=False, told=str(cause))
+        if status != 200:
+            told = self._complaint(status, text)
+            return Health(answers=True, ready=health.ready, told=f"{health.told}; {told}")
+        try:
+            models = tuple(str(model["id"]) for model in json.loads(text)["data"])
         except (ValueError, KeyError, TypeError):
             return Health(
                 answers=True, ready=False, told=f"{self.url} lists no models; is it shoal serve?"
             )
-        metrics = _in_words(text) if status == 200 else ()
-        return Health(True, health.ready, health.told, models, metrics)
+        return Health(True, health.ready, health.told, models)
 
-    def stream(self, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
+    def numbers(self, timeout_s: float = 1.0) -> tuple[Health, Scrape | None]:
+        """How it is, and its page of metrics; None if it gives none, and then it says why."""
+        health = self.health(timeout_s)
+        if not health.answers:
+            return health, None
+        try:
+            status, text = self._get("/metrics", timeout_s)
+        except ServeError as cause:
+            return Health(answers=False, ready=False, told=str(cause)), None
+        if status != 200:
+            return Health(True, False, self._complaint(status, text)), None
+        page = Scrape.of(text)
+        if not page.sums:
+            told = f"{self.url} has no metrics of Shoal; is it shoal serve?"
+            return Health(answers=True, ready=False, told=told), None
+        return Health(True, health.ready, health.told, metrics=_in_words(page)), page
+
+    def stream(self, model: str, messages: list[dict[str, str]]) -> Iterator[Piece]:
         """Pieces of the answer as they come.
 
         What a model has no room for any more, the oldest messages, is left out.
 
+        Args:
+            model: its name; empty for the first that the server has.
+            messages: the conversation.
+
         Raises:
             ServeError: the server refuses, does not answer or breaks off.
         """
-        room = self._room(model)
+        model, room = self._room(model)
         new = MAX_TOKENS if room is None else max(1, min(MAX_TOKENS, room // 4))
         body = {
             "model": model,
             "messages": messages if room is None else _newest(messages, 2 * (room - new)),
             "max_tokens": new,
             "stream": True,
+            "logprobs": True,
+            "top_logprobs": ALTERNATIVES,
         }
         connection = self._connection(timeout_s=60.0)
         try:
@@ -153,26 +205,27 @@ class Upstream:
             answer = connection.getresponse()
             if answer.status != 200:
                 text = answer.read(MAX_ANSWER).decode(errors="replace")
-                raise ServeError(_complaint(answer.status, text))
+                raise ServeError(self._complaint(answer.status, text))
             yield from self._pieces(answer)
         except (OSError, http.client.HTTPException) as cause:
             raise self._silent(cause) from cause
         finally:
             connection.close()  # the server stops writing for nobody
 
-    def _room(self, model: str) -> int | None:
-        """Tokens of one request of the model, prompt and answer; None if it is not told."""
+    def _room(self, model: str) -> tuple[str, int | None]:
+        """Name of the model, and tokens of one request of it, prompt and answer, if told."""
         status, text = self._get("/v1/models", 5.0)
         if status != 200:
-            raise ServeError(_complaint(status, text))
+            raise ServeError(self._complaint(status, text))
         try:
             found = {entry["id"]: entry.get("max_model_len") for entry in json.loads(text)["data"]}
         except (ValueError, KeyError, TypeError, AttributeError) as cause:
             raise ServeError(f"{self.url} lists no models; is it shoal serve?") from cause
+        model = model or next(iter(found), "")
         room = found.get(model)
-        return room if isinstance(room, int) and room > 0 else None
+        return model, room if isinstance(room, int) and room > 0 else None
 
-    def _pieces(self, answer: http.client.HTTPResponse) -> Iterator[str]:
+    def _pieces(self, answer: http.client.HTTPResponse) -> Iterator[Piece]:
         left = MAX_ANSWER
         while line := answer.readline(min(left, 65536)):
             left -= len(line)
@@ -188,9 +241,9 @@ class Upstream:
                 if "error" in event:
                     raise ServeError(str(event["error"]["message"]))
                 for choice in event["choices"]:
-                    piece = choice["delta"].get("content")
-                    if piece:
-                        yield str(piece)
+                    piece = Piece(str(choice["delta"].get("content") or ""), _tokens(choice))
+                    if piece.text or piece.tokens:
+                        yield piece
             except (ValueError, KeyError, TypeError, AttributeError) as cause:
                 raise ServeError(f"{self.url}: sent what is no part of an answer") from cause
         raise ServeError(f"{self.url}: the answer broke off")
@@ -219,6 +272,22 @@ class Upstream:
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.key}"} if self.key else {}
 
+    def _complaint(self, status: int, text: str) -> str:
+        """What a refusal says: the message of the one error shape, or its status."""
+        if status == 401:
+            if self.key:
+                return (
+                    "the server refuses the key in SHOAL_API_KEY; start the dashboard with its own"
+                )
+            return "the server wants its API key; start the dashboard with SHOAL_API_KEY set"
+        try:
+            message: Any = json.loads(text)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = ""
+        if message:
+            return f"{message} (status {status})"
+        return f"the server answers with status {status}"
+
     def _silent(self, cause: Exception) -> ServeError:
         why = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         return ServeError(f"{self.url}: does not answer ({why}); is `shoal serve` running there?")
@@ -237,26 +306,30 @@ def _newest(messages: list[dict[str, str]], letters: int) -> list[dict[str, str]
     return messages[first:]
 
 
-def _complaint(status: int, text: str) -> str:
-    """What a refusal says: the message of the one error shape, or its status."""
-    try:
-        message: Any = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = ""
-    if status == 401:
-        return "the server wants its API key; start the dashboard with SHOAL_API_KEY set"
-    return f"{message} (status {status})" if message else f"the server answers with status {status}"
+def _tokens(choice: Any) -> tuple[Token, ...]:
+    """The tokens of a choice with their probabilities; none if it has no log probabilities."""
+    told = choice.get("logprobs") or {}
+    return tuple(
+        Token(
+            str(one["token"]),
+            _share(one["logprob"]),
+            tuple((str(o["token"]), _share(o["logprob"])) for o in one.get("top_logprobs") or ()),
+        )
+        for one in told.get("content") or ()
+    )
 
 
-def _in_words(text: str) -> tuple[tuple[str, float, str], ...]:
+def _share(logprob: float) -> float:
+    return math.exp(min(0.0, float(logprob)))
+
+
+def _in_words(page: Scrape) -> tuple[tuple[str, float, str], ...]:
     """What people want to know of a page of metrics; values of several labels are added."""
-    sums: dict[str, float] = {}
-    for match in _SAMPLE.finditer(text):
-        sums[match["name"]] = sums.get(match["name"], 0.0) + float(match["value"])
+    sums = page.sums
     found = [(words, sums[name], "") for name, words in WORDS.items() if name in sums]
     for name, words in WHOLES.items():
         if name in sums:
-            found.append((words, 100 * sums[name], "%"))
+            found.append((words, 100 * page.mean(name), "%"))
     for part, whole, words in SHARES:
         if part in sums and sums.get(whole):
             found.append((words, 100 * sums[part] / sums[whole], "%"))

@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 
 from shoal.app.dash import charts
 from shoal.app.dash.runs import FILES, Events, Found, Runs, number, open_inside
+from shoal.app.dash.watch import WINDOW_S, Watch
 from shoal.claims.catalogue import catalogue
 from shoal.claims.gallery.pages import Places, facets
 from shoal.claims.gallery.papers import Paper, counts, index_rows
@@ -42,6 +43,7 @@ __all__ = [
     "plans",
     "run",
     "score",
+    "server",
 ]
 
 _T = TypeVar("_T")
@@ -458,6 +460,14 @@ def score(runs: Runs, quantity: str, page: str, size: int) -> dict[str, Any]:
         "quantity": quantity,
         "num_runs": len({row.recorded_s for row in rows}),
     }
+
+
+def server(watch: Watch) -> dict[str, Any]:
+    """How the server is now, and how it was in the last minutes."""
+    health, moments = watch.look()
+    drawn = charts.of_server(moments)
+    any_ = any(chart is not None for _, chart in drawn)
+    return {"health": health, "charts": drawn if any_ else [], "window": round(WINDOW_S)}
 
 
 # The gallery's pages, at the dashboard's addresses.

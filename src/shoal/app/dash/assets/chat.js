@@ -57,6 +57,7 @@
     bubble("You", text);
     box.value = "";
     const words = bubble("Model", "");
+    tokens.watch(words);
     // Read as a whole when it is done, not letter by letter.
     talk.setAttribute("aria-busy", "true");
     try {
@@ -73,7 +74,7 @@
       for await (const line of lines(answer.body)) {
         if (line.error) throw new Error(line.error);
         if (line.done) whole = true;
-        if (line.text) words.textContent += line.text;
+        if (line.text) tokens.add(words, line);
         talk.scrollTop = talk.scrollHeight;
       }
       if (!whole) throw new Error("the answer broke off");

@@ -1,10 +1,10 @@
-// Fetches the part of a page that changes while a run goes on. Without this file the
+// Fetches the parts of a page that change while something goes on. Without this file the
 // reload link does the same.
 "use strict";
 (() => {
   const EVERY_MS = 2000;
   const place = document.querySelector("[data-live]");
-  const content = document.querySelector("[data-live-content]");
+  const parts = document.querySelectorAll("[data-live-content]");
   const status = document.querySelector("[data-live-status]");
   const pause = document.querySelector("[data-live-pause]");
   let paused = false;
@@ -20,19 +20,32 @@
     if (!paused) timer = setTimeout(update, EVERY_MS);
   }
 
+  function show(html) {
+    const fresh = document.createElement("template");
+    fresh.innerHTML = html;
+    for (const part of parts) {
+      if (part.contains(document.activeElement)) continue;
+      // One part without a name is all that was fetched.
+      const name = part.dataset.liveContent;
+      const found = name && fresh.content.querySelector(`[data-live-content="${name}"]`);
+      part.innerHTML = name ? found.innerHTML : html;
+    }
+  }
+
   async function update() {
-    if (document.hidden || content.contains(document.activeElement)) return next();
+    const held = parts.length === 1 && parts[0].contains(document.activeElement);
+    if (document.hidden || held) return next();
     try {
       const answer = await fetch(place.dataset.live, { credentials: "same-origin" });
       if (!answer.ok) throw new Error(`status ${answer.status}`);
-      content.innerHTML = await answer.text();
+      show(await answer.text());
       const state = answer.headers.get("x-run-state");
       if (state !== "running") {
-        say(`This run is over: ${state}.`);
+        say(`${place.dataset.liveOver}: ${state}.`);
         pause.hidden = true;
         return;
       }
-      say("This run goes on; the numbers update by themselves.");
+      say(place.dataset.liveOn);
     } catch {
       say("The dashboard does not answer; trying again.");
     }
@@ -43,7 +56,7 @@
   pause.addEventListener("click", () => {
     paused = !paused;
     pause.setAttribute("aria-pressed", String(paused));
-    say(paused ? "Updates are paused." : "This run goes on; the numbers update by themselves.");
+    say(paused ? "Updates are paused." : place.dataset.liveOn);
     next();
   });
   next();
