@@ -12,9 +12,9 @@ to be the best.
 Sources: Jones, Schonlau and Welch, Efficient Global Optimization of Expensive Black-box
 Functions, 1998; Ginsbourger, Le Riche and Carraro, Kriging Is Well-suited to Parallelize
 Optimization, 2010 (constant liar); Huang et al., Global Optimization of Stochastic Black-box
-Systems via Sequential Kriging Meta-models, 2006 (noise); Gardner et al., Bayesian Optimization with Inequality
-Constraints, 2014 (what a configuration needs); Dash et al., Optimizing Distributed Training on
-Frontier for Large Language Models, 2023 (the use, with failures).
+Systems via Sequential Kriging Meta-models, 2006 (noise); Gardner et al., Bayesian Optimization
+with Inequality Constraints, 2014 (what a configuration needs); Dash et al., Optimizing
+Distributed Training on Frontier for Large Language Models, 2023 (the use, with failures).
 """
 
 from __future__ import annotations

@@ -103,9 +103,9 @@ def job_of(job: ServeJob, config: Config) -> ServeJob:
     for name, value in config.items():
         require(name in KNOBS, "tune.config", name, expected=f"one of {', '.join(KNOBS)}")
         if name == "block_size":
-            raw["kv"] = {**raw.get("kv", {}), "block_size": value}
+            raw["kv"] = {"name": job.kv.name, **job.kv.options, name: value}
         elif name == "chunked":
-            raw["scheduler"] = {**raw.get("scheduler", {}), "chunked": value}
+            raw["scheduler"] = {"name": job.scheduler.name, **job.scheduler.options, name: value}
         else:
             raw[name] = value
     return parse(ServeJob, raw, where="tune")
