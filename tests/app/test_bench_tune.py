@@ -10,10 +10,10 @@ from typer.testing import CliRunner, Result
 
 pytest.importorskip("torch")
 
-from shoal.app.commands.bench import app  # noqa: E402
-from shoal.cost.workloads.trace import write_trace  # noqa: E402
-from shoal.ir import Arrival, ServeJob  # noqa: E402
-from shoal.plan.tune.protocols import Study  # noqa: E402
+from shoal.app.commands.bench import app
+from shoal.cost.workloads.trace import write_trace
+from shoal.ir import Arrival, ServeJob
+from shoal.plan.tune.protocols import Study
 
 
 def tune(*words: str) -> Result:

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shoal.core.errors import ServeError  # noqa: E402
+from shoal.core.errors import ConfigError, ServeError  # noqa: E402
 from shoal.cost.workloads.chat import Chat  # noqa: E402
 from shoal.ir import ServeJob  # noqa: E402
 from shoal.plan.tune import TUNERS  # noqa: E402
@@ -47,8 +47,6 @@ def test_a_workload_is_served_for_real(runner):
         ({"max_running": 1}, 0.0, "out of time"),
         ({"kv_tokens": 16}, 30.0, ""),
         ({"kv_tokens": 10**12}, 30.0, "kv_tokens"),
-        ({"kv_tokens": 100, "block_size": 64}, 30.0, ""),
-        ({"block_size": 7}, 30.0, "block_size"),
     ],
 )
 def test_what_fails_is_a_sample(runner, config, seconds, why):
@@ -56,6 +54,11 @@ def test_what_fails_is_a_sample(runner, config, seconds, why):
     assert sample.failed
     assert why in sample.failed
     assert sample.throughput == 0
+
+
+def test_a_value_that_cannot_be_is_refused(runner):
+    with pytest.raises(ConfigError, match="block_size = 0"):
+        runner.measure({"block_size": 0}, WORKLOAD, 30.0)
 
 
 def test_faults_of_the_program_are_no_samples():
@@ -68,12 +71,17 @@ def test_faults_of_the_program_are_no_samples():
 
 def test_tuning_for_real(runner):
     space = serving_space(
-        {"max_running": (1, 4), "max_step_tokens": (64,), "block_size": (8, 7), "kv_tokens": (512,)}
+        {
+            "max_running": (1, 4),
+            "max_step_tokens": (64,),
+            "block_size": (8,),
+            "kv_tokens": (16, 512),
+        }
     )
     objective = ServingObjective(runner=runner, workload=WORKLOAD, repeats=Repeats(first=2, most=2))
     study = tune_serving(TUNERS.build("exhaustive"), space, objective, 4)
-    assert [trial.value is None for trial in study.trials] == [False, True, False, True]
-    assert study.best.config["block_size"] == 8
+    assert [trial.value is None for trial in study.trials] == [True, False, True, False]
+    assert study.best.config["kv_tokens"] == 512
 
 
 def test_generate_is_measured_under_its_knobs(tmp_path, random_model):

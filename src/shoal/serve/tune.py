@@ -100,8 +100,8 @@ def failure(cause: BaseException) -> str:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Medians and tails, by percent as text."""
-    return {str(q): float(np.percentile(values, q)) for q in (50, 95, 99)}
+    """Medians and tails, by percent as text; nothing of nothing."""
+    return {str(q): float(np.percentile(values, q)) for q in (50, 95, 99) if values}
 
 
 def sample_of(served: Sequence[Served], *, memory_bytes: float) -> Sample:
@@ -111,7 +111,7 @@ def sample_of(served: Sequence[Served], *, memory_bytes: float) -> Sample:
     return Sample(
         throughput=sum(one.n_output for one in ended) / max(total, 1e-12),
         latency_s=quantiles([one.finish - one.arrival for one in ended]),
-        ttft_s=quantiles([one.ttft for one in ended]),
+        ttft_s=quantiles([one.ttft for one in ended if not math.isnan(one.first)]),
         memory_bytes=memory_bytes,
         seconds=total,
     )

@@ -61,7 +61,7 @@ def tune(
 
         shoal bench tune --knob max_running=4,8,16 --knob threads=1,2 --picture tune.html
 
-        shoal bench tune MODEL --engine transformers --knob batch=1,4,16 --tuner exhaustive
+        shoal bench tune MODEL --engine transformers --knob batch=1,4,16
 
         shoal bench tune MODEL --warm study-of-the-old-machine.yaml --study here.yaml
     """

@@ -30,7 +30,7 @@ from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.plan.tune import TUNERS
 from shoal.plan.tune.landscape import Landscape, transfer_gain
-from shoal.plan.tune.protocols import Axis, Config, Outcome, Space
+from shoal.plan.tune.protocols import Axis, Config, Outcome, Space, Tuner
 from shoal.plan.tune.serving import serving_space
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["TuneServing"]
 
 _MOVED, _RANDOM = "the other machine's best settings", "random search"
-_SEARCHES, _STARTS = 25, 5
+_SEARCHES, _STARTS = 20, 5
 _CORES = (1, 2)
 _LIMIT_S = 20.0
 
@@ -173,7 +173,9 @@ class TuneServing:
             if importlib.util.find_spec(package) is None:
                 return f"no {package}; install shoal-ml[bench]"
         if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < max(_CORES):
-            return f"needs {max(_CORES)} cores, and a system that can keep a process to some of them"
+            return (
+                f"needs {max(_CORES)} cores, and a system that can keep a process to some of them"
+            )
         return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
@@ -243,9 +245,7 @@ class TuneServing:
                 ]
                 return Outcome(value=float(np.mean(seen)), samples=tuple(seen))
 
-            study = _tuner(as_baseline).tune(
-                _KNOWN, objective, _KNOWN.size, seed=seed + index
-            )
+            study = _tuner(as_baseline).tune(_KNOWN, objective, _KNOWN.size, seed=seed + index)
             good = [_known(trial.config) >= 0.95 * top for trial in study.trials]
             shares.append((good.index(True) + 1) / _KNOWN.size)
             wrong.append(float(Landscape.of(study).peaks() != _KNOWN_PEAKS))
@@ -339,9 +339,7 @@ class TuneServing:
                 with _on(cores):
                     weights, _ = weights_of(job)
                     found["shoal", model, cores] = ShoalRunner(job=job, model=weights)
-                    found["generate", model, cores] = GenerateRunner.load(
-                        str(where), threads=cores
-                    )
+                    found["generate", model, cores] = GenerateRunner.load(str(where), threads=cores)
         return found
 
     def _workload(self, context: Context, model: str) -> Sequence[Arrival]:
@@ -359,9 +357,11 @@ class TuneServing:
         return found
 
 
-def _tuner(as_baseline: bool):  # type: ignore[no-untyped-def]
-    name = {"name": "random"} if as_baseline else {"name": "bayes", "starts": _STARTS}
-    return TUNERS.build(name)
+def _tuner(as_baseline: bool) -> Tuner:
+    found: Tuner = TUNERS.build(
+        {"name": "random"} if as_baseline else {"name": "bayes", "starts": _STARTS}
+    )
+    return found
 
 
 @contextmanager

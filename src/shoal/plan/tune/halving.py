@@ -67,10 +67,17 @@ class Halving:
         free = [row for row in order(space, seed, elsewhere) if tuple(rows[row]) not in seen]
         found: dict[int, Trial] = {}
         going = [int(row) for row in free[: max(0, trials - len(history))]]
-        share = self.least if isinstance(objective, Partial) else 1.0
+        asked: object = objective
+        partial = asked if isinstance(asked, Partial) else None
+        share = self.least if partial is not None else 1.0
         while going:
             for row in going:
-                found[row] = _tried(space.config(rows[row]), objective, share)
+                config = space.config(rows[row])
+                if partial is not None and share < 1:
+                    outcome = partial.part(config, share)
+                    found[row] = Trial(config=config, **outcome.model_dump(exclude={"config"}))
+                else:
+                    found[row] = Trial.of(config, objective)
                 if progress is not None:
                     progress(len(history) + len(found), trials, f"{share:.0%} of a measurement")
             if share >= 1:
@@ -83,12 +90,3 @@ class Halving:
             share = min(1.0, share * self.factor)
         made = (*history, *found.values())
         return Study(tuner="halving", space=space, trials=made, seed=seed)
-
-
-def _tried(
-    config: dict[str, bool | int | float | str], objective: Objective, share: float
-) -> Trial:
-    if share < 1 and isinstance(objective, Partial):
-        outcome = objective.part(config, share)
-        return Trial(config=config, **outcome.model_dump(exclude={"config"}))
-    return Trial.of(config, objective)

@@ -104,8 +104,7 @@ class GenerateRunner:
                 done.finish = now
                 served.append(done)
         weights = sum(p.nbytes for p in self.model.parameters())
-        found = sample_of(served, memory_bytes=float(weights + cache_bytes))
-        return found.model_copy(update={"ttft_s": {}})
+        return sample_of(served, memory_bytes=float(weights + cache_bytes))
 
     def _generate(
         self, some: Sequence[Arrival], widest: int, most: int, seconds: float
