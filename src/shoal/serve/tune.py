@@ -59,7 +59,7 @@ class ShoalRunner:
             torch.set_num_threads(job.threads or torch.get_num_threads())
             engine, _, runner = engine_of(job, model)
             # What is made at the first step of an engine is not of this workload.
-            replay(engine, [Arrival(0.0, (0,) * len(workload[0].prompt), 2)])
+            replay(engine, [Arrival(0.0, (0,) * len(workload[0].prompt), 1)])
             began = time.perf_counter()
             served = replay(engine, workload, watch=late)
         except _LateError:
