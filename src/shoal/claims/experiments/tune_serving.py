@@ -156,7 +156,15 @@ class TuneServing:
             evidence="simulated",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="retuned_vs_moved",
+            tried="these settings, models and requests, four rounds: all engines are best with the "
+            "largest batches on one core and on two, and even chosen and judged by the same "
+            "rounds the best is only 1.011x what the moved settings give",
+            value=0.991,
+        ),
+    )
 
     def __post_init__(self) -> None:
         require(bool(self.models), "claim.tune_serving.models", (), expected="at least one")
@@ -185,12 +193,14 @@ class TuneServing:
             return Samples(metrics=metrics)
         lands = context.remember("landscapes", lambda: self._landscapes(context))
         gains: list[float] = []
+        most: list[float] = []
         details: dict[str, JsonValue] = {}
         for engine in _SPACES:
             for model in self.models:
                 for home, away in (_CORES, _CORES[::-1]):
                     found = transfer_gain(lands[engine, model, home], lands[engine, model, away])
                     gains += found
+                    most.append(_most(lands[engine, model, home], lands[engine, model, away]))
                     details[f"{engine}, {model}: gain from {home} to {away} cores"] = [
                         round(gain, 4) for gain in found
                     ]
@@ -226,7 +236,10 @@ class TuneServing:
         spreads = [land.noise[0] for land in lands.values()]
         profile = f"noise of one measurement {min(spreads):.1%} to {max(spreads):.1%}"
         return Samples(
-            metrics=metrics, bounds={"retuned_vs_moved": 1.0}, profile=profile, details=details
+            metrics=metrics,
+            bounds={"retuned_vs_moved": float(np.mean(most))},
+            profile=profile,
+            details=details,
         )
 
     def _on_known(self, seed: int, *, as_baseline: bool) -> dict[str, Paired]:
@@ -355,6 +368,15 @@ class TuneServing:
             answer = round(8 * 4 ** float(draw.random()))
             found.append(Arrival(0.0, tuple(int(one) for one in prompt), answer))
         return found
+
+
+def _most(home: Landscape, away: Landscape) -> float:
+    """The most that tuning again can give: the best mean over that of the moved settings.
+
+    Chosen and judged by the same rounds, so more than it really is.
+    """
+    moved = max(set(home.level) & set(away.level), key=lambda row: home.level[row])
+    return math.exp(max(away.level.values()) - away.level[moved])
 
 
 def _tuner(as_baseline: bool) -> Tuner:
