@@ -255,6 +255,7 @@ def test_catalogue_has_every_system_once() -> None:
         116: "flash_rnn",
         117: "marlin",
         120: "sequence_parallel",
+        122: "tune_serving",
         124: "smash",
         130: "bipolar_int",
         132: "ksort",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.core.errors import ConfigError
 
-__all__ = ["count"]
+__all__ = ["count", "duration"]
 
 
 def count(text: str, option: str = "--tokens") -> int:
@@ -28,4 +28,26 @@ def count(text: str, option: str = "--tokens") -> int:
         found = 0
     if found < 1:
         raise ConfigError(f"{option} = {text!r}: expected a number such as 300M or 20B")
+    return found
+
+
+def duration(text: str, option: str) -> float:
+    """The seconds that an option such as ``--budget 5m`` says.
+
+    Args:
+        text: a number, and s, m or h behind it for seconds, minutes or hours; seconds without.
+        option: which one, for the message.
+
+    Raises:
+        ConfigError: it is no such time, or not above 0.
+    """
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number = text.strip().lower()
+    unit = units.get(number[-1:], 0.0)
+    try:
+        found = float(number[:-1]) * unit if unit else float(number)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1e9:
+        raise ConfigError(f"{option} = {text!r}: expected a time such as 90s, 5m or 1h")
     return found

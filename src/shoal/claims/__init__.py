@@ -43,5 +43,6 @@ CLAIMS = PartTable(
         "ksort": "shoal.claims.experiments.ksort:KSort",
         "longctx": "shoal.claims.experiments.longctx:LongCtx",
         "flover": "shoal.claims.experiments.flover:Flover",
+        "tune_serving": "shoal.claims.experiments.tune_serving:TuneServing",
     },
 )

@@ -10,6 +10,7 @@ import typer
 from shoal.app.commands.bench_compile import compile_, planes
 from shoal.app.commands.bench_pack import pack
 from shoal.app.commands.bench_stream import stream
+from shoal.app.commands.bench_tune import tune
 from shoal.app.show import Format
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ app.command("compile")(compile_)
 app.command("planes")(planes)
 app.command("pack")(pack)
 app.command("stream")(stream)
+app.command("tune")(tune)
 
 _DEFAULT_MODEL = "shoal-4m"
 

@@ -1,7 +1,8 @@
 """plan.tune: search when pricing everything is too much, and failures cost a trial.
 
-The door: the table of tuners. ``protocols`` says what a tuner promises, ``training`` what is
-tuned, ``shapley`` what made the difference.
+The door: the table of tuners. ``protocols`` says what a tuner promises, ``training`` and
+``serving`` what is tuned, ``repeats`` how often something is measured, ``shapley`` what made the
+difference, ``landscape`` where the peaks are.
 """
 
 from shoal.core.parts import PartTable
@@ -13,6 +14,7 @@ TUNERS = PartTable(
     {
         "bayes": "shoal.plan.tune.bayes:Bayes",
         "random": "shoal.plan.tune.random:Random",
+        "halving": "shoal.plan.tune.halving:Halving",
         "exhaustive": "shoal.plan.tune.exhaustive:Exhaustive",
     },
 )

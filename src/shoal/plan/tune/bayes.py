@@ -5,13 +5,16 @@ illegal split) is not dropped: it stays at the worst value that was seen, and fu
 learn what fails: how much of a limited thing a configuration needs, where its trial told, and
 else whether it works at all. The next trial has the largest product of expected improvement and
 probability to work. Trials that are still running are taken for what the surrogate expects
-on average (the constant liar), so several can run at a time.
+on average (the constant liar), so several can run at a time. Where trials were measured time
+after time, the surrogate knows how sure their means are, and improvement is over what it believes
+to be the best.
 
 Sources: Jones, Schonlau and Welch, Efficient Global Optimization of Expensive Black-box
 Functions, 1998; Ginsbourger, Le Riche and Carraro, Kriging Is Well-suited to Parallelize
-Optimization, 2010 (constant liar); Gardner et al., Bayesian Optimization with Inequality
-Constraints, 2014 (what a configuration needs); Dash et al., Optimizing Distributed Training on
-Frontier for Large Language Models, 2023 (the use, with failures).
+Optimization, 2010 (constant liar); Huang et al., Global Optimization of Stochastic Black-box
+Systems via Sequential Kriging Meta-models, 2006 (noise); Gardner et al., Bayesian Optimization
+with Inequality Constraints, 2014 (what a configuration needs); Dash et al., Optimizing
+Distributed Training on Frontier for Large Language Models, 2023 (the use, with failures).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from scipy.special import ndtr
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
-from shoal.plan.tune.protocols import Objective, Progress, Space, Study, Trial, check
+from shoal.plan.tune.protocols import Objective, Progress, Space, Study, Trial, check, order
 from shoal.plan.tune.surrogate import Surrogate, fit_surrogate
 
 __all__ = ["Bayes", "penalised"]
@@ -78,6 +81,7 @@ class Bayes:
         *,
         seed: int = 0,
         history: Sequence[Trial] = (),
+        elsewhere: Sequence[Trial] = (),
         progress: Progress | None = None,
     ) -> Study:
         """See :class:`~shoal.plan.tune.protocols.Tuner`."""
@@ -89,13 +93,13 @@ class Bayes:
         made = list(history)
         free = np.ones(len(rows), dtype=bool)
         free[[where[row] for row in seen]] = False
-        order = generator(seed, purpose="tune random").permutation(len(rows))
+        places = order(space, seed, elsewhere)
         with ThreadPoolExecutor(self.parallel) as pool:
             while len(made) < trials and free.any():
                 wanted = min(self.parallel, trials - len(made), int(free.sum()))
                 if len(made) < self.starts or _blind(made):
                     wanted = min(wanted, max(1, self.starts - len(made)))
-                    chosen = [int(place) for place in order if free[place]][:wanted]
+                    chosen = [int(place) for place in places if free[place]][:wanted]
                     free[chosen] = False
                 else:
                     chosen = self._choose(points, free, done, made, wanted, seed)
@@ -121,6 +125,8 @@ class Bayes:
         values = penalised(made)
         works = np.array([trial.value is not None for trial in made], dtype=float)
         need = np.array([np.nan if t.excess is None else t.excess for t in made], dtype=float)
+        spread = float(values.var()) or 1.0
+        noise = np.array([trial.doubt for trial in made]) / spread
         at = list(done)
         chosen: list[int] = []
         random = generator(seed, purpose="tune candidates", step=len(made))
@@ -133,9 +139,14 @@ class Bayes:
             if works.any():
                 # What failed by its need is learnt there; its own value nobody saw.
                 doubt = np.where(works > 0, 0.0, np.where(need > 0, UNSEEN, FAILED))
+                doubt = doubt + noise
                 surrogate = fit_surrogate(self.surrogate, points[at], values, seed, doubt)
                 step = self.explore * float(values[works > 0].std())
-                gain = _improvement(surrogate, asked, float(values[works > 0].max()) + step)
+                best = values[works > 0]
+                if noise.any():
+                    # The largest of noisy values is too large; what is believed there is not.
+                    best = surrogate.mean(points[at][works > 0])
+                gain = _improvement(surrogate, asked, float(best.max()) + step)
                 # Where nothing is expected to improve, doubt decides.
                 nothing = float(gain.max()) <= 1e-12 * float(values.std())
                 score = score * (surrogate.predict(asked)[1] if nothing else gain)
@@ -146,6 +157,7 @@ class Bayes:
             values = np.append(values, values.mean())
             works = np.append(works, 1.0)
             need = np.append(need, np.nan)  # nobody lies about it
+            noise = np.append(noise, 0.0)
         return chosen
 
     def _odds(

@@ -32,6 +32,7 @@ class Exhaustive:
         *,
         seed: int = 0,
         history: Sequence[Trial] = (),
+        elsewhere: Sequence[Trial] = (),
         progress: Progress | None = None,
     ) -> Study:
         """See :class:`~shoal.plan.tune.protocols.Tuner`.

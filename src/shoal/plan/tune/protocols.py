@@ -12,8 +12,20 @@ from pydantic import model_validator
 
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError, PlanError, require
+from shoal.core.random import generator
 
-__all__ = ["Axis", "Config", "Objective", "Outcome", "Setting", "Space", "Study", "Trial", "Tuner"]
+__all__ = [
+    "Axis",
+    "Config",
+    "Objective",
+    "Outcome",
+    "Partial",
+    "Setting",
+    "Space",
+    "Study",
+    "Trial",
+    "Tuner",
+]
 
 Setting = bool | int | float | str
 Config = Mapping[str, Setting]
@@ -21,6 +33,8 @@ Progress = Callable[[int, int, str], None]
 
 # More are not listed one by one.
 MOST_CONFIGS = 2_000_000
+# Of another machine's trials, so many are tried first.
+WARM = 4
 
 
 class Axis(Value):
@@ -127,6 +141,12 @@ class Space(Value):
             )
         return tuple(axis.values.index(config[axis.name]) for axis in self.axes)
 
+    def has(self, config: Config) -> bool:
+        """Whether the configuration is of this space."""
+        return set(config) == set(self.names) and all(
+            config[axis.name] in axis.values for axis in self.axes
+        )
+
     def points(self, rows: np.ndarray) -> np.ndarray:
         """[N, axes] positions -> [N, axes] places between 0 and 1."""
         columns = [axis.places()[rows[:, n]] for n, axis in enumerate(self.axes)]
@@ -146,11 +166,15 @@ class Outcome(Value):
         failure: why it failed.
         excess: logarithm of what it needs over what there is, such as of memory: below 0
             where it fits, above 0 where that is why it failed; None where nobody knows.
+        samples: what it was measured to be, time after time, where ``value`` is their mean.
+        share: how much of a whole measurement it had, such as of the requests.
     """
 
     value: float | None = None
     failure: str = ""
     excess: float | None = None
+    samples: tuple[float, ...] = ()
+    share: float = 1.0
 
     @model_validator(mode="after")
     def _either(self) -> Self:
@@ -158,8 +182,24 @@ class Outcome(Value):
             raise ConfigError("tune.outcome: give a value, or the reason of a failure")
         return self
 
+    @property
+    def doubt(self) -> float:
+        """Variance of the mean of its samples; 0 where it was not measured again."""
+        if len(self.samples) < 2:
+            return 0.0
+        return float(np.var(self.samples, ddof=1)) / len(self.samples)
+
 
 Objective = Callable[[Config], Outcome | float]
+
+
+@runtime_checkable
+class Partial(Protocol):
+    """An objective that can be asked for less than a whole measurement."""
+
+    def part(self, config: Config, share: float) -> Outcome:
+        """What the configuration gives in this share of a measurement, above 0 to 1."""
+        ...
 
 
 class Trial(Outcome):
@@ -205,7 +245,7 @@ class Study(Value):
 
     @property
     def best(self) -> Trial:
-        """The best trial that did not fail.
+        """The best trial that did not fail, of those that had the largest share.
 
         Raises:
             PlanError: all failed; says why, most frequent reason first.
@@ -219,7 +259,7 @@ class Study(Value):
                 f"tune: none of {len(self.trials)} trials is feasible ({why or 'none was made'}); "
                 "widen the space, use more devices, or try more"
             )
-        return max(found, key=lambda trial: trial.value or 0.0)
+        return max(found, key=lambda trial: (trial.share, trial.value or 0.0))
 
 
 @runtime_checkable
@@ -234,6 +274,7 @@ class Tuner(Protocol):
         *,
         seed: int = 0,
         history: Sequence[Trial] = (),
+        elsewhere: Sequence[Trial] = (),
         progress: Progress | None = None,
     ) -> Study:
         """Look for the configuration with the largest objective; none is tried twice.
@@ -244,12 +285,35 @@ class Tuner(Protocol):
             trials: how many; fewer when the space has no more.
             seed: the same seed makes the same trials.
             history: trials that were made before, which count.
+            elsewhere: trials of another machine. They do not count; the best of them are tried
+                first.
             progress: called with (trials made, trials wanted, what was found).
 
         Raises:
             ConfigError: no trials, or a trial that stands twice in ``history``.
         """
         ...
+
+
+def order(space: Space, seed: int, elsewhere: Sequence[Trial] = ()) -> np.ndarray:
+    """[size] rows of the space, in which order they are tried: at random.
+
+    First come the best of another machine. What this space does not have is left out.
+    """
+    places = generator(seed, purpose="tune random").permutation(space.size)
+    best = sorted(
+        (trial for trial in elsewhere if trial.value is not None),
+        key=lambda trial: (-trial.share, -(trial.value or 0.0)),
+    )
+    first: list[int] = []
+    for trial in best:
+        if len(first) >= WARM:
+            break
+        if space.has(trial.config):
+            sizes = [len(axis.values) for axis in space.axes]
+            first.append(int(np.ravel_multi_index(space.row(trial.config), sizes)))
+    rest = places[~np.isin(places, first)]
+    return np.concatenate([np.array(first, dtype=places.dtype), rest])
 
 
 def check(space: Space, trials: int, history: Sequence[Trial]) -> set[tuple[int, ...]]:

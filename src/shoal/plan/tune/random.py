@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.core.parts import part
-from shoal.core.random import generator
-from shoal.plan.tune.protocols import Objective, Progress, Space, Study, Trial, check
+from shoal.plan.tune.protocols import Objective, Progress, Space, Study, Trial, check, order
 
 __all__ = ["Random"]
 
@@ -26,13 +25,14 @@ class Random:
         *,
         seed: int = 0,
         history: Sequence[Trial] = (),
+        elsewhere: Sequence[Trial] = (),
         progress: Progress | None = None,
     ) -> Study:
         """See :class:`~shoal.plan.tune.protocols.Tuner`."""
         seen = check(space, trials, history)
         rows = space.indices()
         made = list(history)
-        for place in generator(seed, purpose="tune random").permutation(len(rows)):
+        for place in order(space, seed, elsewhere):
             if len(made) >= trials:
                 break
             row = tuple(int(at) for at in rows[place])

@@ -1,0 +1,136 @@
+"""``shoal bench tune``: measure an engine's settings on this machine, and write the best ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.app.counts import duration
+from shoal.app.show import Format
+
+__all__ = ["tune"]
+
+
+def tune(
+    model: Annotated[
+        str, typer.Argument(help="A Hugging Face directory, or a model of the zoo.")
+    ] = "shoal-4m",
+    trace: Annotated[
+        Path | None, typer.Option(help="Your own requests, as JSON lines; chat without.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="The first so many.", min=1)] = None,
+    budget: Annotated[str, typer.Option(help="Time to search, such as 90s or 5m.")] = "5m",
+    goal: Annotated[str, typer.Option(help="throughput, latency or ttft.")] = "throughput",
+    engine: Annotated[str, typer.Option(help="shoal or transformers (its generate).")] = "shoal",
+    knob: Annotated[
+        list[str] | None,
+        typer.Option("--knob", help="knob=value[,value...], such as max_running=4,8,16."),
+    ] = None,
+    tuner: Annotated[str, typer.Option(help="bayes, random, halving or exhaustive.")] = "bayes",
+    trials: Annotated[int, typer.Option(help="Configurations to try at most.", min=1)] = 64,
+    width: Annotated[
+        float, typer.Option(help="Measure again until the mean is sure to this share of it.")
+    ] = 0.05,
+    limit: Annotated[str, typer.Option(help="Longest time of one measurement.")] = "60s",
+    warm: Annotated[
+        Path | None, typer.Option(help="A study of another machine: its best are tried first.")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the job with the best settings, as YAML.")
+    ] = None,
+    study: Annotated[Path | None, typer.Option(help="Write all trials, as YAML.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write the landscape, as HTML.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Measure on a busy machine too.")
+    ] = False,
+    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+) -> None:
+    """Tune the settings of a serving engine by really serving a workload with them.
+
+    Every trial is measured until its mean is known well enough. What runs out of memory or time
+    is a failed trial, from which the search learns.
+
+    **Examples**
+
+        shoal bench tune MODEL --trace trace.jsonl --budget 5m --out best.yaml
+
+        shoal bench tune --knob max_running=4,8,16 --knob threads=1,2 --picture tune.html
+
+        shoal bench tune MODEL --engine transformers --knob batch=1,4,16
+
+        shoal bench tune MODEL --warm study-of-the-old-machine.yaml --study here.yaml
+    """
+    import time
+
+    from shoal.app.show import WorkBar, as_json
+    from shoal.app.tuning import UNITS, engine_of, knob_of, show, summary
+    from shoal.core.config import resolve
+    from shoal.core.errors import require
+    from shoal.core.files import write_atomic
+    from shoal.core.measure import check_quiet
+    from shoal.cost.workloads.choose import choose
+    from shoal.ir import ServeJob
+    from shoal.plan.tune import TUNERS
+    from shoal.plan.tune.landscape_page import page
+    from shoal.plan.tune.protocols import Study
+    from shoal.plan.tune.repeats import Repeats
+    from shoal.plan.tune.serving import GOALS, ServingObjective, job_of, tune_serving
+
+    seconds, limit_s = duration(budget, "--budget"), duration(limit, "--limit")
+    require(goal in GOALS, "--goal", goal, expected=f"one of {', '.join(GOALS)}")
+    require(
+        engine == "shoal" or out is None,
+        "--out",
+        str(out),
+        expected="the engine shoal, whose settings a job can say",
+        hint="keep the trials with --study",
+    )
+    elsewhere = Study.load(warm).trials if warm is not None else ()
+    chosen = choose(None, None if trace is None else str(trace))
+    flags = {"model": model, "workload": chosen and chosen.model_dump(mode="json")}
+    job = resolve(ServeJob, flags=flags, sets=set_ or []).value
+    space, load = engine_of(engine, job, dict(knob_of(word) for word in knob or []))
+    options = {"starts": min(16, max(4, space.size // 10))} if tuner == "bayes" else {}
+    searcher = TUNERS.build({"name": tuner, **options}, where="--tuner")
+    repeats = Repeats(width=width)
+    runner, workload = load(requests)
+    if not anyway:
+        check_quiet(wait_s=60.0)
+    objective = ServingObjective(
+        runner=runner,
+        workload=workload,
+        goal=goal,  # type: ignore[arg-type]
+        repeats=repeats,
+        limit_s=limit_s,
+        until=time.monotonic() + seconds,
+    )
+    with WorkBar("tuning", quiet=quiet) as bar:
+        found = tune_serving(
+            searcher,
+            space,
+            objective,
+            trials,
+            name=tuner,
+            seed=seed,
+            elsewhere=elsewhere,
+            progress=bar,
+        )
+    if study is not None:
+        found.save(study, header="Trials of `shoal bench tune`.")
+        typer.echo(f"saved {study}", err=True)
+    if out is not None:
+        best = job_of(job, found.best.config)
+        best.save(out, header="The best settings of `shoal bench tune`.")
+        typer.echo(f"saved {out}", err=True)
+    if picture is not None:
+        write_atomic(picture, page(found, title=f"{model} with {engine}: {goal}", unit=UNITS[goal]))
+        typer.echo(f"saved {picture}", err=True)
+    if output is Format.json:
+        as_json({"goal": goal, "engine": engine, **summary(found)})
+    else:
+        show(found, UNITS[goal])

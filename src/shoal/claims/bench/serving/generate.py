@@ -1,0 +1,132 @@
+"""Hugging Face ``generate``, measured under its two knobs: size of a batch, and how it is padded.
+
+Requests are taken in batches, each padded on the left to its longest prompt and run to its longest
+answer: ``longest`` in the order in which they came, ``sorted`` by their length, ``full`` in the
+order in which they came with every batch as wide as the longest prompt of all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.core.extras import import_extra
+from shoal.cost.serve_sim import Served
+from shoal.ir import Arrival
+from shoal.plan.tune.protocols import Axis, Config, Setting, Space
+from shoal.plan.tune.serving import Sample
+from shoal.serve.tune import failure, sample_of
+
+__all__ = ["PADDINGS", "GenerateRunner", "generate_space"]
+
+PADDINGS = ("longest", "sorted", "full")
+
+
+def generate_space(
+    batches: Sequence[Setting] = (1, 2, 4, 8, 16, 32), paddings: Sequence[Setting] = PADDINGS
+) -> Space:
+    """The knobs of :class:`GenerateRunner`."""
+    return Space(
+        axes=(
+            Axis(name="batch", values=tuple(batches)),
+            Axis(name="padding", values=tuple(paddings)),
+        )
+    )
+
+
+@dataclass(eq=False, kw_only=True)
+class GenerateRunner:
+    """Serves in this process.
+
+    Args:
+        model: what :meth:`load` gives.
+        threads: that compute; as many as there are if 0.
+    """
+
+    model: Any
+    threads: int = 0
+
+    @classmethod
+    def load(cls, directory: str, *, threads: int = 0) -> GenerateRunner:
+        """The model of a directory.
+
+        Raises:
+            MissingExtraError: transformers is not installed.
+        """
+        transformers: Any = import_extra(
+            "transformers", extra="bench", purpose="measuring Hugging Face generate"
+        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="sdpa"
+        ).eval()
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        return cls(model=model, threads=threads)
+
+    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> Sample:
+        """See :class:`~shoal.plan.tune.serving.Measure`.
+
+        All tokens of a batch are there when it ends, so the time to the first one is not told.
+        """
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        batch, padding = int(config["batch"]), str(config["padding"])
+        places = list(range(len(workload)))
+        if padding == "sorted":
+            places.sort(key=lambda n: len(workload[n].prompt))
+        widest = max(len(one.prompt) for one in workload) if padding == "full" else 0
+        served: list[Served] = []
+        cache_bytes = 0
+        began = time.perf_counter()
+        for first in range(0, len(places), batch):
+            some = [workload[n] for n in places[first : first + batch]]
+            time.sleep(max(0.0, max(one.at for one in some) - (time.perf_counter() - began)))
+            left = seconds - (time.perf_counter() - began)
+            most = max(one.output_tokens for one in some)
+            made = 0
+            if left > 0:
+                try:
+                    made, size = self._generate(some, widest, most, left)
+                except (MemoryError, RuntimeError) as cause:
+                    return Sample(seconds=time.perf_counter() - began, failed=failure(cause))
+                cache_bytes = max(cache_bytes, size)
+            now = time.perf_counter() - began
+            if made < most:
+                said = f"out of time: not served within {seconds:.3g} s"
+                return Sample(seconds=now, failed=said)
+            for n, one in zip(places[first : first + batch], some, strict=True):
+                done = Served(str(n), one.at, len(one.prompt), n_output=one.output_tokens)
+                done.finish = now
+                served.append(done)
+        weights = sum(p.nbytes for p in self.model.parameters())
+        return sample_of(served, memory_bytes=float(weights + cache_bytes))
+
+    def _generate(
+        self, some: Sequence[Arrival], widest: int, most: int, seconds: float
+    ) -> tuple[int, int]:
+        """New tokens of a row, and bytes of the cache."""
+        width = max(widest, *(len(one.prompt) for one in some))
+        ids = torch.zeros((len(some), width), dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, one in enumerate(some):
+            ids[row, width - len(one.prompt) :] = torch.tensor(one.prompt)
+            mask[row, width - len(one.prompt) :] = 1
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=most,
+                min_new_tokens=most,
+                max_time=None if math.isinf(seconds) else seconds,
+            )
+        shape = self.model.config
+        head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head
+        size = len(some) * out.shape[1] * token * next(self.model.parameters()).element_size()
+        return out.shape[1] - width, size

@@ -1,0 +1,409 @@
+"""[122] Hyper-parameters of serving: is their landscape rugged, and is tuning again worth it?
+
+Source: Understanding the Impact of Hyperparameters on LLM Inference Performance: vLLM vs
+HuggingFace Pipelines, 2024.
+
+Two machines are one core and two cores of this one, by affinity; all engines have as many threads
+as cores. On both, two models serve the same requests under every setting of Shoal's engine (most
+requests of a step, its tokens, size of a block) and of Hugging Face ``generate`` (batch, padding),
+round by round, each in a new order. Tuning again is judged in rounds that did not choose.
+
+The quick run searches a landscape that is known, with noise.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.plan.tune import TUNERS
+from shoal.plan.tune.landscape import Landscape, transfer_gain
+from shoal.plan.tune.protocols import Axis, Config, Outcome, Space, Tuner
+from shoal.plan.tune.serving import serving_space
+
+if TYPE_CHECKING:
+    from shoal.ir import Arrival
+    from shoal.plan.tune.serving import Measure
+
+__all__ = ["TuneServing"]
+
+_MOVED, _RANDOM = "the other machine's best settings", "random search"
+_SEARCHES, _STARTS = 20, 5
+_CORES = (1, 2)
+_LIMIT_S = 20.0
+
+_SHOAL = serving_space(
+    {
+        "max_running": (1, 2, 4, 8, 16),
+        "max_step_tokens": (32, 64, 128, 256),
+        "block_size": (8, 32),
+    }
+)
+_GENERATE = Space(
+    axes=(
+        Axis(name="batch", values=(1, 2, 4, 6, 8, 12, 16)),
+        Axis(name="padding", values=("longest", "sorted", "full")),
+    )
+)
+_SPACES = {"shoal": _SHOAL, "generate": _GENERATE}
+
+_KNOWN = serving_space({"max_running": (1, 2, 4, 8, 16, 32, 64), "block_size": (16,)})
+
+
+def _known(config: Config) -> float:
+    """A broad peak and a higher one, in tokens per second; above 16 K both is no memory."""
+    x = math.log2(float(config["max_running"]))
+    y = math.log2(float(config["max_step_tokens"])) - 6
+    high = 120 * math.exp(-((x - 4) ** 2 + (y - 3) ** 2) / 2.5)
+    return 60 + high + 70 * math.exp(-((x - 1) ** 2 + (y - 1) ** 2) / 1.2)
+
+
+_KNOWN_PEAKS = [
+    {"max_running": 16, "max_step_tokens": 512, "block_size": 16},
+    {"max_running": 2, "max_step_tokens": 128, "block_size": 16},
+]
+
+
+@part
+class TuneServing:
+    """Landscapes of two engines on two machines, and what tuning again is worth.
+
+    Args:
+        models: of the zoo, with random weights.
+        requests: served at a time.
+        rounds: times that every setting is measured.
+        noise: of the known landscape, as a share.
+    """
+
+    models: tuple[str, ...] = ("shoal-0.3m", "shoal-4m")
+    requests: int = 16
+    rounds: int = 4
+    noise: float = 0.02
+
+    rows: ClassVar[tuple[int, ...]] = (122,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="retuned_vs_moved",
+            unit="x",
+            statistic="mean",
+            comparison=">=",
+            threshold=1.03,
+            baseline=_MOVED,
+            evidence="mechanism",
+            timing=True,
+            quick=False,
+            paper="9.16 % and 13.7 % on average",
+        ),
+        Metric(
+            name="significant_turns",
+            unit="1",
+            statistic="value",
+            comparison=">=",
+            threshold=1,
+            baseline="none",
+            evidence="mechanism",
+            timing=True,
+            quick=False,
+        ),
+        Metric(
+            name="best_over_worst",
+            unit="x",
+            statistic="value",
+            comparison=">=",
+            threshold=2,
+            baseline="the worst settings",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="search_share",
+            unit="1",
+            statistic="mean",
+            comparison="<=",
+            threshold=0.4,
+            baseline=_RANDOM,
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="known_search_share",
+            unit="1",
+            statistic="mean",
+            comparison="<=",
+            threshold=0.4,
+            baseline=_RANDOM,
+            evidence="simulated",
+        ),
+        Metric(
+            name="known_peaks_missed_or_false",
+            unit="1",
+            statistic="mean",
+            comparison="<=",
+            threshold=0.05,
+            baseline="the known peaks",
+            evidence="simulated",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="retuned_vs_moved",
+            tried="these settings, models and requests, four rounds: all engines are best with the "
+            "largest batches on one core and on two, and even chosen and judged by the same "
+            "rounds the best is only 1.011x what the moved settings give",
+            value=0.991,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        require(bool(self.models), "claim.tune_serving.models", (), expected="at least one")
+        for name, least in (("requests", 1), ("rounds", 2)):
+            value = getattr(self, name)
+            require(
+                value >= least, f"claim.tune_serving.{name}", value, expected=f"{least} or more"
+            )
+        require(0 < self.noise < 1, "claim.tune_serving.noise", self.noise, expected="in (0, 1)")
+
+    def refuses(self, context: Context) -> str | None:
+        """Engines, two cores, and a way to keep to one of them."""
+        for package in ("torch", "transformers"):
+            if importlib.util.find_spec(package) is None:
+                return f"no {package}; install shoal-ml[bench]"
+        if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < max(_CORES):
+            return (
+                f"needs {max(_CORES)} cores, and a system that can keep a process to some of them"
+            )
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        metrics = self._on_known(context.seed, as_baseline=as_baseline)
+        if quick:
+            return Samples(metrics=metrics)
+        lands = context.remember("landscapes", lambda: self._landscapes(context))
+        gains: list[float] = []
+        most: list[float] = []
+        details: dict[str, JsonValue] = {}
+        for engine in _SPACES:
+            for model in self.models:
+                for home, away in (_CORES, _CORES[::-1]):
+                    found = transfer_gain(lands[engine, model, home], lands[engine, model, away])
+                    gains += found
+                    most.append(_most(lands[engine, model, home], lands[engine, model, away]))
+                    details[f"{engine}, {model}: gain from {home} to {away} cores"] = [
+                        round(gain, 4) for gain in found
+                    ]
+        shares = []
+        for (engine, model, cores), land in lands.items():
+            share = self._shares(land, context.seed, as_baseline=as_baseline)
+            shares += share
+            details[f"{engine}, {model}, {cores} cores"] = {
+                "best": dict(land.best),
+                "best_over_worst": round(land.ratio, 3),
+                "noise": round(land.noise[0], 4),
+                "peaks": [dict(peak) for peak in land.peaks()],
+                "turns": [f"{turn.axis} at {turn.config}" for turn in land.turns()],
+                "search_share": round(float(np.mean(share)), 3),
+                "samples": {
+                    ", ".join(map(str, land.space.config(row).values())): [
+                        round(value, 2) for value in values
+                    ]
+                    for row, values in land.samples.items()
+                },
+            }
+        metrics |= {
+            # Moved settings in the place of tuned ones: no gain at all.
+            "retuned_vs_moved": Paired(
+                method=tuple(1.0 if as_baseline else 1 + gain for gain in gains)
+            ),
+            "significant_turns": Paired(
+                method=(float(sum(len(land.turns()) for land in lands.values())),)
+            ),
+            "best_over_worst": Paired(method=tuple(land.ratio for land in lands.values())),
+            "search_share": Paired(method=tuple(shares)),
+        }
+        spreads = [land.noise[0] for land in lands.values()]
+        profile = f"noise of one measurement {min(spreads):.1%} to {max(spreads):.1%}"
+        return Samples(
+            metrics=metrics,
+            bounds={"retuned_vs_moved": float(np.mean(most))},
+            profile=profile,
+            details=details,
+        )
+
+    def _on_known(self, seed: int, *, as_baseline: bool) -> dict[str, Paired]:
+        """Searches of the known landscape, and its peaks as they are seen through noise."""
+        top = max(map(_known, _KNOWN.configs()))
+        shares, wrong = [], []
+        for index in range(_SEARCHES):
+            draw = generator(seed, purpose="known landscape", index=index)
+
+            def objective(config: Config, draw: np.random.Generator = draw) -> Outcome:
+                if float(config["max_running"]) * float(config["max_step_tokens"]) > 2**14:
+                    return Outcome(failure="out of memory")
+                seen = [
+                    _known(config) * (1 + self.noise * float(draw.standard_normal()))
+                    for _ in range(3)
+                ]
+                return Outcome(value=float(np.mean(seen)), samples=tuple(seen))
+
+            study = _tuner(as_baseline).tune(_KNOWN, objective, _KNOWN.size, seed=seed + index)
+            good = [_known(trial.config) >= 0.95 * top for trial in study.trials]
+            shares.append((good.index(True) + 1) / _KNOWN.size)
+            wrong.append(float(Landscape.of(study).peaks() != _KNOWN_PEAKS))
+        return {
+            "known_search_share": Paired(method=tuple(shares)),
+            "known_peaks_missed_or_false": Paired(method=tuple(wrong)),
+        }
+
+    def _shares(self, land: Landscape, seed: int, *, as_baseline: bool) -> list[float]:
+        """Share of a measured landscape that a search looks at before it has 95 % of the best."""
+        level = {row: float(np.mean(values)) for row, values in land.samples.items()}
+        top = max(level.values())
+
+        def objective(config: Config) -> Outcome:
+            row = land.space.row(config)
+            if row not in level:
+                return Outcome(failure="failed on this machine")
+            return Outcome(value=level[row], samples=tuple(land.samples[row]))
+
+        found = []
+        for index in range(5):
+            study = _tuner(as_baseline).tune(
+                land.space, objective, land.space.size, seed=seed + index
+            )
+            good = [(trial.value or 0.0) >= 0.95 * top for trial in study.trials]
+            found.append((good.index(True) + 1) / land.space.size)
+        return found
+
+    def _landscapes(self, context: Context) -> dict[tuple[str, str, int], Landscape]:
+        """(engine, model, cores) -> what every setting gave, in rounds."""
+        runners = self._runners(context)
+        workloads = {model: self._workload(context, model) for model in self.models}
+        places = [
+            (engine, model, row)
+            for engine, space in _SPACES.items()
+            for model in self.models
+            for row in map(tuple, space.indices().tolist())
+        ]
+        seen: dict[tuple[str, str, int], dict[tuple[int, ...], list[float]]] = {}
+        failed: dict[tuple[str, str, int], set[tuple[int, ...]]] = {}
+        # The first round warms up.
+        for turn in range(-1, self.rounds):
+            for cores in _CORES[:: -1 if turn % 2 else 1]:
+                draw = generator(context.seed, purpose="order of settings", step=turn, index=cores)
+                with _on(cores):
+                    for number, place in enumerate(draw.permutation(len(places))):
+                        if turn < 0 and number >= 16:
+                            break
+                        engine, model, row = places[int(place)]
+                        sample = runners[engine, model, cores].measure(
+                            _SPACES[engine].config(row), workloads[model], _LIMIT_S
+                        )
+                        if turn < 0:
+                            continue
+                        who = (engine, model, cores)
+                        if sample.failed:
+                            failed.setdefault(who, set()).add(row)
+                        else:
+                            seen.setdefault(who, {}).setdefault(row, []).append(sample.throughput)
+                context.progress(f"{cores} cores", max(0, turn) / self.rounds)
+        return {
+            who: Landscape(
+                _SPACES[who[0]],
+                {row: values for row, values in found.items() if row not in failed.get(who, ())},
+                frozenset(failed.get(who, ())),
+            )
+            for who, found in seen.items()
+        }
+
+    def _runners(self, context: Context) -> Mapping[tuple[str, str, int], Measure]:
+        """(engine, model, cores) -> what serves."""
+        from shoal.claims.bench.serving.generate import GenerateRunner
+        from shoal.ir import ServeJob
+        from shoal.model import huggingface
+        from shoal.serve.bench import weights_of
+        from shoal.serve.tune import ShoalRunner
+        from shoal.train import zoo
+
+        found: dict[tuple[str, str, int], Measure] = {}
+        for model in self.models:
+            where = Path(context.work_dir, model)
+            huggingface.write(where, zoo.random(model, context.seed))
+            for cores in _CORES:
+                job = ServeJob(
+                    model=str(where),
+                    precision="fp32",
+                    threads=cores,
+                    max_position=256,
+                    kv_tokens=16 * 256,
+                )
+                with _on(cores):
+                    weights, _ = weights_of(job)
+                    found["shoal", model, cores] = ShoalRunner(job=job, model=weights)
+                    found["generate", model, cores] = GenerateRunner.load(str(where), threads=cores)
+        return found
+
+    def _workload(self, context: Context, model: str) -> Sequence[Arrival]:
+        """Requests that are there from the start: prompts of 8 to 96 tokens, answers of 8 to 32."""
+        from shoal.ir import Arrival
+        from shoal.train import zoo
+
+        draw = generator(context.seed, purpose="requests to tune with")
+        vocab = zoo.config(model).vocab_size
+        found = []
+        for _ in range(self.requests):
+            prompt = draw.integers(0, vocab, round(8 * 12 ** float(draw.random())))
+            answer = round(8 * 4 ** float(draw.random()))
+            found.append(Arrival(0.0, tuple(int(one) for one in prompt), answer))
+        return found
+
+
+def _most(home: Landscape, away: Landscape) -> float:
+    """The most that tuning again can give: the best mean over that of the moved settings.
+
+    Chosen and judged by the same rounds, so more than it really is.
+    """
+    moved = max(set(home.level) & set(away.level), key=lambda row: home.level[row])
+    return math.exp(max(away.level.values()) - away.level[moved])
+
+
+def _tuner(as_baseline: bool) -> Tuner:
+    found: Tuner = TUNERS.build(
+        {"name": "random"} if as_baseline else {"name": "bayes", "starts": _STARTS}
+    )
+    return found
+
+
+@contextmanager
+def _on(cores: int) -> Iterator[None]:
+    """All threads of this process on so many cores, and as many threads as cores."""
+    import torch
+
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+
+    def keep(allowed: set[int]) -> None:
+        for thread in Path("/proc/self/task").iterdir():
+            try:
+                os.sched_setaffinity(int(thread.name), allowed)
+            except ProcessLookupError:  # it has ended
+                continue
+
+    keep(set(sorted(before)[:cores]))
+    torch.set_num_threads(cores)
+    try:
+        yield
+    finally:
+        keep(set(before))
+        torch.set_num_threads(threads)

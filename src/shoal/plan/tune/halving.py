@@ -1,0 +1,92 @@
+"""Successive halving: measure many a little, and the better ones longer.
+
+Every configuration gets a small share of a measurement. Of those that worked the best go on to a
+share that is larger by ``factor``, until the last are measured wholly. An objective that cannot
+be asked for a part is measured wholly at once: then this is random search.
+
+Source: Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter
+Optimization, 2016.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.plan.tune.protocols import (
+    Objective,
+    Partial,
+    Progress,
+    Space,
+    Study,
+    Trial,
+    check,
+    order,
+)
+
+__all__ = ["Halving"]
+
+
+@part
+class Halving:
+    """For many configurations and little time.
+
+    Args:
+        factor: one of so many goes on to a share so many times as large.
+        least: the first share, above 0 to 1.
+    """
+
+    factor: int = 3
+    least: float = 1 / 9
+
+    def __post_init__(self) -> None:
+        require(self.factor >= 2, "tuner.halving.factor", self.factor, expected="2 or more")
+        require(
+            0 < self.least <= 1, "tuner.halving.least", self.least, expected="above 0, at most 1"
+        )
+
+    def tune(
+        self,
+        space: Space,
+        objective: Objective,
+        trials: int,
+        *,
+        seed: int = 0,
+        history: Sequence[Trial] = (),
+        elsewhere: Sequence[Trial] = (),
+        progress: Progress | None = None,
+    ) -> Study:
+        """See :class:`~shoal.plan.tune.protocols.Tuner`.
+
+        ``trials`` are the configurations of the first round.
+        """
+        seen = check(space, trials, history)
+        rows = space.indices()
+        free = [row for row in order(space, seed, elsewhere) if tuple(rows[row]) not in seen]
+        found: dict[int, Trial] = {}
+        going = [int(row) for row in free[: max(0, trials - len(history))]]
+        asked: object = objective
+        partial = asked if isinstance(asked, Partial) else None
+        share = self.least if partial is not None else 1.0
+        while going:
+            for row in going:
+                config = space.config(rows[row])
+                if partial is not None and share < 1:
+                    outcome = partial.part(config, share)
+                    found[row] = Trial(config=config, **outcome.model_dump(exclude={"config"}))
+                else:
+                    found[row] = Trial.of(config, objective)
+                if progress is not None:
+                    progress(len(history) + len(found), trials, f"{share:.0%} of a measurement")
+            if share >= 1:
+                break
+            ranked = sorted(
+                (row for row in going if found[row].value is not None),
+                key=lambda row: -(found[row].value or 0.0),
+            )
+            going = ranked[: math.ceil(len(going) / self.factor)]
+            share = min(1.0, share * self.factor)
+        made = (*history, *found.values())
+        return Study(tuner="halving", space=space, trials=made, seed=seed)
