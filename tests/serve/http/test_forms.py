@@ -183,7 +183,7 @@ def test_reading_calls(size, text, words, names):
 def test_arguments_come_before_the_call_ends():
     reader = CallReader()
     reader.feed('<tool_call>{"name": "f", "arguments": {"a": "lo', last=False)
-    _, parts = reader.feed("ng\", ", last=False)
+    _, parts = reader.feed('ng", ', last=False)
     assert "".join(part.arguments for part in parts).startswith("ng")
 
 
