@@ -154,7 +154,8 @@ def brute_force(problem: Problem) -> float:
 @given(small())
 def test_solver_is_as_good_as_trying_everything(problem: Problem) -> None:
     found = plan_routes(problem, effort=20)
-    exact = search(problem, most=20_000, known=found)
+    # The hardest of these problems that is known takes 25,131 steps to be proven.
+    exact = search(problem, most=100_000, known=found)
     assert violation(problem, found) == ""
     assert violation(problem, exact) == ""
     assert exact.optimal

@@ -91,7 +91,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        self._signal(signal.SIGSTOP)
+        self._rest()
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +112,7 @@ class Engine:
             asked = {"prompts": [list(p) for p in prompts], "new": list(new)}
             answer = self._ask(asked, _BATCH_S)
         finally:
-            self._signal(signal.SIGSTOP)
+            self._rest()
         tokens: list[list[int]] = answer["tokens"]
         if [len(row) for row in tokens] != list(new):
             raise ServeError(
@@ -137,6 +137,12 @@ class Engine:
         return os.pread(self._log.fileno(), min(size, 2**20), max(0, size - 2**20)).decode(
             errors="replace"
         )
+
+    def _rest(self) -> None:
+        """Stop, and wait until it has: the next engine is to be alone."""
+        self._signal(signal.SIGSTOP)
+        with contextlib.suppress(ChildProcessError):  # it has ended, and was asked why
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
