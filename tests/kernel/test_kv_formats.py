@@ -57,9 +57,7 @@ def test_block_floats_are_exact(data, bits, block):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_and_plain_code_agree(text, dtype, monkeypatch):
     form = kv_format(text)
-    source = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 3, 64, generator=source) * torch.exp(3 * torch.randn(64, generator=source))
-    x = x.to(dtype)
+    x = (torch.randn(5, 3, 64) * torch.exp(3 * torch.randn(64))).to(dtype)
     x[2, 1] = 0
     fast = form.encode(x), form.decode(*form.encode(x))
     monkeypatch.setattr(common, "fast", lambda _: False)

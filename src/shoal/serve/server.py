@@ -60,7 +60,7 @@ class ServerOptions:
         origins: web pages that may call.
         limits: what a request may ask for.
         grace_s: s that open answers get to end when the server is stopped; others get 503.
-        traces: where to send traces, as http://localhost:4318; None for nowhere.
+        traces: where to send traces, as http://localhost:4318; nowhere if not given.
         client: how patient to be with the engine.
         factory: what builds the engine.
     """

@@ -63,7 +63,8 @@ class Int8:
             raise not_finite(x_NKd)
         most = x_NKd.abs().amax(-1, keepdim=True).float()
         scales = torch.where(most < 1e-30, torch.zeros_like(most), most / 127)
-        by = torch.where(scales == 0, torch.zeros_like(most), 127 / most)
+        # A number over a tensor would be rounded twice, by way of the tensor's reciprocal.
+        by = torch.where(scales == 0, torch.zeros_like(most), torch.full_like(most, 127) / most)
         codes = (x_NKd.float() * by).round().clamp_(-127, 127).to(torch.int8)
         return codes, scales
 
