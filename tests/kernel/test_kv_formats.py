@@ -70,6 +70,30 @@ def test_compiled_and_plain_code_agree(text, dtype, monkeypatch):
     assert bfp is not None
 
 
+@pytest.mark.parametrize("text", ["int8", "bfp12-b32"])
+def test_heads_of_a_wider_row(text):
+    row = torch.randn(5, 7, 64)
+    for part in (row[:, 2:6], row[:, ::2], row.transpose(0, 1)):
+        expected = kv_format(text).encode(part.contiguous())
+        for a, b in zip(kv_format(text).encode(part), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rows_go_to_their_slots(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(common, "compiler", lambda: None)
+    put = common.writer(torch.device("cpu"))
+    store, wide = torch.zeros(12, 2, 8, dtype=torch.bfloat16), torch.randn(3, 5, 8).bfloat16()
+    for rows in (wide[:, 1:3], wide[:, ::4], wide[:0, :2]):
+        slots = torch.tensor([11, 0, 7])[: len(rows)]
+        put(store, slots, rows)
+        assert torch.equal(store[slots], rows)
+    assert not store[[1, 2, 3, 4, 5, 6, 8, 9, 10]].any()
+    with pytest.raises((KernelError, IndexError), match=r"slot 12 of token 1|out of"):
+        put(store, torch.tensor([0, 12]), wide[:2, :2])
+
+
 @pytest.mark.parametrize("text", ["plain", "int8", "bfp12-b32", "bfp16-b64"])
 def test_layout_is_what_is_stored(text):
     form = kv_format(text)

@@ -38,6 +38,7 @@ from shoal.model.transformer import Transformer
 from shoal.plan.serving import slot_length
 from shoal.serve.adjust import Adjuster
 from shoal.serve.cache import PagedCache, Zeros, token_bytes
+from shoal.serve.captured import Captured
 from shoal.serve.engine import Engine
 from shoal.serve.grammar import Grammars, Vocabulary
 from shoal.serve.host import HostStore, Mover, measure_link
@@ -320,6 +321,9 @@ def engine_of(
         slot_blocks=kv.max_len // kv.block_size if isinstance(kv, Compacting) else 0,
     )
     kernel = attention_kernel(job, model, cache)
+    captured = None
+    if kernel is not None and cache.device.type == "cpu":
+        captured = Captured(model, cache, kernel, job.max_position)
     adjust = Adjuster(Grammars(lambda: vocabulary(job, config)))
     runner = LocalRunner(
         model,
@@ -328,6 +332,7 @@ def engine_of(
         prompts=attention_kernel(job, model, cache, prompts=True),
         exact=job.exact,
         adjust=adjust,
+        captured=captured,
     )
     known = link
     if job.host_tokens:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import Copy
+from shoal.kernel.kv.common import writer
 from shoal.kernel.kv.plain import Plain
 from shoal.kernel.pages import populate
 from shoal.kernel.protocols import KVFormat
@@ -87,6 +88,7 @@ class PagedCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.dtype, self.device = dtype, torch.device(device)
         self.form: KVFormat = form or Plain()
+        self._put = writer(self.device)
         # Tokens in another format are decoded on the way, so they cannot be read in place.
         self.slot_blocks = slot_blocks if isinstance(self.form, Plain) else 0
         slots, heads = num_blocks * block_size, config.num_kv_heads
@@ -131,7 +133,7 @@ class PagedCache:
         """Store new tokens of one layer."""
         for side, new in zip(self._sides[layer], (k_NKd, v_NKd), strict=True):
             for store, coded in zip(side, self.form.encode(new), strict=True):
-                store.index_copy_(0, slots_N, coded)
+                self._put(store, slots_N, coded)
 
     def move(self, copies: Iterable[Copy]) -> None:
         """Copy runs of blocks in all layers; none of them is both read and written."""

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import ServeError, require
-from shoal.ir import Chunk, Step, StepResult
+from shoal.ir import Chunk, Request, Step, StepResult
 from shoal.kernel.protocols import Ready
 from shoal.model.attention import Mixer
 from shoal.model.config import ModelConfig
 from shoal.serve.adjust import Adjuster
 from shoal.serve.attention import Context, PagedAttention
 from shoal.serve.cache import PagedCache
+from shoal.serve.captured import Captured
 from shoal.serve.host import Mover
 from shoal.serve.pooling import Pooler
 from shoal.serve.sampler import choose
@@ -66,6 +67,7 @@ class LocalRunner:
         exact: what a request gets does not depend on what else a step computes, bit for bit.
         adjust: changes scores before tokens are chosen by them.
         mover: of blocks between cache and host; steps without transfers need none.
+        captured: computes steps of single tokens; they are computed as others are without.
         clock: s, for the duration of a step.
 
     Raises:
@@ -82,6 +84,7 @@ class LocalRunner:
         exact: bool = False,
         adjust: Adjuster | None = None,
         mover: Mover | None = None,
+        captured: Captured | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         weight = model.weight
@@ -93,7 +96,7 @@ class LocalRunner:
             error=ServeError,
         )
         self.model, self.cache = model, cache
-        self.mover = mover
+        self.mover, self._captured = mover, captured
         self.attention, self.prompts, self._exact = attention, prompts, exact
         self._clock = clock
         self._adjust = adjust or Adjuster()
@@ -131,13 +134,20 @@ class LocalRunner:
     def _compute(self, step: Step) -> StepResult:
         # Single tokens first and longest context first, as attention wants them.
         chunks = sorted(step.chunks, key=lambda chunk: (chunk.length > 1, -chunk.stop))
+        for chunk in chunks:
+            self._check(chunk)
+        if self._captured is not None:
+            asked = [chunk.request for chunk in chunks if chunk.yields]
+            if len(asked) == len(chunks) and not any(one.params.pooling for one in asked):
+                logits_RV = self._captured(chunks)
+                if logits_RV is not None:
+                    return self._chosen(logits_RV, asked, {}, {})
         token: list[int] = []
         position: list[int] = []
         slot: list[int] = []
         last: list[int] = []
         contexts: list[Context] = []
         for chunk in chunks:
-            self._check(chunk)
             request, first, stop = chunk.request, chunk.start, chunk.stop
             size, blocks = self.cache.block_size, request.blocks
             if chunk.length == 1:
@@ -190,11 +200,20 @@ class LocalRunner:
         logits_RV = model.logits(hidden_RD[: len(wanted)])
         if logits_RV is None:
             return StepResult(tokens={})
+        return self._chosen(logits_RV, requests, vectors, failed)
+
+    def _chosen(
+        self,
+        logits_RV: Tensor,
+        requests: list[Request],
+        vectors: dict[str, list[float]],
+        failed: dict[str, str],
+    ) -> StepResult:
+        """The next token of every row."""
         scores_RV, unable = self._adjust(logits_RV, requests)
         chosen, infos = choose(logits_RV, requests, scores_RV)
         tokens = {request.id: (new,) for request, new in zip(requests, chosen, strict=True)}
-        failed |= unable
-        return StepResult(tokens=tokens, infos=infos, vectors=vectors, failed=failed)
+        return StepResult(tokens=tokens, infos=infos, vectors=vectors, failed=failed | unable)
 
     def _check(self, chunk: Chunk) -> None:
         room = len(chunk.request.blocks) * self.cache.block_size

@@ -105,20 +105,22 @@ class Bfp:
         """
         import torch
 
-        from shoal.kernel.kv.common import fast, not_finite
+        from shoal.kernel.kv.common import fast, not_finite, side_by_side
 
         *rows, d = x_NKd.shape
         self._check(d)
         if fast(x_NKd):
             from shoal.kernel.native import function
 
-            x = x_NKd.contiguous()
+            x, heads, stride = side_by_side(x_NKd)
             codes = x.new_empty((*rows, d * self.mantissa // 8), dtype=torch.uint8)
             exponents = x.new_empty((*rows, d // self.block), dtype=torch.uint8)
-            bad = function("kv", "bfp_encode", "plllllpp", "l")(
+            bad = function("kv", "bfp_encode", "plllllllpp", "l")(
                 x.data_ptr(),
                 x.dtype == torch.bfloat16,
                 x.numel() // d,
+                heads,
+                stride,
                 d,
                 self.block,
                 self.mantissa,

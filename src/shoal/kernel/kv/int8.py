@@ -39,19 +39,21 @@ class Int8:
         """
         import torch
 
-        from shoal.kernel.kv.common import fast, not_finite
+        from shoal.kernel.kv.common import fast, not_finite, side_by_side
 
         *rows, d = x_NKd.shape
         if fast(x_NKd):
             from shoal.kernel.native import function
 
-            x = x_NKd.contiguous()
+            x, heads, stride = side_by_side(x_NKd)
             codes = x.new_empty(x.shape, dtype=torch.int8)
             scales = x.new_empty((*rows, 1), dtype=torch.float32)
-            bad = function("kv", "int8_encode", "plllpp", "l")(
+            bad = function("kv", "int8_encode", "plllllpp", "l")(
                 x.data_ptr(),
                 x.dtype == torch.bfloat16,
                 scales.numel(),
+                heads,
+                stride,
                 d,
                 codes.data_ptr(),
                 scales.data_ptr(),

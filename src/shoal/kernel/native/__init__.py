@@ -6,10 +6,13 @@ pool, whose size ``torch.set_num_threads`` sets. Import torch before a library i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
-from collections.abc import Callable
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from typing import Any
 from shoal.core.measure import num_cores
 from shoal.core.native import build
 
-__all__ = ["FLAGS", "build_all", "function", "library"]
+__all__ = ["FLAGS", "build_all", "function", "library", "recorded_by"]
 
 FLAGS = ("-fopenmp", "-ffp-contract=fast")
 
@@ -77,6 +80,7 @@ def build_all() -> tuple[str, ...]:
 
 
 _TYPES = {
+    "a": ctypes.c_void_p,
     "p": ctypes.c_void_p,
     "l": ctypes.c_int64,
     "i": ctypes.c_int,
@@ -85,17 +89,52 @@ _TYPES = {
 }
 
 
+# (function, letters of its arguments, letter of its result, what it is given)
+Note = Callable[[Any, str, str, Sequence[Any]], None]
+
+
+class _Notes(threading.local):
+    """Who is told of the calls of this thread."""
+
+    note: Note | None = None
+
+
+_NOTES = _Notes()
+
+
+@contextlib.contextmanager
+def recorded_by(note: Note) -> Iterator[None]:
+    """Tell of every call that this thread makes of these functions, before it is made."""
+    before, _NOTES.note = _NOTES.note, note
+    try:
+        yield
+    finally:
+        _NOTES.note = before
+
+
+@functools.cache
 def function(name: str, symbol: str, arguments: str, result: str = "") -> Callable[..., Any]:
     """A function of a library, its types declared.
 
     Args:
         name: of the library.
         symbol: of the function.
-        arguments: a letter each: p pointer, l int64, i int, f float, d double.
+        arguments: a letter each: p pointer, l int64, i int, f float, d double, a the address of
+            an array.
         result: the same, or empty.
     """
     found = getattr(library(name), symbol)
     found.argtypes = [_TYPES[letter] for letter in arguments]
     found.restype = _TYPES[result] if result else None
-    declared: Callable[..., Any] = found
-    return declared
+    arrays = "a" in arguments
+
+    def call(*given: Any) -> Any:
+        if _NOTES.note is not None:
+            _NOTES.note(found, arguments, result, given)
+        if arrays:
+            given = tuple(
+                value.buffer_info()[0] if isinstance(value, array) else value for value in given
+            )
+        return found(*given)
+
+    return call

@@ -92,21 +92,25 @@ int64_t rows_of(int64_t rows, int64_t d, Encode encode) {
 
 }  // namespace
 
-// -1, or the first row with a number that is not finite.
-extern "C" int64_t bfp_encode(const void* x, int64_t half, int64_t rows, int64_t d, int64_t block,
-                              int64_t bits, uint8_t* codes, uint8_t* exponents) {
+// The heads of a token lie side by side, and the next token `stride` numbers further on: -1, or
+// the first row with a number that is not finite.
+extern "C" int64_t bfp_encode(const void* x, int64_t half, int64_t rows, int64_t heads,
+                              int64_t stride, int64_t d, int64_t block, int64_t bits,
+                              uint8_t* codes, uint8_t* exponents) {
   return rows_of(rows, d, [=](int64_t row) {
+    const int64_t at = row / heads * stride + row % heads * d;
     uint8_t *to = codes + row * d * bits / 8, *of = exponents + row * (d / block);
-    return half ? bfp((const uint16_t*)x + row * d, d, block, bits, to, of)
-                : bfp((const float*)x + row * d, d, block, bits, to, of);
+    return half ? bfp((const uint16_t*)x + at, d, block, bits, to, of)
+                : bfp((const float*)x + at, d, block, bits, to, of);
   });
 }
 
-extern "C" int64_t int8_encode(const void* x, int64_t half, int64_t rows, int64_t d, int8_t* codes,
-                               float* scales) {
+extern "C" int64_t int8_encode(const void* x, int64_t half, int64_t rows, int64_t heads,
+                               int64_t stride, int64_t d, int8_t* codes, float* scales) {
   return rows_of(rows, d, [=](int64_t row) {
-    return half ? int8((const uint16_t*)x + row * d, d, codes + row * d, scales + row)
-                : int8((const float*)x + row * d, d, codes + row * d, scales + row);
+    const int64_t at = row / heads * stride + row % heads * d;
+    return half ? int8((const uint16_t*)x + at, d, codes + row * d, scales + row)
+                : int8((const float*)x + at, d, codes + row * d, scales + row);
   });
 }
 
@@ -125,4 +129,15 @@ extern "C" void bfp_decode(const uint8_t* codes, const uint8_t* exponents, int64
       to[i] = float(code * by);
     }
   }
+}
+
+// Rows of bytes to their slots; -1, or the first row whose slot is not there.
+extern "C" int64_t kv_put(char* store, const int64_t* slots, const char* rows, int64_t n,
+                          int64_t bytes, int64_t stride, int64_t num_slots) {
+  for (int64_t row = 0; row < n; row++)
+    if (slots[row] < 0 || slots[row] >= num_slots) return row;
+#pragma omp parallel for if (n * bytes > 100000)
+  for (int64_t row = 0; row < n; row++)
+    std::memcpy(store + slots[row] * bytes, rows + row * stride, bytes);
+  return -1;
 }

@@ -71,51 +71,77 @@ void configure() {
 struct Room {
   alignas(64) float scores[ROWS * KEYS];
   alignas(64) uint16_t weights[ROWS * KEYS];
-  float top[ROWS], sum[ROWS];
+  alignas(64) float top[ROWS], sum[ROWS], worth[ROWS];
 };
 
-// 2^x for x <= 0, to 4e-6: weights are rounded to bf16.
+// What is not seen: no weight, and nothing that is not a number in its difference to any other.
+constexpr float kHidden = -1e30f, kLowest = -1e20f;
+
+// 2^x for x <= 0, to 1e-4: weights are rounded to bf16, which is thirty times as coarse.
 inline __m512 rough_power(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
-  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(x, n);
-  __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(9.6704e-3f), f, _mm512_set1_ps(5.5488e-2f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4022346e-1f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9314703e-1f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(y, n);
+  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(7.802411e-2f), f, _mm512_set1_ps(2.260679e-1f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9583317e-1f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.9992526e-1f));
+  return _mm512_scalef_ps(y, x);  // by the whole part of x
 }
 
-// Weights of a row's scores for N keys, of which it sees `valid`; what its sums so far are worth.
-template <int N>
-inline float weigh_row(Room& room, int64_t r, int64_t valid, __m512 scale) {
-  constexpr int V = N / 16;
-  __m512 x[V];
-  const float* scores = room.scores + r * KEYS;
-#pragma GCC unroll 16
-  for (int i = 0; i < V; i++) x[i] = _mm512_mul_ps(_mm512_load_ps(scores + 16 * i), scale);
-  if (valid < N)
-#pragma GCC unroll 16
-    for (int i = 0; i < V; i++)
-      x[i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY),
-                                low16(std::max<int64_t>(0, valid - 16 * i)), x[i]);
-  __m512 most = x[0];
-#pragma GCC unroll 16
-  for (int i = 1; i < V; i++) most = _mm512_max_ps(most, x[i]);
-  const float top = std::max(room.top[r], _mm512_reduce_max_ps(most));
-  const __m512 tops = _mm512_set1_ps(top);
-  __m512 sum = _mm512_setzero_ps();
-#pragma GCC unroll 16
-  for (int i = 0; i < V; i++) {
-    const __m256i near = (__m256i)_mm512_cvtneps_pbh(rough_power(_mm512_sub_ps(x[i], tops)));
-    _mm256_store_si256((__m256i*)(room.weights + r * KEYS + 16 * i), near);
-    // The weights that are used add up to what they are divided by.
-    sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(near), 16)));
+// Of 16 rows, what `join` makes of the 16 numbers of each, in the order of the rows.
+template <class Join>
+inline __m512 rows16(__m512* x, Join join) {
+  alignas(64) static const int32_t low[4][16] = {
+      {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23},
+      {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27},
+      {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29},
+      {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}};
+  alignas(64) static const int32_t order[16] = {0, 8, 4, 12, 2, 10, 6, 14,
+                                                1, 9, 5, 13, 3, 11, 7, 15};
+#pragma GCC unroll 4
+  for (int level = 0; level < 4; level++) {
+    const int half = 8 >> level;
+    const __m512i a = _mm512_load_si512(low[level]), b = _mm512_add_epi32(a, _mm512_set1_epi32(half));
+#pragma GCC unroll 8
+    for (int i = 0; i < half; i++)
+      x[i] = join(_mm512_permutex2var_ps(x[i], a, x[i + half]),
+                  _mm512_permutex2var_ps(x[i], b, x[i + half]));
   }
-  const float worth = top == room.top[r] ? 1.0f : power1(room.top[r] - top);
-  room.top[r] = top;
-  room.sum[r] = __builtin_fmaf(room.sum[r], worth, _mm512_reduce_add_ps(sum));
-  return worth;
+  return _mm512_permutexvar_ps(_mm512_load_si512(order), x[0]);
+}
+
+// Weights of 16 rows' scores for n keys, and what the sums of the rows so far are worth. Rows are
+// taken together so that none waits for its own largest score.
+inline void weigh(Room& room, int64_t first, int64_t n, __m512 scale) {
+  const float* scores = room.scores + first * KEYS;
+  __m512 x[16];
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; r++) x[r] = _mm512_load_ps(scores + r * KEYS);
+  for (int64_t k = 16; k < n; k += 16)
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; r++) x[r] = _mm512_max_ps(x[r], _mm512_load_ps(scores + r * KEYS + k));
+  const __m512 most = rows16(x, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
+  const __m512 before = _mm512_load_ps(room.top + first);
+  const __m512 top = _mm512_max_ps(before, _mm512_mul_ps(most, scale));
+  const __m512 worth = power(_mm512_sub_ps(before, top));
+  _mm512_store_ps(room.top + first, top);
+  _mm512_store_ps(room.worth + first, worth);
+  const __m512i ones = _mm512_set1_epi16(0x3f80);
+  for (int r = 0; r < 16; r++) {
+    const __m512 less = _mm512_set1_ps(-room.top[first + r]);
+    const float* at = scores + r * KEYS;
+    uint16_t* to = room.weights + (first + r) * KEYS;
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t k = 0; k < n; k += 32) {
+      const __m512 a = rough_power(_mm512_fmadd_ps(_mm512_load_ps(at + k), scale, less));
+      const __m512 b = rough_power(_mm512_fmadd_ps(_mm512_load_ps(at + k + 16), scale, less));
+      const __m512bh near = _mm512_cvtne2ps_pbh(b, a);
+      _mm512_store_si512(to + k, (__m512i)near);
+      // The weights that are used add up to what they are divided by.
+      sum = _mm512_dpbf16_ps(sum, near, (__m512bh)ones);
+    }
+    x[r] = sum;
+  }
+  const __m512 added = rows16(x, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
+  _mm512_store_ps(room.sum + first, _mm512_fmadd_ps(_mm512_load_ps(room.sum + first), worth, added));
 }
 
 // Tiles 0 to 3 sums, 4 and 5 rows, 6 and 7 columns.
@@ -142,7 +168,7 @@ inline void put(float* to, int64_t across) {
 void block(const Layout& l, int64_t row, int64_t rows, int64_t head, Room& room, char* q,
            float* out) {
   const Problem& p = l.p;
-  const int64_t d = p.d, n_rows = ROWS;
+  const int64_t d = p.d;
   const __m512 scale = _mm512_set1_ps(p.scale);
   std::memset(q, 0, ROWS * d * 2);
   std::memset(out, 0, ROWS * d * 4);
@@ -151,7 +177,7 @@ void block(const Layout& l, int64_t row, int64_t rows, int64_t head, Room& room,
     std::memcpy(q + r * d * 2, p.q + (row + r) * p.q_row + head * p.q_head, d * 2);
     limit = std::max(limit, p.seen[row + r]);
   }
-  for (int64_t r = 0; r < n_rows; r++) room.top[r] = kNone, room.sum[r] = 0;
+  for (int64_t r = 0; r < ROWS; r++) room.top[r] = kLowest, room.sum[r] = 0;
   for (int64_t first = 0; first < limit; first += KEYS) {
     const int64_t n = std::min(KEYS, (limit - first + 31) / 32 * 32);
     fence();
@@ -165,16 +191,21 @@ void block(const Layout& l, int64_t row, int64_t rows, int64_t head, Room& room,
         multiply(q + s * 64, d * 2, left + s * TILE, left + (l.steps + s) * TILE);
       put(room.scores + k, KEYS);
     }
-    for (int64_t r = 0; r < n_rows; r++) {
-      const int64_t valid = r < rows ? p.seen[row + r] - first : 0;
-      const float worth = n == KEYS  ? weigh_row<KEYS>(room, r, valid, scale)
-                          : n == 96 ? weigh_row<96>(room, r, valid, scale)
-                          : n == 64 ? weigh_row<64>(room, r, valid, scale)
-                                    : weigh_row<32>(room, r, valid, scale);
-      if (worth == 1.0f) continue;
-      for (int64_t i = 0; i < d; i += 16) {
-        float* at = out + r * d + i;
-        _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_set1_ps(worth)));
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t valid = std::max<int64_t>(0, p.seen[row + r] - first);
+      for (int64_t k = valid / 16 * 16; k < n; k += 16)
+        _mm512_mask_store_ps(room.scores + r * KEYS + k, ~low16(std::max<int64_t>(0, valid - k)),
+                              _mm512_set1_ps(kHidden));
+    }
+    for (int64_t r = 0; r < ROWS; r += 16) {
+      weigh(room, r, n, scale);
+      const __m512 worth = _mm512_load_ps(room.worth + r);
+      uint32_t less = _mm512_cmp_ps_mask(worth, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ);
+      for (; first && less; less &= less - 1) {
+        float* at = out + (r + __builtin_ctz(less)) * d;
+        const __m512 by = _mm512_set1_ps(room.worth[r + __builtin_ctz(less)]);
+        for (int64_t i = 0; i < d; i += 16)
+          _mm512_storeu_ps(at + i, _mm512_mul_ps(_mm512_loadu_ps(at + i), by));
       }
     }
     fence();

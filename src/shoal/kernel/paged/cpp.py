@@ -78,7 +78,7 @@ class Cpp(BaseKernel):
         form = kv_format(call.format)
         check = checked(call)
         library, symbol = self._symbol(call)
-        attention = function(library, symbol, "p", "l")
+        attention = function(library, symbol, "a", "l")
         half = int(call.dtype == "bf16")
         kind, block = 0, 1
         if isinstance(form, Int8):
@@ -130,7 +130,7 @@ class Cpp(BaseKernel):
                     len(stored(keys)[0]), block,
                 ),
             )  # fmt: skip
-            problem = attention(arguments.buffer_info()[0])
+            problem = attention(arguments)
             if problem >= 0:
                 raise _wrong(problem, blocks, lengths, requests, size, len(stored(keys)[0]) // size)
             return out

@@ -1,0 +1,106 @@
+"""Recorded steps give the tokens of the others."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from shoal.core.native import cpu_flags  # noqa: E402
+from shoal.ir import SamplingParams  # noqa: E402
+from shoal.model.accelerate import accelerate  # noqa: E402
+
+pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="kernels want AVX-512")
+
+KERNELS = {"linear": "cpp", "paged_attention": "cpp", "rms_norm": "cpp", "rope": "cpp"}
+KERNELS["swiglu"] = "cpp"
+
+
+@pytest.fixture
+def engines(random_model, engine_for):
+    """Family, dtype and fields of a job -> an engine that records, and one that does not."""
+
+    def make(family, dtype, **fields):
+        model = random_model(family, dtype=dtype)
+        wanted = {op: backend for op, backend in KERNELS.items() if op != "paged_attention"}
+        found = []
+        for _ in range(2):
+            fast = accelerate(copy.deepcopy(model), wanted, positions=512)
+            found.append(engine_for(fast, kernel=KERNELS, **fields))
+        found[1].runner._captured = None
+        return found
+
+    return make
+
+
+def asked(count=9):
+    source = random.Random(3)
+    prompts = [
+        [source.randrange(160) for _ in range(source.randrange(1, 60))] for _ in range(count)
+    ]
+    params = [
+        SamplingParams(
+            max_tokens=source.randrange(1, 40),
+            temperature=0.8 * (n % 2),
+            seed=n,
+            repetition_penalty=1.0 + 0.1 * (n % 3),
+        )
+        for n in range(count)
+    ]
+    return prompts, params
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("dtype", "fields"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float32, {"exact": True}),
+        (torch.bfloat16, {"max_step_tokens": 16, "kv": {"name": "paged", "block_size": 1}}),
+        (torch.bfloat16, {"kv_format": "int8"}),
+    ],
+)
+def test_the_same_tokens(family, dtype, fields, engines, serve_all):
+    records, plain = engines(family, dtype, **fields)
+    prompts, params = asked()
+    assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
+    captured = records.runner._captured
+    assert captured.reason == ""
+    assert len(captured._tapes) >= 3
+
+
+def test_what_cannot_be_recorded_is_computed(engines, serve_all):
+    records, plain = engines("mixtral", torch.float32)
+    prompts, params = asked()
+    assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
+    assert records.runner._captured.reason.startswith("aten::")
+
+
+def test_preempted_and_copied_blocks(engines, serve_all):
+    fields = {"kv_tokens": 192, "host_tokens": 256, "preempt": "swap"}
+    records, plain = engines("llama", torch.bfloat16, **fields)
+    prompts, params = asked()
+    assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
+    assert records.stats()["preemptions_total"] > 0
+    assert records.runner._captured._tapes
+
+
+def test_a_kernel_that_is_not_seen_is_noticed(engines, serve_all):
+    records, _ = engines("llama", torch.bfloat16)
+    captured = records.runner._captured
+    inner = captured._attention
+
+    def attention(*given):
+        out = inner(*given)
+        numbers = out.view(torch.int16).numpy()  # what PyTorch is not asked for
+        numbers[:] = numbers[..., ::-1].copy()
+        return out
+
+    captured._attention = attention
+    prompts, params = asked(3)
+    serve_all(records, prompts, params)
+    assert captured.reason == "a kernel that is not seen"
+    assert not captured._tapes
