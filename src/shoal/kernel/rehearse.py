@@ -7,8 +7,11 @@ from typing import Any
 
 __all__ = ["ROWS", "rehearse"]
 
-ROWS = (1, 4, 16, 64)
+ROWS = (1, 4, 16, 64, 512)
 """Rows at which kernels of products are timed; between them their rates are interpolated."""
+
+# From so many rows on multiplying takes so much longer than reading that one weight will do.
+_MANY = 256
 
 # Weights that are gone through in turn, so that few are found in a cache.
 _ROTATED_BYTES = 256 * 2**20
@@ -46,12 +49,13 @@ def rehearse(repeats: int, rotated_bytes: int = _ROTATED_BYTES) -> list[dict[str
                 ready = [kernel.prepare(call, one) for one in weights]
                 for rows in ROWS:
                     x = torch.randn(rows, _K).to(dtype_of(dtype))
-                    moved = Linear(rows, _N, _K, dtype).moved_bytes * copies
+                    taken = ready[:1] if rows >= _MANY else ready
+                    moved = Linear(rows, _N, _K, dtype).moved_bytes * len(taken)
                     ready[0](x)
                     rates = []
                     for _ in range(repeats):
                         begin = time.perf_counter()
-                        for run in ready:
+                        for run in taken:
                             run(x)
                         rates.append(moved / (time.perf_counter() - begin))
                     name = f"linear.{backend}"

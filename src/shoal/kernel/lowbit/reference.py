@@ -28,6 +28,7 @@ class Reference(BaseKernel):
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
     activations: ClassVar[tuple[str, ...]] = ("bipolar",)
     # It reads weights of 32 bits, of which the call counts few.
+    rate: ClassVar[str | None] = "fp32"
     memory_share: ClassVar[float] = 0.06
     compute_share: ClassVar[float] = 0.05
 

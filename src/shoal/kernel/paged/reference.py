@@ -31,6 +31,7 @@ class Reference(BaseKernel):
     backend: ClassVar[str] = "reference"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
+    rate: ClassVar[str | None] = "fp32"
     memory_share: ClassVar[float] = 0.02
     compute_share: ClassVar[float] = 0.02
 
