@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from kernel_cases import DTYPES, TOLERANCE, close, made, rows, sizes, ways
 
 from shoal.core.errors import KernelError
-from shoal.kernel.calls import Linear
+from shoal.kernel.calls import Linear, Pointwise
 from shoal.kernel.dispatch import kernels_of
 
 KERNELS = kernels_of("linear")
@@ -32,6 +32,27 @@ def test_equals_the_reference(backend, dtype, m, n, k, way):
     for add in (None, bias):
         wanted = KERNELS["reference"].prepare(call, weight, add)(x)
         close(KERNELS[backend].prepare(call, weight, add)(x), wanted, TOLERANCE[dtype])
+
+
+@settings(max_examples=25, deadline=None)
+@given(m=rows, f=sizes, k=sizes, way=ways)
+def test_gates_by_tiles_are_those_of_two_kernels(m, f, k, way):
+    usable("amx")
+    weight, bias = made((2 * f, k), torch.bfloat16, way, 1), made((2 * f,), torch.bfloat16, way, 2)
+    x = made((m, k), torch.bfloat16, way, 3)
+    swiglu = kernels_of("swiglu")["cpp"].prepare(Pointwise("swiglu", m, 2 * f, f))
+    call = Linear(m, 2 * f, k, gated=True)
+    for add in (None, bias):
+        plain = KERNELS["amx"].prepare(Linear(m, 2 * f, k), weight, add)(x)
+        gated = KERNELS["amx"].prepare(call, weight, add)(x)
+        assert torch.equal(gated, swiglu(plain))
+        close(gated, KERNELS["reference"].prepare(call, weight, add)(x), TOLERANCE["bf16"])
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_others_do_not_gate(backend):
+    usable(backend)
+    assert "does not gate" in KERNELS[backend].refuses(Linear(1, 8, 8, gated=True))
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("cpp", "fp32"), ("cpp", "bf16"), ("amx", "bf16")])

@@ -15,6 +15,7 @@ from shoal.core.errors import KernelError  # noqa: E402
 from shoal.kernel.calls import Linear  # noqa: E402
 from shoal.kernel.dispatch import kernels_of  # noqa: E402
 from shoal.model.accelerate import accelerate  # noqa: E402
+from shoal.model.feedforward import SwiGLU  # noqa: E402
 from shoal.model.linear import DispatchedLinear, rows_like  # noqa: E402
 from shoal.model.transformer import Transformer  # noqa: E402
 
@@ -62,6 +63,21 @@ def test_wanted_backends_are_taken_and_equal():
         dict.fromkeys(("linear", "rms_norm", "rope", "swiglu"), "reference"),
     )
     assert torch.allclose(logits(slow), logits(plain), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_gates_are_computed_with_their_products_where_one_kernel_does_both(family):
+    if kernels_of("linear")["amx"].refuses(Linear(1, 8, 8)):
+        pytest.skip("no matrix tiles on this machine")
+    wanted = {"linear": "amx"}
+    fused = accelerate(model(family, torch.bfloat16), wanted)
+    apart = accelerate(model(family, torch.bfloat16), {**wanted, "swiglu": "cpp"})
+    assert torch.equal(logits(fused), logits(apart))
+    names = [name for name, module in fused.named_modules() if isinstance(module, SwiGLU)]
+    for name in names:
+        assert fused.get_submodule(name).gate_up_proj.call(1).gated
+        assert not apart.get_submodule(name).gate_up_proj.call(1).gated
+    assert bool(names) == (family == "llama")
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ class BaseKernel:
         activations: kinds of rounding of its input that it knows, such as bipolar.
         needs: flags of the CPU without which it must not be run.
         compiled: it needs a C++ compiler.
+        gates: it computes products of which half gate the others.
         packs: it keeps its constants in an order of its own, so that nobody need keep them too.
         rate: key of ``Device.peak_flops`` that bounds it.
         memory_share: of the read bandwidth that it reaches, if nobody measured.
@@ -58,6 +59,7 @@ class BaseKernel:
     activations: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()
     compiled: ClassVar[bool] = False
+    gates: ClassVar[bool] = False
     packs: ClassVar[bool] = False
     rate: ClassVar[str | None] = None
     memory_share: ClassVar[float] = 0.5
@@ -74,6 +76,8 @@ class BaseKernel:
         rounded = getattr(call, "activations", "")
         if rounded and rounded.rstrip("0123456789") not in self.activations:
             return f"does not round its input to {rounded}"
+        if getattr(call, "gated", False) and not self.gates:
+            return "does not gate its outputs"
         missing = sorted(self.needs - cpu_flags()) if call.device == "cpu" else []
         if missing:
             return f"needs a CPU with {', '.join(missing)}"

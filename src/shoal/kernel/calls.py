@@ -31,6 +31,15 @@ class Linear:
     """``y[M, N] = x[M, K] @ weight[N, K].T (+ bias[N])``.
 
     Constants: weight, and bias or None. M may differ between calls.
+
+    Args:
+        m: rows.
+        n: outputs.
+        k: inputs.
+        dtype: of x and y.
+        device: where.
+        gated: the first half of the outputs are gates of the second: what is given is
+            ``silu(y[:, :N/2]) * y[:, N/2:]``, of products that were rounded.
     """
 
     op: ClassVar[str] = "linear"
@@ -39,6 +48,7 @@ class Linear:
     k: int
     dtype: Dtype = "bf16"
     device: Device = "cpu"
+    gated: bool = False
 
     @property
     def flops(self) -> float:
@@ -48,7 +58,8 @@ class Linear:
     @property
     def moved_bytes(self) -> float:
         """Weights, input and output, once."""
-        return BYTES[self.dtype] * float(self.n * self.k + self.m * (self.n + self.k))
+        written = self.n // 2 if self.gated else self.n
+        return BYTES[self.dtype] * float(self.n * self.k + self.m * (written + self.k))
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,12 +55,14 @@ class Kernel(Protocol):
         backend: how: reference, cpp, triton, or the peer it wraps, such as torch.
         invariant: a row of its result has the same bits whatever the other rows are and
             however many there are.
+        gates: it computes products of which half gate the others.
         packs: what it prepared holds the constants in an order of its own.
     """
 
     op: ClassVar[str]
     backend: ClassVar[str]
     invariant: ClassVar[bool]
+    gates: ClassVar[bool]
     packs: ClassVar[bool]
 
     def refuses(self, call: Any) -> str | None:

@@ -60,7 +60,12 @@ def accelerate(
         if isinstance(module, RMSNorm):
             module.kernel = pieces.norm(module)
         elif isinstance(module, SwiGLU):
-            module.kernel = pieces.swiglu(module)
+            gated = pieces.gated(module)
+            if gated is None:
+                module.kernel = pieces.swiglu(module)
+            else:
+                module.gate_up_proj = gated  # type: ignore[assignment]
+                module.kernel = _as_it_is
         elif isinstance(module, Attention):
             module.kernel = pieces.rope(module)
         for name, child in list(module.named_children()):
@@ -69,6 +74,10 @@ def accelerate(
             elif isinstance(child, LowBitLinear):
                 child.use(wanted=wanted.get("linear_lowbit"), exact=exact)
     return model
+
+
+def _as_it_is(gated: torch.Tensor) -> torch.Tensor:
+    return gated
 
 
 class _Pieces:
@@ -98,6 +107,25 @@ class _Pieces:
     def norm(self, module: RMSNorm) -> Ready:
         width = len(module.weight)
         return self._ready("rms_norm", width, width, module.weight, module.eps)
+
+    def gated(self, module: SwiGLU) -> DispatchedLinear | None:
+        """Gates and what they gate in one kernel, or None.
+
+        None where no kernel does both for any number of rows, or where others were asked for.
+        """
+        inner = module.gate_up_proj
+        if not (self._pack and isinstance(inner, nn.Linear)) or "swiglu" in self._wanted:
+            return None
+        wanted = self._wanted.get("linear")
+        plain = DispatchedLinear(
+            inner.weight, inner.bias, wanted=wanted, exact=self._exact, pack=False
+        )
+        kernel = plain.packing()
+        if kernel is None or not kernel.gates:
+            return None
+        return DispatchedLinear(
+            inner.weight, inner.bias, wanted=kernel.backend, exact=self._exact, gated=True
+        )
 
     def swiglu(self, module: SwiGLU) -> Ready:
         width = module.gate_up_proj.out_features

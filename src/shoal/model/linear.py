@@ -31,6 +31,7 @@ class DispatchedLinear(nn.Module):
         bias_N: of the layer.
         wanted: backend that must be taken.
         exact: a row has the same bits whatever other rows are computed beside it.
+        gated: the first half of the rows gate the second, and their product is given.
         pack: let go of the weight where one kernel, which has packed it, does all.
     """
 
@@ -41,6 +42,7 @@ class DispatchedLinear(nn.Module):
         *,
         wanted: str | None = None,
         exact: bool = False,
+        gated: bool = False,
         pack: bool = True,
     ) -> None:
         super().__init__()
@@ -49,11 +51,10 @@ class DispatchedLinear(nn.Module):
         self.out_features, self.in_features = weight_NK.shape
         self._dtype = name_of(weight_NK.dtype)
         self._device: Device = "cuda" if weight_NK.is_cuda else "cpu"
-        self._wanted, self._exact = wanted, exact
+        self._wanted, self._exact, self._gated = wanted, exact, gated
         self._by_rows: dict[int, Ready] = {}
         self._by_backend: dict[str, Ready] = {}
-        chosen = {self._kernel(rows) for rows in _ANY} if pack else ()
-        if len(chosen) == 1 and all(kernel.packs for kernel in chosen):
+        if pack and self.packing() is not None:
             for rows in _ANY:
                 self._by_rows[rows] = self._choose(rows)
             self.weight = None
@@ -85,10 +86,20 @@ class DispatchedLinear(nn.Module):
         self._by_rows.clear()
         self._by_backend.clear()
 
+    def packing(self) -> Kernel | None:
+        """The kernel that multiplies any number of rows by a weight in an order of its own."""
+        chosen = {self._kernel(rows) for rows in _ANY}
+        return next(iter(chosen)) if len(chosen) == 1 and all(k.packs for k in chosen) else None
+
     def call(self, rows: int) -> Linear:
         """What is asked for so many rows."""
         return Linear(
-            rows_like(rows), self.out_features, self.in_features, self._dtype, self._device
+            rows_like(rows),
+            self.out_features,
+            self.in_features,
+            self._dtype,
+            self._device,
+            self._gated,
         )
 
     def _kernel(self, rows: int) -> Kernel:

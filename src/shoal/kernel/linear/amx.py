@@ -27,6 +27,7 @@ class Amx(BaseKernel):
     op: ClassVar[str] = "linear"
     backend: ClassVar[str] = "amx"
     invariant: ClassVar[bool] = True
+    gates: ClassVar[bool] = True
     packs: ClassVar[bool] = True
     dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
     needs: ClassVar[frozenset[str]] = TILES | {"avx512f", "avx512bw", "avx512_bf16"}
@@ -45,22 +46,23 @@ class Amx(BaseKernel):
         from shoal.kernel.pages import room
         from shoal.kernel.tensors import constant
 
-        n, k = call.n, call.k
+        n, k, gated = call.n, call.k, int(call.gated)
         weight = constant("weight", weight_NK, (n, k), torch.bfloat16)
         bias = None if bias_N is None else constant("bias", bias_N.float(), (n,), torch.float32)
         short = -k % 32
-        packed = room((n + -n % 32) * (k + short) * 2)
-        function("linear_amx", "linear_amx_pack", "ppll")(
-            weight.data_ptr(), packed.data_ptr(), n, k
+        outputs, panel = (n // 2, 16) if gated else (n, 32)
+        packed = room(-(-outputs // panel) * 32 * (k + short) * 2)
+        function("linear_amx", "linear_amx_pack", "pplll")(
+            weight.data_ptr(), packed.data_ptr(), n, k, gated
         )
-        run = function("linear_amx", "linear_amx", "pppplll")
+        run = function("linear_amx", "linear_amx", "ppppllll")
         at, bias_at = packed.data_ptr(), 0 if bias is None else bias.data_ptr()
 
         def product(x: Tensor) -> Tensor:
             rows = x.numel() // k
             x = F.pad(x, (0, short)) if short else x.contiguous()
-            out = x.new_empty(*x.shape[:-1], n)
-            run(x.data_ptr(), at, bias_at, out.data_ptr(), rows, n, k + short)
+            out = x.new_empty(*x.shape[:-1], outputs)
+            run(x.data_ptr(), at, bias_at, out.data_ptr(), rows, n, k + short, gated)
             return out
 
         # The memory that the addresses are of lives as long as the function.

@@ -23,18 +23,24 @@ class Reference(BaseKernel):
     backend: ClassVar[str] = "reference"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
+    gates: ClassVar[bool] = True
     rate: ClassVar[str | None] = "fp32"
     memory_share: ClassVar[float] = 0.1
     compute_share: ClassVar[float] = 0.05
 
     def _prepare(self, call: Linear, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
         import torch
+        import torch.nn.functional as F
 
         wide = torch.promote_types(weight_NK.dtype, torch.float32)
         weight, bias = weight_NK.to(wide), None if bias_N is None else bias_N.to(wide)
 
         def run(x_MK: Tensor) -> Tensor:
             out = x_MK.to(wide) @ weight.T
-            return (out if bias is None else out + bias).to(x_MK.dtype)
+            out = (out if bias is None else out + bias).to(x_MK.dtype)
+            if not call.gated:
+                return out
+            gate, up = out.to(wide).chunk(2, -1)
+            return (F.silu(gate) * up).to(x_MK.dtype)
 
         return run

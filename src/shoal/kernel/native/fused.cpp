@@ -1,6 +1,6 @@
 // What lies between the products of a decoder, each in one pass over memory: RMS norm, rotary
 // embedding, SwiGLU and the choice of the next token. A row depends on itself alone.
-#include "simd.h"
+#include "activations.h"
 
 #include <algorithm>
 #include <cmath>
@@ -22,24 +22,6 @@ inline __m512 rounded(const float*, __m512 x) { return x; }
 inline __m512 rounded(const uint16_t*, __m512 x) {
   return _mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
-}
-
-// 2^x for |x| < 126 by a polynomial of degree 6; relative error below 2e-7.
-inline __m512 exp2_ps(__m512 x) {
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 r = _mm512_sub_ps(x, whole);
-  __m512 p = _mm512_set1_ps(1.5353362e-4f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3398874e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.6184373e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5503324e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022648e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314720e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, whole);
-}
-inline __m512 exp_ps(__m512 x) {
-  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
-  return exp2_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));
 }
 
 // Few numbers are not worth another thread.
@@ -80,9 +62,7 @@ void swiglu(const T* x, T* y, int64_t m, int64_t f) {
     for (int64_t j = 0; j < f; j += 16) {
       const __mmask16 k = low16(f - j);
       const __m512 g = load(gate + j, k);
-      const __m512 e = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), g));
-      const __m512 s = _mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
-      save(y + i * f + j, k, _mm512_mul_ps(s, load(up + j, k)));
+      save(y + i * f + j, k, _mm512_mul_ps(silu(g), load(up + j, k)));
     }
   }
 }
