@@ -17,7 +17,7 @@ from shoal.kernel.dispatch import dispatch, operators
 from shoal.kernel.protocols import Ready
 from shoal.kernel.tensors import name_of
 from shoal.model.attention import Attention
-from shoal.model.feedforward import SwiGLU
+from shoal.model.feedforward import Experts, SwiGLU
 from shoal.model.linear import DispatchedLinear
 from shoal.model.lowbit import LowBitLinear
 from shoal.model.norm import RMSNorm
@@ -60,7 +60,11 @@ def accelerate(
         if isinstance(module, RMSNorm):
             module.kernel = pieces.norm(module)
         elif isinstance(module, SwiGLU):
-            module.kernel = pieces.swiglu(module)
+            module.kernel = pieces.swiglu(module.gate_up_proj.out_features)
+        elif exact and isinstance(module, Experts):
+            # The library's sums depend on how many tokens visit an expert.
+            module.kernel = pieces.swiglu(2 * model.config.ffn_hidden)
+            module.use(lambda weight: pieces.linear(weight, None), release=pack)
         elif isinstance(module, Attention):
             module.kernel = pieces.rope(module)
         for name, child in list(module.named_children()):
@@ -99,8 +103,7 @@ class _Pieces:
         width = len(module.weight)
         return self._ready("rms_norm", width, width, module.weight, module.eps)
 
-    def swiglu(self, module: SwiGLU) -> Ready:
-        width = module.gate_up_proj.out_features
+    def swiglu(self, width: int) -> Ready:
         return self._ready("swiglu", width, width // 2)
 
     def rope(self, module: Attention) -> Ready:
