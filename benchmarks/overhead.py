@@ -1,4 +1,4 @@
-"""What a step of the engine takes beside the model, and what equal bits cost: rows of serving.py."""
+"""What a step takes beside the model, and what equal bits cost: rows of ``serving.py``."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ class Instant:
         self._logits_RV = torch.randn(RUNNING, model.config.vocab_size)
 
     def flat(self, tokens: Tensor, positions: Tensor, mixer: Any, rows: Tensor | None) -> Tensor:
+        """See :class:`~shoal.serve.runner.FlatModel`."""
         return self._hidden_RD[: len(tokens)]
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
+        """See :class:`~shoal.serve.runner.FlatModel`."""
         return self._logits_RV[: len(hidden_RD)]
 
 
@@ -159,7 +161,7 @@ def exact(rounds: int) -> list[Row]:
                     comparison="<=",
                     threshold=3.0,
                     note=f"prompts of 32 and answers of 33 tokens: {speed['exact']:,.0f} tokens/s "
-                    f"exact, {speed['fast']:,.0f} with the fastest kernels; {rounds} rounds in turn",
+                    f"exact, {speed['fast']:,.0f} with the fastest kernels; {rounds} rounds",
                     samples={f"{key}_s": list(value) for key, value in paired.seconds.items()},
                 )
             )

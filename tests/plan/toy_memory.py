@@ -53,7 +53,9 @@ class Memory:
         for chunk in step.chunks:
             self.compute(chunk)
             if chunk.yields:
-                tokens[chunk.request.id] = [next_token(chunk.request.tokens, chunk.request.params.seed)]
+                tokens[chunk.request.id] = [
+                    next_token(chunk.request.tokens, chunk.request.params.seed)
+                ]
         return StepResult(tokens, done=frozenset(done))
 
     def begin(self, one: int) -> None:

@@ -48,6 +48,7 @@ FAMILIES = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
+
 def prompts(lengths):
     """Random ones; every second starts like the one before it, and they come after the others."""
     source = random.Random(7)

@@ -109,8 +109,6 @@ def thread_engine(job, model, **options):
         max_running=job.max_running, max_step_tokens=job.max_step_tokens, max_position=longest
     )
     ranks = ThreadRanks(job, model, kv.num_blocks, kv.block_size, **options)
-    preemption = table("preempt").build(job.preempt).build(
-        kv, limits, host_tokens=job.host_tokens
-    )
+    preemption = table("preempt").build(job.preempt).build(kv, limits, host_tokens=job.host_tokens)
     scheduler = table("scheduler").build(job.scheduler).build(kv, limits, preemption)
     return AheadEngine(scheduler, ranks, kv=kv, vocab_size=model.config.vocab_size), ranks

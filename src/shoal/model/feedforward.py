@@ -60,9 +60,7 @@ class Experts(nn.Module):
             torch.empty(config.num_experts, config.hidden, config.ffn_hidden)
         )
 
-    def use(
-        self, linear: Callable[[Tensor], Callable[[Tensor], Tensor]], *, release: bool
-    ) -> None:
+    def use(self, linear: Callable[[Tensor], Callable[[Tensor], Tensor]], *, release: bool) -> None:
         """Multiply with the matrix [O, I] of every expert by what ``linear`` makes of it.
 
         Args:
