@@ -30,9 +30,9 @@ def test_choices_are_those_of_separate_requests_and_compute_the_prompt_once(
 
         def metric(name):
             _, data = call("GET", "/metrics")
-            lines = data.decode().splitlines() if isinstance(data, bytes) else data.splitlines()
-            (line,) = [one for one in lines if one.startswith(f"shoal:{name} ")]
-            return float(line.split()[1])
+            lines = data.decode().splitlines()
+            (line,) = [one for one in lines if one.startswith(f"shoal:{name}{{")]
+            return float(line.split()[-1])
 
         together = ask(n=4, seed=9)
         assert metric("num_forks_total") == metric("copied_blocks_total") == 3
