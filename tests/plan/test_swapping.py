@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from toy_memory import Memory, next_token
 
 from shoal.core.errors import ConfigError, ServeError
 from shoal.cost.serve_sim import Predicted, simulate
@@ -43,10 +49,6 @@ def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **more: Any) 
     return Request(name, list(prompt), len(prompt), params, **more)
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    return hash(tuple(tokens)) % 97
-
-
 def make(
     scheduler: Any, kv: Any, preempt: Any, *, tokens: int = 60, host: int = 120, **more: Any
 ) -> Any:
@@ -56,79 +58,6 @@ def make(
         books, limits, host_tokens=host, **{"link": LINK, "cost": COST, **more}
     )
     return SCHEDULERS.build(scheduler).build(books, limits, preemption)
-
-
-class Memory:
-    """A runner with slots that remember what was written; transfers end whenever they like.
-
-    A transfer reads and writes at its end, or at its start, or both, and it may end much
-    later. So whoever touches its blocks meanwhile is found out.
-    """
-
-    def __init__(self, block_size: int, seed: int) -> None:
-        self.size = block_size
-        self.cache: dict[int, int] = {}
-        self.host: dict[int, int] = {}
-        self.draw = random.Random(seed)
-        # Transfers under way; whether each has copied once.
-        self.flying: dict[int, tuple[Transfer, bool]] = {}
-
-    def execute(self, step: Step) -> StepResult:
-        done: set[int] = set()
-        for transfer in step.transfers:
-            assert transfer.id not in self.flying
-            self.flying[transfer.id] = (transfer, False)
-        if step.chunks:
-            for one in step.wait_for:
-                self.end(one, done)
-        elif step.wait_for:
-            self.end(self.draw.choice(step.wait_for), done)
-        for one in list(self.flying):
-            if self.draw.random() < 0.2:
-                self.begin(one)
-            if self.draw.random() < 0.2:
-                self.end(one, done)
-        tokens = {}
-        for chunk in step.chunks:
-            self.compute(chunk)
-            if chunk.yields:
-                tokens[chunk.request.id] = [next_token(chunk.request.tokens)]
-        return StepResult(tokens, done=frozenset(done))
-
-    def begin(self, one: int) -> None:
-        transfer, begun = self.flying[one]
-        if begun or any(before in self.flying for before in transfer.after):
-            return
-        self.copy(transfer)
-        self.flying[one] = (transfer, True)
-
-    def end(self, one: int, done: set[int]) -> None:
-        if one not in self.flying:
-            assert one in done, f"transfer {one} is waited for and was never begun"
-            return
-        transfer, begun = self.flying[one]
-        for before in transfer.after:
-            if before in self.flying:
-                self.end(before, done)
-        if not begun or self.draw.random() < 0.5:
-            self.copy(transfer)
-        del self.flying[one]
-        done.add(one)
-
-    def copy(self, transfer: Transfer) -> None:
-        old, new = (self.cache, self.host) if transfer.kind == "out" else (self.host, self.cache)
-        for source, target, count in transfer.copies:
-            for offset in range(count * self.size):
-                new[target * self.size + offset] = old.get(source * self.size + offset, -1)
-
-    def compute(self, chunk: Chunk) -> None:
-        request = chunk.request
-        for place in range(chunk.stop):
-            slot = request.blocks[place // self.size] * self.size + place % self.size
-            content = hash((request.adapter, tuple(request.tokens[: place + 1])))
-            if place >= chunk.start:
-                self.cache[slot] = content
-            assert self.cache[slot] == content, f"{request.id}: token {place} was overwritten"
 
 
 VARIANTS = [

@@ -1,7 +1,13 @@
-"""The engine gives the tokens that transformers gives, however its work is cut."""
+"""The engine gives the tokens that transformers gives, however its work is cut.
+
+All four families under every combination of: prompts cut or whole, prefixes shared or not, nobody
+preempted or somebody by swapping or by recomputing, blocks of 1 token or of 16, one rank or two.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -42,33 +48,9 @@ FAMILIES = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
-# name -> fields of the job; whether somebody must be preempted.
-CUTS = {
-    "whole": ({"scheduler": {"name": "fcfs", "chunked": False}, "max_step_tokens": 1024}, False),
-    "chunked": ({"max_step_tokens": 29}, False),
-    "no-reuse": ({"kv": {"name": "paged", "prefix_reuse": False}, "max_step_tokens": 64}, False),
-    "block-1": ({"kv": {"name": "paged", "block_size": 1}, "max_step_tokens": 64}, False),
-    "tiny-cache": ({"kv_tokens": 384, "max_step_tokens": 64}, True),
-    "tiny-block-1": (
-        {"kv": {"name": "paged", "block_size": 1}, "kv_tokens": 368, "max_step_tokens": 40},
-        True,
-    ),
-    "tiny-no-reuse-whole": (
-        {
-            "scheduler": {"name": "fcfs", "chunked": False},
-            "kv": {"name": "paged", "prefix_reuse": False, "block_size": 1},
-            "kv_tokens": 368,
-            "max_step_tokens": 512,
-        },
-        True,
-    ),
-    "contiguous": ({"kv": "contiguous"}, False),
-    "static": ({"scheduler": "static"}, False),
-}
-
 
 def prompts(lengths):
-    """Random ones; every second starts like the one before it."""
+    """Random ones; every second starts like the one before it, and they come after the others."""
     source = random.Random(7)
     made: list[list[int]] = []
     for number, length in enumerate(lengths):
@@ -77,7 +59,7 @@ def prompts(lengths):
             shared = len(made[-1]) * 3 // 4
             fresh[:shared] = made[-1][:shared]
         made.append(fresh)
-    return made
+    return made[::2] + made[1::2]
 
 
 def checkpoint(family, directory):
@@ -106,59 +88,94 @@ def reference(model, prompt, count):
     return out[0, len(prompt) :].tolist()
 
 
-def one_process(job):
-    """An engine, and what ends it."""
-    return build_engine(job)[0], lambda: None
-
-
-def ranks(job):
-    """The same by ranks, which are threads here and read the parameters as processes do."""
-    engine, running = thread_engine(job, Parameters(Path(job.model)))
-    return engine, running.close
-
-
-def agree(family, directory, serve_all, lengths, count, cuts, build=one_process, **others):
+@functools.cache
+def oracle(family, directory, lengths, count):
+    """Prompts, and what transformers says to them; the checkpoint is in the directory."""
     model = checkpoint(family, directory)
     asked = prompts(lengths)
     expected = [reference(model, prompt, count) for prompt in asked]
     assert len({token for row in expected for token in row}) > 30  # text that says something
-    for cut in cuts:
-        fields, tight = CUTS[cut]
-        engine, close = build(
-            ServeJob.model_validate(
-                {"model": str(directory), "kv_tokens": 4096, "threads": 1, **fields, **others}
-            )
-        )
-        assert serve_all(engine, asked, max_tokens=count) == expected, cut
+    return asked, expected
+
+
+@pytest.fixture(scope="module")
+def oracle_of(tmp_path_factory):
+    """Family, lengths of prompts and number of tokens -> directory, prompts, tokens; once each."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def make(family, lengths=LENGTHS, count=64):
+        directory = folder / f"{family}-{len(lengths)}"
+        return directory, *oracle(family, directory, lengths, count)
+
+    yield make
+    oracle.cache_clear()
+
+
+def combination(chunked, reuse, preempt, block, *, tight=1024):
+    """Fields of a job; ``tight`` tokens of cache are too few for all that would run."""
+    return {
+        "scheduler": {"name": "fcfs", "chunked": chunked},
+        "max_step_tokens": 48 if chunked else 512,
+        "kv": {"name": "paged", "prefix_reuse": reuse, "block_size": block},
+        "kv_tokens": tight if preempt else 4096,
+        "preempt": preempt or "recompute",
+    }
+
+
+CHUNKED, REUSE, PREEMPT, BLOCK = (True, False), (True, False), (None, "swap", "recompute"), (1, 16)
+PRODUCT = list(itertools.product(CHUNKED, REUSE, PREEMPT, BLOCK))
+
+
+def served(serve_all, found, fields, **others):
+    """An engine's counters, once it has given the expected tokens."""
+    directory, asked, expected = found
+    job = ServeJob.model_validate({"model": str(directory), "threads": 1, **fields, **others})
+    if job.parallel.world == 1:
+        engine, close = build_engine(job)[0], lambda: None
+    else:  # ranks are threads here, and read the parameters as processes do
+        engine, ranks = thread_engine(job, Parameters(Path(job.model)))
+        close = ranks.close
+    try:
+        assert serve_all(engine, asked, max_tokens=len(expected[0])) == expected
         stats = engine.stats()
-        assert (stats["preemptions_total"] > 0) == tight, cut
         assert stats["blocks_used"] == 0
-        if cut in ("whole", "chunked", "block-1"):  # now all of them lie in the cache
-            before = stats["prefix_hit_tokens"]
-            assert serve_all(engine, asked, max_tokens=count) == expected, cut
-            hits = engine.stats()["prefix_hit_tokens"] - before
-            assert hits > sum(lengths) // 2, cut
+        return stats
+    finally:
         close()
 
 
+def check(stats, reuse, preempt):
+    assert (stats["prefix_hit_tokens"] > 0) == reuse
+    assert (stats["preemptions_total"] > 0) == bool(preempt)
+    for way in ("swap_out_blocks_total", "swap_in_blocks_total"):
+        assert (stats[way] > 0) == (preempt == "swap"), way
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_same_tokens_as_transformers(family, tmp_path, serve_all):
-    few = (1, 16, 17, 128, 160)
-    agree(family, tmp_path / "m", serve_all, few, 16, ("chunked",))
-    agree(family, tmp_path / "n", serve_all, few, 16, ("tiny-block-1",), kv_tokens=340)
+def test_same_tokens_as_transformers(family, oracle_of, serve_all):
+    found = oracle_of(family, (1, 1, 16, 17, 128, 160), 16)
+    check(served(serve_all, found, combination(True, True, None, 16)), True, None)
+    tight = combination(True, True, "swap", 1, tight=180)
+    check(served(serve_all, found, tight, max_position=180), True, "swap")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens_as_transformers_under_every_combination(family, tp, oracle_of, serve_all):
+    found = oracle_of(family)
+    assert len(PRODUCT) == 24
+    for chunked, reuse, preempt, block in PRODUCT:
+        fields = combination(chunked, reuse, preempt, block)
+        stats = served(serve_all, found, fields, parallel={"tp": tp})
+        check(stats, reuse, preempt)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_same_tokens_as_transformers_in_full(family, tmp_path, serve_all):
-    agree(family, tmp_path / "m", serve_all, LENGTHS, 64, CUTS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_same_tokens_as_transformers_by_two_ranks_and_by_four(family, tmp_path, serve_all):
-    two = {"parallel": {"tp": 2}}
-    cuts = ("whole", "no-reuse", "block-1", "tiny-cache")
-    agree(family, tmp_path / "m", serve_all, LENGTHS, 64, cuts, ranks, **two)
-    four = {"parallel": {"tp": 2, "pp": 2}}
-    agree(family, tmp_path / "n", serve_all, LENGTHS[::2], 32, ("chunked",), ranks, **four)
+def test_same_tokens_as_transformers_by_other_parts_and_four_ranks(family, oracle_of, serve_all):
+    found = oracle_of(family)
+    for fields in ({"kv": "contiguous"}, {"scheduler": "static"}):
+        served(serve_all, found, fields, kv_tokens=4096)
+    cut = combination(True, True, None, 16)
+    check(served(serve_all, found, cut, parallel={"tp": 2, "pp": 2}), True, None)

@@ -140,7 +140,8 @@ def test_what_cannot_be_shared(random_model):
         ({"tp": 3}, "parallel.tp = 3: expected a divisor of num_heads = 4"),
         ({"pp": 3}, "parallel.pp = 3: expected at most 2, the layers"),
         ({"tp": 2, "disagg": {"prefill": 1}}, "disagg"),
-        ({"tp": 2, "preempt": "swap"}, "preempt = "),
+        ({"tp": 2, "preempt": "auto"}, "preempt = "),
+        ({"pp": 2, "preempt": "swap"}, "preempt = "),
         ({"tp": 2, "weights": "int4-g128"}, "weights = "),
         ({"tp": 2, "kv_format": {"name": "bfp", "ksort": "pairs"}}, "kv_format = "),
     ):

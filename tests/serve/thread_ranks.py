@@ -102,11 +102,13 @@ def thread_engine(job, model, **options):
     if hasattr(model, "named_parameters"):
         model = Weights(model)
     check_parts(job, model.config)
+    job = job.model_copy(update={"host_tokens": job.host_tokens_of(job.kv_tokens)})
     kv = table("kv").build(job.kv, where="kv").build(job.kv_tokens)
     longest = job.max_position or model.config.max_position
     limits = Limits(
         max_running=job.max_running, max_step_tokens=job.max_step_tokens, max_position=longest
     )
     ranks = ThreadRanks(job, model, kv.num_blocks, kv.block_size, **options)
-    scheduler = table("scheduler").build(job.scheduler, where="scheduler").build(kv, limits)
+    preemption = table("preempt").build(job.preempt).build(kv, limits, host_tokens=job.host_tokens)
+    scheduler = table("scheduler").build(job.scheduler).build(kv, limits, preemption)
     return AheadEngine(scheduler, ranks, kv=kv, vocab_size=model.config.vocab_size), ranks

@@ -20,6 +20,7 @@ __all__ = [
     "Copy",
     "Fetched",
     "FinishReason",
+    "Forking",
     "HostLink",
     "InFlight",
     "KVManager",
@@ -108,6 +109,8 @@ class Request:
         adapter: name of the adapter it is for; part of the identity of its cache blocks.
         salt: requests share cache blocks only with those of the same salt.
         session: the conversation or client it belongs to, where a scheduler shares fairly.
+        fork_of: id of an earlier request with the same prompt, adapter and salt, whose cache it
+            may begin with; None for none. Without that request it is one like any other.
         blocks: numbers of the cache blocks that hold its tokens, in order.
         state: where it is in its life.
         preemptions: how often its cache was taken away, to be recomputed or swapped in.
@@ -126,6 +129,7 @@ class Request:
     adapter: str | None = None
     salt: str = ""
     session: str = ""
+    fork_of: str | None = None
     blocks: list[int] = field(default_factory=list)
     state: RequestState = "waiting"
     preemptions: int = 0
@@ -419,6 +423,27 @@ class KVManager(Protocol):
 
     def stats(self) -> Mapping[str, float]:
         """Counters for metrics: ``blocks_used``, ``prefix_hit_tokens``, ``prefix_query_tokens``."""
+        ...
+
+
+@runtime_checkable
+class Forking(Protocol):
+    """A :class:`KVManager` whose requests can share blocks that some of them will write to.
+
+    Whoever is about to write to a block that others hold too is given a copy of it, by
+    ``allocate``.
+    """
+
+    def fork(self, parent: Request, child: Request) -> int:
+        """Give a request without blocks those that hold its prompt, which its parent computed.
+
+        Sets ``blocks`` and ``n_computed``; the last token of the prompt is left to compute.
+        Returns the number of tokens found.
+        """
+        ...
+
+    def copies(self) -> tuple[Copy, ...]:
+        """Blocks to copy before anything is computed, since the last call."""
         ...
 
 

@@ -17,7 +17,7 @@ from shoal.kernel.dispatch import dispatch, operators
 from shoal.kernel.protocols import Ready
 from shoal.kernel.tensors import name_of
 from shoal.model.attention import Attention
-from shoal.model.feedforward import SwiGLU
+from shoal.model.feedforward import Experts, SwiGLU
 from shoal.model.linear import DispatchedLinear
 from shoal.model.lowbit import LowBitLinear
 from shoal.model.norm import RMSNorm
@@ -62,10 +62,14 @@ def accelerate(
         elif isinstance(module, SwiGLU):
             gated = pieces.gated(module)
             if gated is None:
-                module.kernel = pieces.swiglu(module)
+                module.kernel = pieces.swiglu(module.gate_up_proj.out_features)
             else:
                 module.gate_up_proj = gated  # type: ignore[assignment]
                 module.kernel = _as_it_is
+        elif exact and isinstance(module, Experts):
+            # The library's sums depend on how many tokens visit an expert.
+            module.kernel = pieces.swiglu(2 * model.config.ffn_hidden)
+            module.use(lambda weight: pieces.linear(weight, None), release=pack)
         elif isinstance(module, Attention):
             module.kernel = pieces.rope(module)
         for name, child in list(module.named_children()):
@@ -127,8 +131,7 @@ class _Pieces:
             inner.weight, inner.bias, wanted=kernel.backend, exact=self._exact, gated=True
         )
 
-    def swiglu(self, module: SwiGLU) -> Ready:
-        width = module.gate_up_proj.out_features
+    def swiglu(self, width: int) -> Ready:
         return self._ready("swiglu", width, width // 2)
 
     def rope(self, module: Attention) -> Ready:

@@ -8,6 +8,9 @@ Experts, 2024.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,7 +44,9 @@ class Experts(nn.Module):
     products; the sums are taken in a fixed order, so that a pass can be repeated exactly.
     """
 
-    kernel: Ready | None = None  # see shoal.model.trained
+    kernel: Ready | None = None  # see shoal.model.accelerate and shoal.model.trained
+    # By parameter: who multiplies with each expert's part of it, where that is not the library.
+    multiply: Mapping[nn.Parameter, Sequence[Callable[[Tensor], Tensor]]] = {}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -54,6 +59,21 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(
             torch.empty(config.num_experts, config.hidden, config.ffn_hidden)
         )
+
+    def use(self, linear: Callable[[Tensor], Callable[[Tensor], Tensor]], *, release: bool) -> None:
+        """Multiply with the matrix [O, I] of every expert by what ``linear`` makes of it.
+
+        Args:
+            linear: may keep the matrix, or something else in its place.
+            release: the parameters themselves are not needed any more.
+        """
+        found: dict[nn.Parameter, Sequence[Callable[[Tensor], Tensor]]] = {}
+        for weight_EOI in (self.gate_up_proj, self.down_proj):
+            if isinstance(weight_EOI, nn.Parameter):
+                found[weight_EOI] = [linear(weight) for weight in weight_EOI.unbind(0)]
+                if release:
+                    weight_EOI.data = weight_EOI.new_empty(0)
+        self.multiply = found
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Weighted sum of the chosen experts, token by token."""
@@ -76,12 +96,14 @@ class Experts(nn.Module):
 
     def product(self, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
         """Each expert's matrix with its own rows, which lie behind each other; [M, O]."""
-        # Unbound in one piece: the gradient of an index is a whole tensor of zeros but for it.
-        weights = weight_EOI.unbind(0)
+        every = self.multiply.get(weight_EOI) if isinstance(weight_EOI, nn.Parameter) else None
+        if every is None:
+            # Unbound in one piece: the gradient of an index is a whole tensor of zeros but for it.
+            every = [partial(F.linear, weight=weight) for weight in weight_EOI.unbind(0)]
         return torch.cat(
             [
-                F.linear(rows, weight)
-                for rows, weight in zip(torch.split(rows_MI, counts), weights, strict=True)
+                multiply(rows)
+                for rows, multiply in zip(torch.split(rows_MI, counts), every, strict=True)
                 if len(rows)
             ]
         )

@@ -131,6 +131,7 @@ async def pieces(
     *,
     priority: float = 0.0,
     salt: str = "",
+    fork_of: str | None = None,
     began: Callable[[float], None] | None = None,
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of an answer as they come; leaving early aborts the request.
@@ -138,7 +139,15 @@ async def pieces(
     Raises:
         ServeError: the engine refused the request, died, or the reader is too slow.
     """
-    batches = client.batches(request_id, prompt, params, priority=priority, salt=salt, began=began)
+    batches = client.batches(
+        request_id,
+        prompt,
+        params,
+        priority=priority,
+        salt=salt,
+        fork_of=fork_of,
+        began=began,
+    )
     async with contextlib.aclosing(batches):
         async for outputs in batches:
             piece = answer.feed(outputs)

@@ -488,7 +488,7 @@ class _Service:
         )
 
         async def one(index: int) -> AsyncGenerator[tuple[int, Piece], None]:
-            timer = timers[index]
+            timer, choice = timers[index], index % job.ask.best_of
             source = pieces(
                 self._client,
                 f"{job.id}-{index}",
@@ -497,6 +497,8 @@ class _Service:
                 job.answers[index],
                 priority=job.ask.priority,
                 salt=job.ask.salt,
+                # Other answers to the same prompt begin with the cache of the first.
+                fork_of=f"{job.id}-{index - choice}" if choice else None,
                 began=timer.began,
             )
             try:

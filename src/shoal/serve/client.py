@@ -345,6 +345,7 @@ class EngineClient:
         priority: float = 0.0,
         adapter: str | None = None,
         salt: str = "",
+        fork_of: str | None = None,
         began: Callable[[float], None] | None = None,
     ) -> AsyncGenerator[list[Output], None]:
         """All outputs that are there, as soon as there is one; leaving early aborts.
@@ -357,7 +358,7 @@ class EngineClient:
             RefusedError: the engine can never run this request.
             SlowReaderError: the outputs were not taken in time.
         """
-        stream = self._open(request_id, tokens, params, priority, adapter, salt, began)
+        stream = self._open(request_id, tokens, params, priority, adapter, salt, fork_of, began)
         try:
             finished = False
             while not finished:
@@ -402,6 +403,7 @@ class EngineClient:
         priority: float,
         adapter: str | None,
         salt: str,
+        fork_of: str | None = None,
         began: Callable[[float], None] | None = None,
     ) -> _Stream:
         """Send a request to the engine."""
@@ -422,6 +424,7 @@ class EngineClient:
             "priority": priority,
             "adapter": adapter,
             "salt": salt,
+            "fork_of": fork_of,
         }
         link.writer.write(encode(message))
         self._streams[request_id] = stream

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.core.errors import RankError, ShoalError
-from shoal.ir import Chunk, Copy, Request, Step, StepResult, TokenInfo
+from shoal.ir import Chunk, Copy, Request, Step, StepResult, TokenInfo, Transfer
 from shoal.serve.wire import pack_params, unpack_params
 
 __all__ = ["Inbox", "Reader", "Writer", "pack_result", "unpack_result"]
@@ -49,7 +49,11 @@ class Writer:
             "over": over,
             # The chunks come first: they tell who is new.
             "chunks": [self._chunk(chunk, fresh) for chunk in step.chunks],
-            "moves": [[move.source, move.target, move.num_blocks] for move in step.moves],
+            "moves": [list(move) for move in step.moves],
+            "transfers": [
+                [one.id, one.kind, one.request_id, [list(copy) for copy in one.copies], one.after]
+                for one in step.transfers
+            ],
             "requests": fresh,
         }
 
@@ -95,7 +99,12 @@ class Reader:
             request.tokens += tokens
             request.blocks[first:] = blocks
             chunks.append(Chunk(request, start, length))
-        return Step(tuple(chunks), moves=tuple(Copy(*move) for move in command["moves"]))
+        transfers = tuple(
+            Transfer(number, kind, name, tuple(Copy(*copy) for copy in copies), tuple(after))
+            for number, kind, name, copies, after in command["transfers"]
+        )
+        moves = tuple(Copy(*move) for move in command["moves"])
+        return Step(tuple(chunks), transfers=transfers, moves=moves)
 
 
 class Inbox:
@@ -171,6 +180,7 @@ def pack_result(ticket: int, result: StepResult) -> dict[str, Any]:
         "vectors": {name: list(values) for name, values in result.vectors.items()},
         "failed": dict(result.failed),
         "seconds": result.seconds,
+        "done": sorted(result.done),
     }
 
 
@@ -188,4 +198,5 @@ def unpack_result(raw: Mapping[str, Any]) -> StepResult:
         vectors=raw["vectors"],
         failed=raw["failed"],
         seconds=raw["seconds"],
+        done=frozenset(raw["done"]),
     )

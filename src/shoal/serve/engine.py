@@ -252,4 +252,6 @@ class Engine:
             "blocks_total": self.kv.num_blocks if self.kv is not None else 0.0,
             "prefix_hit_tokens": kept.get("prefix_hit_tokens", 0.0),
             "prefix_query_tokens": kept.get("prefix_query_tokens", 0.0),
+            "forks_total": kept.get("forks", 0.0),
+            "blocks_copied_total": kept.get("blocks_copied", 0.0),
         }

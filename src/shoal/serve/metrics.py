@@ -82,6 +82,16 @@ _ENGINE = {
         "counter",
         "Requests whose cache was taken, to be recomputed or swapped in.",
     ),
+    "num_forks_total": (
+        "forks_total",
+        "counter",
+        "Answers that began with the cache of another one to the same prompt.",
+    ),
+    "copied_blocks_total": (
+        "blocks_copied_total",
+        "counter",
+        "Cache blocks copied before one of those who shared them wrote to them.",
+    ),
     "swap_out_blocks_total": (
         "swap_out_blocks_total",
         "counter",

@@ -62,9 +62,11 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
         hint="a stage has at least one layer",
         error=ServeError,
     )
+    # Between steps under way, a block on its way would be taken for one that is there.
+    swaps = job.preempt.name == "swap" and parallel.depth == 1
     for what, wanted, good in (
         ("disagg", job.disagg, job.disagg is None),
-        ("preempt", job.preempt.name, job.preempt.name == "recompute" and not job.host_tokens),
+        ("preempt", job.preempt.name, job.preempt.name == "recompute" or swaps),
         ("weights", job.weights, job.weights == "plain"),
         (
             "kv_format",
@@ -77,7 +79,8 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
             what,
             wanted,
             expected="with parallel.tp or parallel.pp above 1: no instances for phases, preempt = "
-            "recompute, weights = plain, and a kv_format that does not sort channels",
+            "recompute (or swap, with one step under way), weights = plain, and a kv_format that "
+            "does not sort channels",
             hint="leave it out, or serve with one process",
             error=ServeError,
         )

@@ -6,10 +6,10 @@ input. Then it takes in what has come (without waiting while there is work), run
 and sends what the step gave, again and again. It ends when its parent does.
 
 Standard input: one message, ``start`` (factory, job). Messages in: ``add`` (id, tokens,
-params, priority, adapter, salt), ``abort`` (id), ``ping`` (number). Messages out: ``ready`` (what
-the model is), ``outputs``, ``refused`` (a request that cannot be served, with the reason),
-``vector`` (of a text), ``began`` (ids, and when their first step began), ``pong`` (number,
-stats), ``failed`` (why the process ends).
+params, priority, adapter, salt, fork_of), ``abort`` (id), ``ping`` (number). Messages out:
+``ready`` (what the model is), ``outputs``, ``refused`` (a request that cannot be served, with the
+reason), ``vector`` (of a text), ``began`` (ids, and when their first step began), ``pong``
+(number, stats), ``failed`` (why the process ends).
 """
 
 from __future__ import annotations
@@ -190,6 +190,7 @@ def _handle(engine: EngineLike, message: Mapping[str, Any], parent: Connection) 
             priority=message["priority"],
             adapter=message["adapter"],
             salt=message["salt"],
+            fork_of=message["fork_of"],
         )
         try:
             engine.add(request)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,7 @@ class Rank:
         from shoal.serve.build import attention_kernel, vocabulary
         from shoal.serve.cache import PagedCache
         from shoal.serve.grammar import Grammars
+        from shoal.serve.host import HostStore, Mover
         from shoal.serve.runner import LocalRunner
 
         weight = self.model.weight
@@ -117,6 +119,8 @@ class Rank:
             exact=job.exact,
             adjust=Adjuster(Grammars(lambda: vocabulary(job, self._config))),
         )
+        if job.host_tokens:
+            runner.mover = mover = Mover(cache, HostStore(cache, job.host_tokens // block_size))
         reader = Reader()
         while (command := inbox.take()) is not None:
             ticket = command["ticket"]
@@ -125,7 +129,12 @@ class Rank:
             if following is not None:
                 self._boundary.expect(following["ticket"], _tokens(following))
             self.model.ticket = ticket
-            result = runner.execute(reader.step(command))
+            step = reader.step(command)
+            if step.transfers:
+                # One rank answers for all of them, so on each they are over with their step.
+                mover.begin(step.transfers)
+                mover.wait(one.id for one in step.transfers)
+            result = runner.execute(replace(step, transfers=()))
             if self.answers:
                 tell(ticket, result)
 

@@ -26,12 +26,22 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shoal.core.errors import ServeError, ShoalError
 from shoal.core.measure import num_cores
 from shoal.core.parts import table
-from shoal.ir import KVManager, KVPart, Limits, Output, ServeJob, Step, StepResult
+from shoal.ir import (
+    KVManager,
+    KVPart,
+    Limits,
+    Output,
+    PreemptPart,
+    SchedulerPart,
+    ServeJob,
+    Step,
+    StepResult,
+)
 from shoal.parallel.processes import run_processes
 from shoal.plan.batching.ahead import Open
 from shoal.serve.ahead import AheadEngine
@@ -375,7 +385,10 @@ def ranked_engine(job: ServeJob, config: ModelConfig, **emulated: Any) -> Ranked
             max_step_tokens=job.max_step_tokens,
             max_position=job.max_position,
         )
-        scheduler = table("scheduler").build(job.scheduler, where="scheduler").build(kv, limits)
+        preempt: PreemptPart = table("preempt").build(job.preempt, where="preempt")
+        preemption = preempt.build(kv, limits, host_tokens=job.host_tokens or 0)
+        chosen: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
+        scheduler = cast("Open", chosen.build(kv, limits, preemption))
         runner.allocate(job, kv.num_blocks, kv.block_size)
         return RankedEngine(scheduler, runner, kv=kv, vocab_size=config.vocab_size)
     except BaseException:

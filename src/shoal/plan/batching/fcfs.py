@@ -10,6 +10,9 @@ All running requests came before all waiting ones, at any time: admission takes 
 head of the queue only, and preemption puts the youngest running request back there. So
 nobody is overtaken, the oldest request always runs, and one that fits alone finishes.
 
+Several answers to one prompt are forks of the first. They stand aside until it has computed the
+prompt, and then go before all who wait, with its blocks, so that the prompt is computed once.
+
 Sources: Yu et al., Orca, 2022 (iteration-level scheduling); Agrawal et al.,
 Sarathi-Serve, 2024 (chunked prompts beside decodes); Kwon et al., PagedAttention, 2023,
 section 4.5 (preemption by recomputation and by swapping).
@@ -19,10 +22,24 @@ from __future__ import annotations
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import part
-from shoal.ir import Chunk, KVManager, Limits, Preemption, Request, Step
+from shoal.ir import (
+    Chunk,
+    Copy,
+    Forking,
+    KVManager,
+    Limits,
+    Output,
+    Preemption,
+    Request,
+    Step,
+    StepResult,
+)
 from shoal.plan.batching.common import Queues
 
 __all__ = ["Fcfs", "FcfsScheduler"]
+
+# States in which what a request has computed lies in its blocks.
+_HOLDING = ("running", "computing")
 
 
 @part
@@ -80,6 +97,14 @@ class FcfsScheduler(Queues):
         # The head of the queue and the free blocks when it did not fit: until more are free
         # there is no use in trying again.
         self._refused: tuple[str, int] | None = None
+        self._forking = kv if isinstance(kv, Forking) else None
+        # By id of the request whose prompt they need: those that stand aside.
+        self._forks: dict[str, list[Request]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks yet."""
+        return len(self.waiting) + sum(map(len, self._forks.values()))
 
     def add(self, request: Request) -> None:
         """See :class:`~shoal.ir.serving.Scheduler`."""
@@ -93,6 +118,26 @@ class FcfsScheduler(Queues):
             error=ServeError,
         )
         super().add(request)
+        parent = self._parent(request)
+        if parent is not None and not parent.n_generated:
+            self.waiting.pop()
+            self._forks.setdefault(parent.id, []).append(request)
+
+    def abort(self, request_id: str) -> Output | None:
+        """See :class:`~shoal.ir.serving.Scheduler`."""
+        request = self.requests.get(request_id)
+        aside = self._forks.get(request.fork_of or "", []) if request is not None else []
+        if request in aside:
+            aside.remove(request)
+            self.waiting.append(request)
+        return super().abort(request_id)
+
+    def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
+        """See :class:`~shoal.ir.serving.Scheduler`."""
+        outputs = super().commit(step, result, now)
+        for name in [one for one in self._forks if self.requests[one].n_generated]:
+            self._release(name)
+        return outputs
 
     def plan(self, now: float) -> Step:
         """See :class:`~shoal.ir.serving.Scheduler`."""
@@ -113,7 +158,47 @@ class FcfsScheduler(Queues):
         transfers, wait_for = self.preemption.launch(
             now, computing=bool(chunks), busy=bool(self.requests)
         )
-        return Step(chunks, tuple(preempted), transfers, wait_for, now)
+        return Step(chunks, tuple(preempted), transfers, wait_for, now, self._copies())
+
+    def _copies(self) -> tuple[Copy, ...]:
+        """Blocks that forks will write to and others hold: to copy before this step."""
+        return self._forking.copies() if self._forking is not None else ()
+
+    def _parent(self, request: Request) -> Request | None:
+        """Whose blocks a request can begin with, now or once its prompt is computed."""
+        parent = self.requests.get(request.fork_of or "")
+        if (
+            parent is None
+            or self._forking is None
+            or request.n_generated
+            or request.preemptions  # the host may have more of it, and in whole blocks
+            or request.n_prompt != parent.n_prompt
+            or (request.adapter, request.salt) != (parent.adapter, parent.salt)
+            or request.tokens != parent.tokens[: parent.n_prompt]
+        ):
+            return None
+        return parent
+
+    def _release(self, name: str) -> None:
+        """Nobody needs to stand aside any more for the request of this id."""
+        self.waiting.extendleft(reversed(self._forks.pop(name, ())))
+
+    def _forget(self, request: Request, *, keep: bool) -> None:
+        self._release(request.id)
+        super()._forget(request, keep=keep)
+
+    def _match(self, request: Request) -> None:
+        """Give a request what the cache has of it already."""
+        parent = self._parent(request)
+        if (
+            self._forking is not None
+            and parent is not None
+            and parent.state in _HOLDING
+            and parent.n_computed >= request.n_prompt - 1  # it may be computed again just now
+        ):
+            self._forking.fork(parent, request)
+        else:
+            self.kv.match_prefix(request)
 
     def _displace(self) -> list[Request]:
         """Who makes room for somebody that waits, before anything is planned: here nobody."""
@@ -176,7 +261,7 @@ class FcfsScheduler(Queues):
                 if name == request.id and kv.num_free <= free:
                     return
             free = kv.num_free
-            kv.match_prefix(request)
+            self._match(request)
             if not self._place(request, alone=alone):
                 kv.free(request)
                 self._refused = (request.id, free)

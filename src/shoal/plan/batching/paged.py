@@ -5,8 +5,11 @@ empty. A full block is known by a digest chained over all tokens up to its end, 
 request that starts with the same tokens uses the same block. A block that nobody holds
 keeps its tokens until the space is needed; the one that was left longest ago goes first.
 
+Several answers to one prompt are forks: they hold all blocks of the prompt together, the last one
+too, which is partly empty. Who writes to a block that others hold gets a copy of it first.
+
 Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with
-PagedAttention, 2023, section 4.
+PagedAttention, 2023, section 4 (copy-on-write: section 4.4).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 
 from shoal.core.parts import part
-from shoal.ir import InFlight, Request
+from shoal.ir import Copy, InFlight, Request
 from shoal.plan.batching.common import check_block_size, extend_chain, whole_blocks
 
 __all__ = ["Paged", "PagedBlocks"]
@@ -80,9 +83,12 @@ class PagedBlocks:
         self._offered: dict[str, int] = {}
         # (found, asked) of requests that were matched and have not been given blocks yet.
         self._matched: dict[str, tuple[int, int]] = {}
+        # Blocks to copy before the next step, by target.
+        self._copies: dict[int, int] = {}
         self._hits = 0
         self._queries = 0
         self._evictions = 0
+        self._forks = self._copied = 0
 
     @property
     def num_free(self) -> int:
@@ -113,18 +119,45 @@ class PagedBlocks:
 
     def allocate(self, request: Request, n_tokens: int) -> bool:
         """See :class:`~shoal.ir.serving.KVManager`."""
-        missing = -(-n_tokens // self.block_size) - len(request.blocks)
-        if missing > self.num_free:
+        blocks, first = request.blocks, request.n_computed // self.block_size
+        missing = -(-n_tokens // self.block_size) - len(blocks)
+        shared = first < len(blocks) and self._holders[blocks[first]] > 1
+        if missing + shared > self.num_free:
             return False
+        if shared:
+            self._holders[blocks[first]] -= 1
+            copy = self._take()
+            self._copies[copy] = blocks[first]
+            blocks[first] = copy
         for _ in range(missing):
-            block = self._free.pop() if self._free else self._evict()
-            self._holders[block] = 1
-            request.blocks.append(block)
+            blocks.append(self._take())
         if request.id in self._matched:
             found, asked = self._matched.pop(request.id)
             self._hits += found
             self._queries += asked
         return True
+
+    def fork(self, parent: Request, child: Request) -> int:
+        """See :class:`~shoal.ir.serving.Forking`."""
+        found = child.n_prompt - 1
+        child.blocks = parent.blocks[: -(-found // self.block_size)]
+        child.n_computed = found
+        for block in child.blocks:
+            self._holders[block] += 1
+        full = found // self.block_size
+        self._chains[child.id] = self._chains.get(parent.id, [])[:full]
+        self._offered[child.id] = full
+        self._forks += 1
+        return found
+
+    def copies(self) -> tuple[Copy, ...]:
+        """See :class:`~shoal.ir.serving.Forking`."""
+        if not self._copies:
+            return ()
+        found = tuple(Copy(source, target, 1) for target, source in self._copies.items())
+        self._copied += len(found)
+        self._copies.clear()
+        return found
 
     def computed(self, request: Request) -> None:
         """See :class:`~shoal.ir.serving.KVManager`."""
@@ -148,6 +181,7 @@ class PagedBlocks:
             self._holders[block] -= 1
             if self._holders[block]:
                 continue
+            self._copies.pop(block, None)
             if self._digests[block] is not None:
                 self._forgotten[block] = None
             elif block in self.in_flight:
@@ -164,12 +198,18 @@ class PagedBlocks:
         return n_tokens <= self.num_blocks * self.block_size
 
     def stats(self) -> Mapping[str, float]:
-        """``blocks_used``, ``prefix_hit_tokens``, ``prefix_query_tokens``, ``evictions``."""
+        """``blocks_used``, ``prefix_hit_tokens``, ``prefix_query_tokens``, ``evictions``.
+
+        ``forks`` are requests that began with the blocks of another, ``blocks_copied`` the blocks
+        that were copied because of it.
+        """
         return {
             "blocks_used": self.num_blocks - self.num_free,
             "prefix_hit_tokens": self._hits,
             "prefix_query_tokens": self._queries,
             "evictions": self._evictions,
+            "forks": self._forks,
+            "blocks_copied": self._copied,
         }
 
     def check_integrity(self, requests: Mapping[str, Request]) -> None:
@@ -197,6 +237,13 @@ class PagedBlocks:
         assert known == self._known, "a digest without its block"
         for book in (self._chains, self._offered, self._matched):
             assert set(book) <= set(requests), "a book of a request that is gone"
+        assert set(self._copies) <= held, "a block is copied for nobody"
+
+    def _take(self) -> int:
+        """A block for one holder; there must be one."""
+        block = self._free.pop() if self._free else self._evict()
+        self._holders[block] = 1
+        return block
 
     def _evict(self) -> int:
         block, _ = self._forgotten.popitem(last=False)

@@ -103,7 +103,7 @@ class PrefillFirstScheduler(FcfsScheduler):
         transfers, wait_for = self.preemption.launch(
             now, computing=bool(chunks), busy=bool(self.requests)
         )
-        return Step(tuple(chunks), tuple(preempted), transfers, wait_for, now)
+        return Step(tuple(chunks), tuple(preempted), transfers, wait_for, now, self._copies())
 
     def _cut(
         self, prompts: list[Chunk], request: Request, left: int, budget: int, *, empty: bool
