@@ -50,6 +50,7 @@ __all__ = [
     "build_scheduler",
     "fillable",
     "fixed_memory",
+    "foretell",
     "plan_serve",
     "positions",
     "precision_of",
@@ -176,6 +177,25 @@ def build_scheduler(
     return found
 
 
+def foretell(
+    job: ServeJob, machine: Machine, cost: StepCost, arrivals: Sequence[Arrival]
+) -> Simulation:
+    """Serve ``arrivals`` in virtual time, as a concrete job says.
+
+    Args:
+        job: with ``kv_tokens``, ``max_position`` and a precision.
+        machine: between whose memories caches are swapped.
+        cost: seconds of a step.
+        arrivals: what comes.
+
+    Raises:
+        PlanError: the job leaves a limit open.
+        ServeError: a request that can never run.
+    """
+    link = host_link(machine, resolve(job.model), job.precision, _block_size(job))
+    return simulate(build_scheduler(job, link=link, cost=cost), cost, arrivals, link=link)
+
+
 def plan_serve(
     job: ServeJob,
     machine: Machine,
@@ -246,15 +266,10 @@ def plan_serve(
     require(
         bool(arrivals), "trace", len(arrivals), expected="at least one request", hint="add some"
     )
-    link = host_link(machine, shape, precision, _block_size(job))
-
-    def simulated(cost: StepCost) -> Simulation:
-        scheduler = build_scheduler(concrete, link=link, cost=cost)
-        return simulate(scheduler, cost, arrivals, link=link)
-
-    seen = simulated(model)
+    seen = foretell(concrete, machine, model, arrivals)
     ends = [
-        simulated(_Scaled(model, factor)).quantities() for factor in (1 / (1 + spread), 1 + spread)
+        foretell(concrete, machine, _Scaled(model, factor), arrivals).quantities()
+        for factor in (1 / (1 + spread), 1 + spread)
     ]
     context = round(sum(len(a.prompt) + a.output_tokens / 2 for a in arrivals) / len(arrivals))
     estimate = _decode_step(concrete, shape, roofline, model, spread, memory, context)
