@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from shoal.core.measure import Elsewhere
 from shoal.cost.serve_sim import Served
-from shoal.cost.step_cost.fitted import FEATURES, FEWEST, Fitted, Sample, fit
+from shoal.cost.step_cost.fitted import FEWEST, Fitted, Sample, fit, scaled
 from shoal.ir import Arrival
-from shoal.serve.profile import profile
 
 if TYPE_CHECKING:
     from shoal.serve.profile import Shape
@@ -33,7 +32,6 @@ __all__ = [
     "learned",
     "opening",
     "others",
-    "scaled",
     "spread_of",
 ]
 
@@ -76,11 +74,6 @@ def learned(steps: Sequence[Sample], profiled: Sequence[Sample] = ()) -> Fitted:
     return scaled(line, factor)
 
 
-def scaled(line: Fitted, factor: float) -> Fitted:
-    """A line whose steps all take so many times as long."""
-    return line.model_copy(update={name: factor * getattr(line, name) for name in FEATURES})
-
-
 class Pulse:
     """How fast the machine is now, and whether somebody else is at work on it.
 
@@ -95,6 +88,8 @@ class Pulse:
 
     def take(self) -> tuple[float, float]:
         """(s of the fixed steps, share of all cores that others had since the last look)."""
+        from shoal.serve.profile import profile
+
         busy = self._elsewhere.share()
         taken = sum(one.seconds for one in profile(self._runner, PULSE, seconds=self._seconds))
         self._elsewhere = Elsewhere()
