@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError, ModelError, PlanError, ServeError
+from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.cost.arithmetic import parameters
+from shoal.cost.serve_fleet import Instance, simulate_fleet
 from shoal.cost.serve_sim import simulate, simulate_ahead
 from shoal.cost.shapes import find
 from shoal.cost.step_cost.fitted import Fitted
@@ -21,6 +23,7 @@ from shoal.cost.step_cost.roofline import Roofline, cache_bytes_per_token
 from shoal.ir import Arrival, ServeJob, ServePlan
 from shoal.machine.described import load
 from shoal.plan.batching.ahead import Ahead
+from shoal.plan.batching.balanced import Balanced
 from shoal.plan.serving import arrivals_of, build_scheduler, foretell, plan_serve, precision_of
 from shoal.plan.serving_choices import alternatives, splits
 from shoal.plan.serving_memory import token_bytes
@@ -312,6 +315,31 @@ def test_a_model_too_large_for_one_device_is_told_how_many() -> None:
     assert "tp2" in explain([plan])[0]["plan"]
 
 
+def test_a_balancer_changes_what_replicas_have_in_their_caches() -> None:
+    """By turns each replica computes each beginning; sent where it was, one does."""
+    shared = {"name": "shared_prefix", "requests": 60, "rate": 20.0, "scale": 2}
+    told = {}
+    for balancer in ("round_robin", "least_loaded", "prefix_aware"):
+        asked = job(workload=shared, replicas=3, balancer=balancer, threads=1)
+        plan = plan_serve(asked, LAPTOP, cost=LINE)
+        told[balancer] = plan.predicted["ttft_p50_s"].value
+        seen = foretell(plan.job, LAPTOP, LINE, arrivals_of(plan.job, plan.shape))
+        assert len(seen.served) == 60
+        told[balancer, "cached"] = sum(one.n_cached for one in seen.served)
+    assert told["prefix_aware", "cached"] > told["round_robin", "cached"]
+    assert told["prefix_aware"] != told["round_robin"]
+
+
+def test_one_replica_behind_a_balancer_is_the_plain_simulation() -> None:
+    asked = plan_serve(job(workload={"name": "code", "requests": 40, "rate": 20.0}), LAPTOP).job
+    arrivals = arrivals_of(asked, find("shoal-4m"))
+    dispatcher = Balanced(table("balancer").build("prefix_aware").build(), 1, arrivals)
+    fleet = simulate_fleet([Instance(build_scheduler(asked), LINE)], [], dispatcher, arrivals)
+    plain = simulate(build_scheduler(asked), LINE, arrivals)
+    for ours, theirs in zip(fleet.served, plain.served, strict=True):
+        assert ours.finish == pytest.approx(theirs.finish)
+
+
 def test_splits_that_compete_are_those_that_can_be() -> None:
     asked = job("Qwen3-8B", workload=SPLIT)
     found = {(one.parallel.tp, one.parallel.pp) for one in splits(asked, load("4xH100"))}
@@ -325,11 +353,15 @@ def test_splits_that_compete_are_those_that_can_be() -> None:
         ({"tp": 3}, r"parallel\.tp = 3: expected a divisor"),
         ({"pp": 99}, r"parallel\.pp = 99: expected at most 36"),
         ({"tp": 4, "pp": 2}, r"at most 4 ranks, the devices of"),
+        ({"tp": 2, "replicas": 3}, r"at most 4 ranks, the devices of"),
+        ({"pp": 2, "replicas": 2}, r"replicas = 2: expected 1 where steps are under way together"),
     ],
 )
 def test_ranks_that_cannot_be(parallel: dict[str, int], said: str) -> None:
+    number = parallel.pop("replicas", 1)
+    asked = job("Qwen3-8B", workload=SPLIT, parallel=parallel, replicas=number)
     with pytest.raises(PlanError, match=said):
-        plan_serve(job("Qwen3-8B", workload=SPLIT, parallel=parallel), load("4xH100"))
+        plan_serve(asked, load("4xH100"))
 
 
 def test_one_stage_ahead_of_nobody_is_the_plain_simulation() -> None:

@@ -100,11 +100,13 @@ class Simulation:
 
     Args:
         served: every request, in the order of arrival.
-        steps: every step.
+        steps: every step, of an engine.
+        busy_s: s in which it computed, or each of several on average.
     """
 
     served: list[Served] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    busy_s: float = 0.0
 
     def quantities(self) -> dict[str, float]:
         """See :func:`quantities`."""
@@ -234,6 +236,7 @@ def simulate(
         result = runner.execute(step)
         tokens, preempted = step.num_tokens, len(step.preempted)
         seen.steps.append(StepRecord(now, result.seconds, len(step.chunks), tokens, preempted))
+        seen.busy_s += result.seconds
         now += result.seconds
         for output in scheduler.commit(step, result, now):
             request, served = live[output.request_id]
@@ -301,6 +304,7 @@ def simulate_ahead(
                 end = free[stage] = max(end, until) + result.seconds / stages
             tokens, preempted = step.num_tokens, len(step.preempted)
             seen.steps.append(StepRecord(now, result.seconds, len(step.chunks), tokens, preempted))
+            seen.busy_s += result.seconds / stages
             under_way.append((end, step, result))
         if not under_way:
             now = max(now, arrivals[place].at)

@@ -20,6 +20,7 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.arithmetic import flops_per_token
 from shoal.cost.host_link import host_link
+from shoal.cost.serve_fleet import Instance, simulate_fleet
 from shoal.cost.serve_sim import Simulation, simulate, simulate_ahead
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.fitted import Fitted
@@ -40,6 +41,7 @@ from shoal.ir import (
     StepCost,
 )
 from shoal.plan.batching.ahead import Ahead, Open
+from shoal.plan.batching.balanced import Balanced
 from shoal.plan.serving_choices import check_split, splits
 from shoal.plan.serving_memory import (
     FILL,
@@ -187,8 +189,14 @@ def foretell(
         ServeError: a request that can never run.
     """
     link = host_link(machine, resolve(job.model), job.precision, block_size(job))
-    scheduler = build_scheduler(job, link=link, cost=cost)
     split = job.parallel
+    if job.replicas > 1:
+        balancer = table("balancer").build(job.balancer, where="balancer").build()
+        replicas = [Instance(build_scheduler(job, cost=cost), cost) for _ in range(job.replicas)]
+        dispatcher = Balanced(balancer, job.replicas, arrivals)
+        fleet = simulate_fleet(replicas, [], dispatcher, arrivals)
+        return Simulation(fleet.served, busy_s=sum(fleet.busy_s) / job.replicas)
+    scheduler = build_scheduler(job, link=link, cost=cost)
     if split.pp == split.depth == 1:
         return simulate(scheduler, cost, arrivals, link=link)
     ahead = Ahead(cast(Open, scheduler), split.depth)
@@ -207,7 +215,7 @@ def plan_serve(
 
     Args:
         job: what to serve; what it leaves open is chosen here.
-        machine: the machine; as many of its devices are used as the job has ranks.
+        machine: the machine; as many of its devices are used as all replicas have ranks.
         cost: seconds of a step, through all stages; None predicts them from the machine's rates.
         trace: what arrives; None takes the job's workload.
         requests: how many of the workload's; None takes its own number.
@@ -221,7 +229,7 @@ def plan_serve(
     """
     shape = resolve(job.model)
     precision = precision_of(job)
-    check_split(job.parallel, shape, machine)
+    check_split(job, shape, machine)
     longest = positions(job, shape)
     memory, most, fits = memory_of(job, shape, machine, precision, longest)
     notes = _notes(job, machine, shape)
@@ -303,7 +311,8 @@ def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], Shard
     @functools.cache
     def cost(tp: int, pp: int) -> Sharded:
         # Ranks of a CPU share it; devices of their own are those of the machine.
-        roofline = Roofline(machine, shape, precision, job.threads, ranks=tp * pp)
+        ranks = tp * pp * job.replicas
+        roofline = Roofline(machine, shape, precision, job.threads, ranks=ranks)
         return Sharded(roofline, tp, pp, inside)
 
     return cost
@@ -315,7 +324,8 @@ def _threads(job: ServeJob, machine: Machine) -> int:
         return 0
     cores = machine.device.num_cores or 1
     world = job.parallel.world
-    return job.threads or (job.threads_of(cores) if world == 1 else max(1, cores // world))
+    alone = job.threads_of(cores) if world == 1 else max(1, cores // job.replicas // world)
+    return job.threads or alone
 
 
 def _spread(machine: Machine, cost: StepCost | None) -> float:
@@ -387,7 +397,7 @@ def _why(
 ) -> str:
     """What binds, in a sentence."""
     served = seen.quantities()
-    busy = sum(step.seconds for step in seen.steps) / served["total_s"]
+    busy = seen.busy_s / served["total_s"]
     room = f"{sum(memory.values()) / 1e9:.1f} of {most / 1e9:.1f} GB are filled"
     bound = (
         f"{_BOUND[estimate.bound]} binds a decode step of {estimate.tokens:.0f} requests, "
@@ -475,7 +485,7 @@ def _remedies(
 
 def _notes(job: ServeJob, machine: Machine, shape: ModelShape) -> tuple[str, ...]:
     found = []
-    world = job.parallel.world
+    world = job.parallel.world * job.replicas
     if machine.num_devices > world:
         found.append(
             f"{machine.num_devices - world} of the {machine.num_devices} devices of "

@@ -30,14 +30,14 @@ def splits(job: ServeJob, machine: Machine) -> list[ServeJob]:
         return []
     degrees = [2**n for n in range(machine.num_devices.bit_length())]
     for tp, pp in itertools.product(degrees, degrees):
-        split = ServeParallel(tp=tp, pp=pp)
+        other = job.model_copy(update={"parallel": ServeParallel(tp=tp, pp=pp)})
         if (tp, pp) == (job.parallel.tp, job.parallel.pp) or tp > machine.devices_per_node:
             continue
         try:
-            check_split(split, shape, machine)
+            check_split(other, shape, machine)
         except PlanError:
             continue
-        found.append(job.model_copy(update={"parallel": split}))
+        found.append(other)
     return found
 
 
@@ -81,12 +81,21 @@ def _optionless(part: type) -> bool:
     )
 
 
-def check_split(split: ServeParallel, shape: ModelShape, machine: Machine) -> None:
+def check_split(job: ServeJob, shape: ModelShape, machine: Machine) -> None:
     """Refuse ranks that the model or the machine does not have.
 
     Raises:
         PlanError: which degree, and what would be right.
     """
+    split = job.parallel
+    require(
+        job.replicas == 1 or split.depth == 1,
+        "replicas",
+        job.replicas,
+        expected="1 where steps are under way together: a fleet of pipelines is not simulated",
+        hint="plan one of them, or give --slo",
+        error=PlanError,
+    )
     require(
         shape.num_heads % split.tp == 0
         and (shape.num_kv_heads % split.tp == 0 or split.tp % shape.num_kv_heads == 0)
@@ -106,9 +115,9 @@ def check_split(split: ServeParallel, shape: ModelShape, machine: Machine) -> No
     )
     many = machine.num_devices
     require(
-        machine.device.kind == "cpu" or split.world <= many,
+        machine.device.kind == "cpu" or split.world * job.replicas <= many,
         "parallel",
-        f"tp = {split.tp}, pp = {split.pp}",
+        f"tp = {split.tp}, pp = {split.pp}, replicas = {job.replicas}",
         expected=f"at most {many} ranks, the devices of {machine.name}",
         error=PlanError,
     )

@@ -82,7 +82,7 @@ def _caches(job: ServeJob, machine: Machine) -> int:
 
 def fillable(job: ServeJob, machine: Machine) -> float:
     """Bytes of a device that one rank of a plan may fill."""
-    ranks = Parallel(tp=job.parallel.world)
+    ranks = Parallel(tp=job.parallel.world * job.replicas)
     capacity = Rates(machine, ranks, job.threads).capacity_bytes
     return FILL[machine.device.kind] * capacity
 
