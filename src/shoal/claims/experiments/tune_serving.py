@@ -366,7 +366,7 @@ class TuneServing:
         return found
 
     def _workload(self, context: Context, model: str) -> Sequence[Arrival]:
-        """Requests that are there from the start: prompts of 16 to 384 tokens, answers of 8 to 64."""
+        """Requests that are all there at once: prompts of 16 to 384 tokens, answers of 8 to 64."""
         from shoal.ir import Arrival
         from shoal.train import zoo
 
