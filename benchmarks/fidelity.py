@@ -2,9 +2,9 @@
 
 Usage: python benchmarks/fidelity.py [--requests N] [--loud]
 
-A rehearsal with other requests of the same trace tells what steps take in the loop, and how many
-requests a second can be served; the trace then comes at twice that rate. Its prediction is written
-to ``results/serving/predictions.json`` before it is served.
+A rehearsal with other requests of the same trace, by the same engine, tells what steps take in the
+loop, and how many requests a second can be served; the trace then comes at twice that rate. Its
+prediction is written to ``results/serving/predictions.json`` before it is served.
 
 The steps of one run, put into the simulator, give that run again to 1.5 % of its throughput; but
 the machine of a rehearsal is not that of a minute later. So fixed steps are timed before and after
@@ -26,7 +26,7 @@ from common import RESULTS, Row, record, require_quiet
 from shoal.core.files import write_json
 from shoal.core.parts import table
 from shoal.cost.serve_sim import Served, quantities, simulate
-from shoal.cost.step_cost.fitted import Sample, scaled
+from shoal.cost.step_cost.fitted import Sample
 from shoal.ir import Arrival, ServeJob
 from shoal.plan.serving import build_scheduler
 from shoal.serve.bench import replay
@@ -68,13 +68,6 @@ def requests(workload: dict[str, Any], count: int, seed: int, rate: float) -> li
     return [dataclasses.replace(one, at=one.at * count / rate / last) for one in found]
 
 
-def serve(model: Any, arrivals: Sequence[Arrival]) -> tuple[list[Served], list[Sample]]:
-    """By a fresh engine, in real time."""
-    engine, _, _ = engine_of(JOB, model)
-    steps: list[Sample] = []
-    return replay(engine, arrivals, steps=steps), steps
-
-
 def told(served: Sequence[Served]) -> dict[str, float]:
     """What is compared."""
     ttft = [one.ttft for one in served]
@@ -90,21 +83,22 @@ def attempt(
 ) -> dict[str, Any]:
     """Rehearse, predict, write the prediction down, serve; and what the machine did meanwhile."""
     workload = TRACES[name]
-    pulse = Pulse(engine_of(JOB, model)[2])
+    # One that is new has no pages for its cache yet, and gets them while it serves.
+    engine, _, runner = engine_of(JOB, model)
+    pulse = Pulse(runner)
     looks = [pulse.take()]
-    rehearsed, steps = serve(model, requests(workload, count // 2, 100 + turn, 1000.0))
+    steps: list[Sample] = []
+    rehearsed = replay(engine, requests(workload, count, 100 + turn, 1000.0), steps=steps)
     looks.append(pulse.take())
     rate = 2 * quantities(rehearsed)["requests_per_s"]
-    arrivals = requests(workload, count, turn, rate)
-    # As fast as the machine is now; the rehearsal saw it change from the first look to this one.
-    now = looks[1][0] / ((looks[0][0] + looks[1][0]) / 2)
-    line = scaled(learned(steps), now)
+    arrivals, line = requests(workload, count, turn, rate), learned(steps)
     found: dict[str, Any] = {
         "rate": rate,
         "predicted": told(simulate(build_scheduler(JOB), line, arrivals).served),
     }
     write(found)
-    served, steps = serve(model, arrivals)
+    steps = []
+    served = replay(engine, arrivals, steps=steps)
     looks.append(pulse.take())
     drift = sum(one.seconds for one in steps) / sum(line.seconds(one.chunks) for one in steps)
     return {
@@ -131,7 +125,7 @@ def main() -> None:
     if not options.loud:
         require_quiet()
     model = prepare(JOB, zoo.random(MODEL, 0))
-    serve(model, requests(TRACES["code"], 20, 9, 1000.0))  # warms up
+    replay(engine_of(JOB, model)[0], requests(TRACES["code"], 20, 9, 1000.0))  # warms up
     known: dict[str, Any] = {name: {"workload": one} for name, one in TRACES.items()}
 
     def keep() -> None:
@@ -169,7 +163,7 @@ def main() -> None:
                     comparison="<=",
                     threshold=limit,
                     note=f"{MODEL}, {options.requests} requests at {judged['rate']:.1f} a "
-                    f"second, twice what was served in a rehearsal with {options.requests // 2} "
+                    f"second, twice what the same engine served in a rehearsal with as many "
                     f"others; foretold on disk {said[quantity]:.4g}, measured "
                     f"{measured[quantity]:.4g}: {error:+.3f}; {judged['steps']} steps; fixed "
                     f"steps changed by {spread_of(judged['pulse_s']):.1%} from the rehearsal to "

@@ -42,6 +42,8 @@ def test_what_was_learned_moves_with_the_machine() -> None:
     costs.now({"prefill": 1.5, "decode": 0.8})
     again = [steps(3.0, 40, 0), steps(0.4, 1, 1)]
     assert costs.drift(again) == pytest.approx({"prefill": 1.0, "decode": 1.0})
+    costs.now({"prefill": 1.53, "decode": 0.82})  # as good as the same
+    assert costs.drift(again) == pytest.approx({"prefill": 1.0, "decode": 1.0})
     costs.now({"prefill": 1.0, "decode": 1.0})
     assert costs.drift(again) == pytest.approx({"prefill": 1.5, "decode": 0.8})
 

@@ -146,8 +146,6 @@ def bench_serve(
         rehearsed = others(arrivals[:first], model.config.vocab_size)
         replay(engine, rehearsed, progress=bar("rehearsal"), steps=steps)
         cost = learned(steps, samples)
-        del engine, runner  # there is memory for one cache
-        engine, _, _ = engine_of(job, model)
     cost = cost.model_copy(
         update={
             "machine": machine.name,
@@ -159,9 +157,10 @@ def bench_serve(
     plan = plan_serve(job, machine, cost=cost, trace=arrivals)
     if told is not None:
         told(plan)
+    before = engine.stats()
     measured = quantities(replay(engine, arrivals, progress=bar("requests")))
     measured["memory_bytes"] = float(host.peak_memory())
-    stats = engine.stats()
+    stats = {name: value - before[name] for name, value in engine.stats().items()}
     measured["step_s"] = stats["step_seconds_total"] / max(1.0, stats["steps_total"])
     measured["preemptions"] = stats["preemptions_total"]
     if stats["prefix_query_tokens"]:

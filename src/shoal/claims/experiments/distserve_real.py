@@ -130,14 +130,16 @@ class Costs:
         return drift
 
     def now(self, pulse: Mapping[str, float]) -> None:
-        """Everything takes as much longer as fixed steps do.
+        """Everything takes as much longer as fixed steps do, if that is more than their noise.
 
         Args:
             pulse: phase -> s of fixed steps now.
         """
         for role, (cost, cooling) in self.of.items():
-            self.of[role] = _times(pulse[role] / self._pulse[role], cost, cooling)
-            self._pulse[role] = pulse[role]
+            factor = pulse[role] / self._pulse[role]
+            if abs(factor - 1) > STEADY:
+                self.of[role] = _times(factor, cost, cooling)
+                self._pulse[role] = pulse[role]
 
     def _mine(self, role: str, recorded: Sequence[Sequence[Sample]]) -> list[Sequence[Sample]]:
         return [run for mine, run in zip(self.roles, recorded, strict=True) if mine == role]
