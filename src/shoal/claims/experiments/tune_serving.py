@@ -166,13 +166,13 @@ class TuneServing:
         ),
         Attempt(
             metric="retuned_vs_moved",
-            tried="40 requests of up to 384 tokens, more than the largest batch of 32, since 16 were "
-            "one batch for all large sizes; two rounds with 48 requests and the larger model, while "
-            "this was written, had generate best with 8 on one core and 32 on two, 1.13x and 1.07x. "
-            "In full, with batches of 2, 4, 8, 16 and 32: on both machines 16 is best for the larger "
-            "model and 32 for the smaller, and Shoal's engine with its largest batch and step. Two "
-            "cores are 1.2 times one with a batch of 2 and 1.7 with 32, so the best moves, but by "
-            "less than a step between the values that are tried",
+            tried="40 requests of up to 384 tokens, more than the largest batch of 32, since 16 "
+            "were one batch of any large size; two rounds with 48 requests and the larger model, "
+            "while this was written, had generate best with 8 on one core and 32 on two, 1.13x and "
+            "1.07x. In full, with batches of 2, 4, 8, 16 and 32: on both machines 16 is best for "
+            "the larger model and 32 for the smaller, and Shoal's engine with its largest batch "
+            "and step. Two cores are 1.2 times one with a batch of 2 and 1.7 with 32, so the best "
+            "moves, but by less than a step between the values that are tried",
             value=1.006,
         ),
         Attempt(
