@@ -9,7 +9,7 @@ prediction is written to ``results/serving/predictions.json`` before it is serve
 The steps of one run, put into the simulator, give that run again to 1.5 % of its throughput; but
 the machine of a rehearsal is not that of a minute later. So fixed steps are timed before and after
 both. Where they changed by more than 5 %, or others had more than 5 % of the cores, the trace is
-rehearsed, predicted and served again with other requests, three times at most, whatever the
+rehearsed, predicted and served again with other requests, four times at most, whatever the
 prediction was worth. All attempts are kept.
 """
 
@@ -37,7 +37,7 @@ from shoal.train import zoo
 TABLE = RESULTS.parent / "serving" / "predictions.json"
 MODEL = "shoal-4m"
 POSITIONS = 1024
-TRIES = 3
+TRIES = 4
 TRACES: dict[str, dict[str, Any]] = {
     "chat": {"name": "chat", "scale": 4.0},
     "code": {"name": "code", "scale": 2.0},
@@ -85,7 +85,7 @@ def attempt(
     workload = TRACES[name]
     # One that is new has no pages for its cache yet, and gets them while it serves.
     engine, _, runner = engine_of(JOB, model)
-    pulse = Pulse(runner)
+    pulse = Pulse(runner, seconds=1.0)
     looks = [pulse.take()]
     steps: list[Sample] = []
     rehearsed = replay(engine, requests(workload, count, 100 + turn, 1000.0), steps=steps)
@@ -145,8 +145,16 @@ def main() -> None:
 
         while len(tries) < TRIES and not (tries and steady(tries[-1])):
             tries.append(attempt(name, model, options.requests, len(tries), foretold))
-        # The first that was steady is the last; else the one during which least changed.
-        judged = min(tries, key=lambda one: (not steady(one), spread_of(one["pulse_s"])))
+        # The first that was steady is the last; else, of those without company, the one during
+        # which least changed.
+        judged = min(
+            tries,
+            key=lambda one: (
+                not steady(one),
+                one["others"] > OTHERS,
+                spread_of(one["pulse_s"]),
+            ),
+        )
         known[name] |= {"tries": tries, "judged": tries.index(judged)}
         keep()
         measured, said = judged["measured"], judged["predicted"]

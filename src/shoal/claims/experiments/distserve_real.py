@@ -227,14 +227,14 @@ class Real:
     def _steadily(
         self, system: str, engine: DisaggEngine, costs: Costs, rate: float, place: int
     ) -> Point:
-        """The first attempt in which the machine was steady, or that in which it changed least."""
+        """The first attempt in which the machine was steady, else in which it changed least."""
         made: list[Point] = []
         while len(made) < _ATTEMPTS and not (made and made[-1].steady):
             # Everyone has requests of its own: prompts that came before would be in the cache.
             seed = self._seed + 100 * len(made) + 2 + place
             made.append(self._point(system, engine, costs, rate, seed))
         self.attempts += made
-        return min(made, key=lambda one: (not one.steady, one.changed))
+        return min(made, key=lambda one: (not one.steady, one.others > OTHERS, one.changed))
 
     def _pulse(self, engine: DisaggEngine, costs: Costs) -> dict[str, float]:
         """Phase -> s of fixed steps now, in the company of the other instance."""
