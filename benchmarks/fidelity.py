@@ -117,7 +117,7 @@ def steady(found: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Each trace until the machine was steady, three times at most."""
+    """Each trace until the machine was steady, four times at most."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=400, help="of each trace")
     parser.add_argument("--loud", action="store_true", help="try it out: nothing is recorded")
