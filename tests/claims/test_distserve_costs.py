@@ -48,6 +48,15 @@ def test_what_was_learned_moves_with_the_machine() -> None:
     assert costs.drift(again) == pytest.approx({"prefill": 1.5, "decode": 0.8})
 
 
+def test_all_steps_can_be_longer() -> None:
+    costs = Costs(["prefill", "decode"], LINE)
+    costs.learn([steps(2.0, 40, 0), steps(0.5, 1, 1)], CALM, CALM)
+    longer = costs.scaled(1.1)
+    again = [steps(2.2, 40, 0), steps(0.55, 1, 1)]
+    assert longer.drift(again) == pytest.approx({"prefill": 1.0, "decode": 1.0})
+    assert costs.drift(again) == pytest.approx({"prefill": 1.1, "decode": 1.1})
+
+
 def test_only_a_machine_that_stays_the_same_is_steady() -> None:
     point = Point(
         system="colocated",

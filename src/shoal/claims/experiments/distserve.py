@@ -219,8 +219,15 @@ class DistServe:
             value=0.4204,
         ),
         Attempt(
+            metric="attainment_error",
+            tried="so: within 0.09 at all rates but the highest of engines of both phases, beyond "
+            "the knee, where steps that were 4 % shorter than those foretold had 0.53 in time "
+            "instead of 0.28. Now it is told with every rate by how much 5 % of a step move it",
+            value=0.252,
+        ),
+        Attempt(
             metric="throughput_error",
-            tried="the same run, on the machine that changed",
+            tried="the highest load rehearsed, on the machine that changed",
             value=0.1748,
         ),
     )
@@ -298,7 +305,9 @@ class DistServe:
         wrong = sum(abs(p.moved[0] - p.moved[1]) for p in points)
         metrics["wrong_bytes"] = Paired(method=(float(wrong),))
         details["points"] = [point.model_dump(mode="json") for point in points]
-        return Samples(metrics=metrics, details=details, profile=_profile(points))
+        # Nobody tells attainment better than the machine keeps its pace.
+        bounds = {"attainment_error": max(point.swing for point in points)}
+        return Samples(metrics=metrics, details=details, profile=_profile(points), bounds=bounds)
 
     def _serve(self, context: Context, details: dict[str, JsonValue]) -> Sequence[Point]:
         from shoal.claims.experiments.distserve_real import Real

@@ -63,6 +63,8 @@ class Point(Value):
         drift: phase -> steps as they were over what the prediction said of them, in sum.
         changed: by which share fixed steps took longer or shorter after it than before.
         others: share of the cores that other processes had.
+        swing: by how much the predicted share changes where all steps take 5 % less or more, which
+            is still the same machine.
     """
 
     system: str
@@ -75,6 +77,7 @@ class Point(Value):
     drift: dict[str, float]
     changed: float
     others: float
+    swing: float = 0.0
 
     @property
     def steady(self) -> bool:
@@ -140,6 +143,12 @@ class Costs:
             if abs(factor - 1) > STEADY:
                 self.of[role] = _times(factor, cost, cooling)
                 self._pulse[role] = pulse[role]
+
+    def scaled(self, factor: float) -> Costs:
+        """The same, were all steps to take so many times as long."""
+        other = Costs(self.roles, self.of[self.roles[0]][0])
+        other.of = {role: _times(factor, *known) for role, known in self.of.items()}
+        return other
 
     def _mine(self, role: str, recorded: Sequence[Sequence[Sample]]) -> list[Sequence[Sample]]:
         return [run for mine, run in zip(self.roles, recorded, strict=True) if mine == role]
@@ -259,6 +268,12 @@ class Real:
         costs.now(before)
         said = self._predict(system, costs, arrivals, engine.token_bytes)
         three = [said, alone(costs, arrivals)]
+        slo = {"ttft": self.slo.ttft, "tpot": self.slo.tpot}
+        ends = [
+            self._predict(system, costs.scaled(factor), arrivals, engine.token_bytes)
+            for factor in (1 - STEADY, 1 + STEADY)
+        ]
+        swing = max(abs(attainment(end, **slo) - attainment(said, **slo)) for end in ends)
         moved = len(engine.moved)
         engine.record(on=True)
         elsewhere = Elsewhere(engine.pids.values())
@@ -269,7 +284,6 @@ class Real:
         after = self._pulse(engine, costs)
         going_on = sum(len(a.prompt) for a in arrivals if a.output_tokens > 1)
         bytes_due = float(going_on * engine.token_bytes) if system == "disaggregated" else 0.0
-        slo = {"ttft": self.slo.ttft, "tpot": self.slo.tpot}
         point = Point(
             system=system,
             rate=rate,
@@ -281,6 +295,7 @@ class Real:
             drift=costs.drift(recorded),
             changed=max(spread_of((before[role], after[role])) for role in before),
             others=busy,
+            swing=swing,
         )
         if point.steady:
             costs.learn(recorded, before, after)
