@@ -2,17 +2,22 @@
 
 Usage: python benchmarks/fidelity.py [--requests N] [--loud]
 
-A rehearsal with other requests of the same trace tells what steps take in the loop, and how many
-requests a second can be served; the trace then comes at twice that rate. All predictions are
-written to ``results/serving/predictions.json`` before the first trace is served.
+A rehearsal with other requests of the same trace, by the same engine, tells what steps take in the
+loop, and how many requests a second can be served; the trace then comes at twice that rate. Its
+prediction is written to ``results/serving/predictions.json`` before it is served.
+
+The steps of one run, put into the simulator, give that run again to 1.5 % of its throughput; but
+the machine of a rehearsal is not that of a minute later. So fixed steps are timed before and after
+both. Where they changed by more than 5 %, or others had more than 5 % of the cores, the trace is
+rehearsed, predicted and served again with other requests, four times at most, whatever the
+prediction was worth. All attempts are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,17 +26,18 @@ from common import RESULTS, Row, record, require_quiet
 from shoal.core.files import write_json
 from shoal.core.parts import table
 from shoal.cost.serve_sim import Served, quantities, simulate
-from shoal.cost.step_cost.fitted import FEATURES, Fitted, Sample, fit
-from shoal.ir import Arrival, Output, ServeJob
+from shoal.cost.step_cost.fitted import Sample
+from shoal.ir import Arrival, ServeJob
 from shoal.plan.serving import build_scheduler
 from shoal.serve.bench import replay
 from shoal.serve.build import engine_of, prepare
-from shoal.serve.engine import Engine
+from shoal.serve.rehearse import OTHERS, STEADY, Pulse, learned, spread_of
 from shoal.train import zoo
 
 TABLE = RESULTS.parent / "serving" / "predictions.json"
 MODEL = "shoal-4m"
 POSITIONS = 1024
+TRIES = 4
 TRACES: dict[str, dict[str, Any]] = {
     "chat": {"name": "chat", "scale": 4.0},
     "code": {"name": "code", "scale": 2.0},
@@ -51,22 +57,6 @@ JOB = ServeJob.model_validate(
 )
 
 
-class Recording(Engine):
-    """An engine that keeps what its steps took."""
-
-    steps: list[Sample]
-
-    def step(self) -> list[Output]:
-        """See :class:`Engine`."""
-        began = time.perf_counter()
-        outputs = super().step()
-        seconds = time.perf_counter() - began
-        if self.last_chunks:
-            chunks = tuple((one.start, one.length) for one in self.last_chunks)
-            self.steps.append(Sample(chunks=chunks, seconds=seconds))
-        return outputs
-
-
 def requests(workload: dict[str, Any], count: int, seed: int, rate: float) -> list[Arrival]:
     """Requests of a trace, at so many a second."""
     found: list[Arrival] = (
@@ -76,21 +66,6 @@ def requests(workload: dict[str, Any], count: int, seed: int, rate: float) -> li
     )
     last = found[-1].at
     return [dataclasses.replace(one, at=one.at * count / rate / last) for one in found]
-
-
-def serve(model: Any, arrivals: Sequence[Arrival]) -> tuple[list[Served], list[Sample]]:
-    """By a fresh engine, in real time."""
-    engine, _, runner = engine_of(JOB, model)
-    recording = Recording(engine.scheduler, runner, kv=engine.kv, vocab_size=engine.vocab_size)
-    recording.steps = []
-    return replay(recording, arrivals), recording.steps
-
-
-def learned(steps: Sequence[Sample]) -> Fitted:
-    """A line through steps that meets their sum."""
-    line = fit(steps)
-    factor = sum(one.seconds for one in steps) / sum(line.seconds(one.chunks) for one in steps)
-    return line.model_copy(update={name: factor * getattr(line, name) for name in FEATURES})
 
 
 def told(served: Sequence[Served]) -> dict[str, float]:
@@ -103,8 +78,46 @@ def told(served: Sequence[Served]) -> dict[str, float]:
     }
 
 
+def attempt(
+    name: str, model: Any, count: int, turn: int, write: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Rehearse, predict, write the prediction down, serve; and what the machine did meanwhile."""
+    workload = TRACES[name]
+    # One that is new has no pages for its cache yet, and gets them while it serves.
+    engine, _, runner = engine_of(JOB, model)
+    pulse = Pulse(runner, seconds=1.0)
+    looks = [pulse.take()]
+    steps: list[Sample] = []
+    rehearsed = replay(engine, requests(workload, count, 100 + turn, 1000.0), steps=steps)
+    looks.append(pulse.take())
+    rate = 2 * quantities(rehearsed)["requests_per_s"]
+    arrivals, line = requests(workload, count, turn, rate), learned(steps)
+    found: dict[str, Any] = {
+        "rate": rate,
+        "predicted": told(simulate(build_scheduler(JOB), line, arrivals).served),
+    }
+    write(found)
+    steps = []
+    served = replay(engine, arrivals, steps=steps)
+    looks.append(pulse.take())
+    drift = sum(one.seconds for one in steps) / sum(line.seconds(one.chunks) for one in steps)
+    return {
+        **found,
+        "measured": told(served),
+        "steps": len(steps),
+        "steps_over_predicted": drift,
+        "pulse_s": [seconds for seconds, _ in looks],
+        "others": max(share for _, share in looks[1:]),
+    }
+
+
+def steady(found: dict[str, Any]) -> bool:
+    """Whether the machine was the same from the rehearsal to the end, whatever was predicted."""
+    return spread_of(found["pulse_s"]) <= STEADY and float(found["others"]) <= OTHERS
+
+
 def main() -> None:
-    """Rehearse, predict, serve, record."""
+    """Each trace until the machine was steady, four times at most."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=400, help="of each trace")
     parser.add_argument("--loud", action="store_true", help="try it out: nothing is recorded")
@@ -112,23 +125,39 @@ def main() -> None:
     if not options.loud:
         require_quiet()
     model = prepare(JOB, zoo.random(MODEL, 0))
-    serve(model, requests(TRACES["code"], 20, 9, 1000.0))  # warms up
-    known: dict[str, Any] = {}
-    traces: dict[str, list[Arrival]] = {}
-    for name, workload in TRACES.items():
-        rehearsed, steps = serve(model, requests(workload, options.requests // 2, 1, 1000.0))
-        rate = 2 * quantities(rehearsed)["requests_per_s"]
-        traces[name] = requests(workload, options.requests, 0, rate)
-        said = told(simulate(build_scheduler(JOB), learned(steps), traces[name]).served)
-        known[name] = {"workload": workload, "rate": rate, "predicted": said}
-    if not options.loud:
-        TABLE.parent.mkdir(exist_ok=True)
-        write_json(TABLE, {"model": MODEL, "requests": options.requests, "traces": known})
+    replay(engine_of(JOB, model)[0], requests(TRACES["code"], 20, 9, 1000.0))  # warms up
+    known: dict[str, Any] = {name: {"workload": one} for name, one in TRACES.items()}
+
+    def keep() -> None:
+        if not options.loud:
+            TABLE.parent.mkdir(exist_ok=True)
+            write_json(TABLE, {"model": MODEL, "requests": options.requests, "traces": known})
+
     rows = []
-    for name, arrivals in traces.items():
-        seen, steps = serve(model, arrivals)
-        measured, said = told(seen), known[name]["predicted"]
-        known[name]["measured"] = measured
+    for name in TRACES:
+        tries: list[dict[str, Any]] = []
+
+        def foretold(
+            found: dict[str, Any], name: str = name, tries: list[dict[str, Any]] = tries
+        ) -> None:
+            known[name]["tries"] = [*tries, found]
+            keep()
+
+        while len(tries) < TRIES and not (tries and steady(tries[-1])):
+            tries.append(attempt(name, model, options.requests, len(tries), foretold))
+        # The first that was steady is the last; else, of those without company, the one during
+        # which least changed.
+        judged = min(
+            tries,
+            key=lambda one: (
+                not steady(one),
+                one["others"] > OTHERS,
+                spread_of(one["pulse_s"]),
+            ),
+        )
+        known[name] |= {"tries": tries, "judged": tries.index(judged)}
+        keep()
+        measured, said = judged["measured"], judged["predicted"]
         for what, quantity, limit in (
             ("throughput", "tokens_per_s", 0.05),
             ("p99 time to the first token", "ttft_p99_s", 0.10),
@@ -141,16 +170,17 @@ def main() -> None:
                     unit="",
                     comparison="<=",
                     threshold=limit,
-                    note=f"{MODEL}, {options.requests} requests at {known[name]['rate']:.1f} a "
-                    f"second, twice what was served in a rehearsal with {options.requests // 2} "
+                    note=f"{MODEL}, {options.requests} requests at {judged['rate']:.1f} a "
+                    f"second, twice what the same engine served in a rehearsal with as many "
                     f"others; foretold on disk {said[quantity]:.4g}, measured "
-                    f"{measured[quantity]:.4g}: {error:+.3f}; {len(steps)} steps",
+                    f"{measured[quantity]:.4g}: {error:+.3f}; {judged['steps']} steps; fixed "
+                    f"steps changed by {spread_of(judged['pulse_s']):.1%} from the rehearsal to "
+                    f"the end, at attempt {tries.index(judged) + 1} of {len(tries)}",
                 )
             )
     if options.loud:
         print(*rows, sep="\n")
         return
-    write_json(TABLE, {"model": MODEL, "requests": options.requests, "traces": known})
     record(rows)
 
 

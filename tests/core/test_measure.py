@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -134,3 +135,22 @@ def test_check_quiet_waits_and_then_refuses(monkeypatch: pytest.MonkeyPatch) -> 
 def test_real_machine_can_be_looked_at() -> None:
     assert isinstance(noise_reasons(window_s=0.01), list)
     assert measure.num_cores() >= 1
+
+
+def test_work_of_others_is_told_from_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = measure._TICKS
+    times = {"now": measure._CpuTimes(1000.0, 500.0, 0.0, 2), "own": 10.0}
+    monkeypatch.setattr(measure, "_cpu_times", lambda: times["now"])
+    monkeypatch.setattr(measure, "_own_seconds", lambda: times["own"])
+    look = measure.Elsewhere()
+    times["now"] = measure._CpuTimes(1000.0 + 2 * ticks, 500.0 + 1.5 * ticks, 0.1 * ticks, 2)
+    times["own"] = 11.0
+    # Of two processor seconds 1.5 were busy, 1.0 of them ours, and 0.1 stolen.
+    assert look.share() == pytest.approx(0.3)
+    monkeypatch.setattr(measure, "_cpu_times", lambda: None)
+    assert measure.Elsewhere().share() == 0.0
+
+
+def test_children_are_not_others() -> None:
+    look = measure.Elsewhere([os.getpid(), 2**30])
+    assert look._own_ticks() >= measure._own_seconds() * measure._TICKS

@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError, ModelError, PlanError, ServeError
+from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.cost.arithmetic import parameters
-from shoal.cost.serve_sim import simulate
+from shoal.cost.serve_fleet import Instance, simulate_fleet
+from shoal.cost.serve_sim import simulate, simulate_ahead
 from shoal.cost.shapes import find
 from shoal.cost.step_cost.fitted import Fitted
 from shoal.cost.step_cost.roofline import Roofline, cache_bytes_per_token
 from shoal.ir import Arrival, ServeJob, ServePlan
 from shoal.machine.described import load
-from shoal.plan.serving import (
-    alternatives,
-    arrivals_of,
-    build_scheduler,
-    plan_serve,
-    precision_of,
-)
+from shoal.plan.batching.ahead import Ahead
+from shoal.plan.batching.balanced import Balanced
+from shoal.plan.serving import arrivals_of, build_scheduler, foretell, plan_serve, precision_of
+from shoal.plan.serving_choices import alternatives, splits
+from shoal.plan.serving_memory import token_bytes
 from shoal.plan.serving_table import COLUMNS, explain, rank
 
 LAPTOP = load("laptop")
@@ -271,3 +271,118 @@ def test_a_workload_of_nothing_is_refused() -> None:
     nothing: Sequence[Arrival] = []
     with pytest.raises(ConfigError, match="trace = 0: expected at least one request"):
         plan_serve(job(), LAPTOP, trace=nothing)
+
+
+SPLIT = {"name": "chat", "requests": 60, "rate": 1000.0, "scale": 4}
+
+
+def test_ranks_share_weights_cache_and_time() -> None:
+    machine = load("4xH100")
+    whole = plan_serve(job("Qwen3-8B", workload=SPLIT, max_position=4096), machine)
+    for parallel in ({"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}):
+        asked = job("Qwen3-8B", workload=SPLIT, max_position=4096, parallel=parallel)
+        plan = plan_serve(asked, machine)
+        world = asked.parallel.world
+        assert plan.estimate is not None
+        assert whole.estimate is not None
+        memory = plan.estimate.memory_bytes
+        assert memory["weights"] == pytest.approx(whole.estimate.memory_bytes["weights"] / world)
+        token = cache_bytes_per_token(plan.shape, "bf16") / world
+        assert memory["cache"] == pytest.approx(plan.job.kv_tokens * token)
+        assert plan.estimate.terms_s["communication"] > 0
+        assert plan.predicted["tokens_per_s"].value > whole.predicted["tokens_per_s"].value
+    assert "communication" not in whole.estimate.terms_s
+    assert "3 of the 4 devices" in " ".join(whole.notes)
+
+
+def test_heads_that_do_not_suffice_are_held_twice() -> None:
+    shape = find("Qwen3-0.6B")  # 8 heads of keys
+    size = [
+        token_bytes(job("Qwen3-0.6B", parallel={"tp": tp}), shape, "bf16") for tp in (1, 4, 8, 16)
+    ]
+    assert size == [size[0], size[0] / 4, size[0] / 8, size[0] / 8]
+
+
+def test_a_model_too_large_for_one_device_is_told_how_many() -> None:
+    machine = load("4xH100")
+    plan = plan_serve(job("Llama-3.1-70B", workload=SPLIT, max_position=4096), machine)
+    assert not plan.fits
+    assert "parallel.tp = 2 would fit" in " ".join(plan.notes)
+    plan = plan_serve(
+        job("Llama-3.1-70B", workload=SPLIT, max_position=4096, parallel={"tp": 2}), machine
+    )
+    assert plan.fits
+    assert "tp2" in explain([plan])[0]["plan"]
+
+
+def test_a_balancer_changes_what_replicas_have_in_their_caches() -> None:
+    """By turns each replica computes each beginning; sent where it was, one does."""
+    shared = {"name": "shared_prefix", "requests": 60, "rate": 20.0, "scale": 2}
+    told = {}
+    for balancer in ("round_robin", "least_loaded", "prefix_aware"):
+        asked = job(workload=shared, replicas=3, balancer=balancer, threads=1)
+        plan = plan_serve(asked, LAPTOP, cost=LINE)
+        told[balancer] = plan.predicted["ttft_p50_s"].value
+        seen = foretell(plan.job, LAPTOP, LINE, arrivals_of(plan.job, plan.shape))
+        assert len(seen.served) == 60
+        told[balancer, "cached"] = sum(one.n_cached for one in seen.served)
+    assert told["prefix_aware", "cached"] > told["round_robin", "cached"]
+    assert told["prefix_aware"] != told["round_robin"]
+
+
+def test_one_replica_behind_a_balancer_is_the_plain_simulation() -> None:
+    asked = plan_serve(job(workload={"name": "code", "requests": 40, "rate": 20.0}), LAPTOP).job
+    arrivals = arrivals_of(asked, find("shoal-4m"))
+    dispatcher = Balanced(table("balancer").build("prefix_aware").build(), 1, arrivals)
+    fleet = simulate_fleet([Instance(build_scheduler(asked), LINE)], [], dispatcher, arrivals)
+    plain = simulate(build_scheduler(asked), LINE, arrivals)
+    for ours, theirs in zip(fleet.served, plain.served, strict=True):
+        assert ours.finish == pytest.approx(theirs.finish)
+
+
+def test_splits_that_compete_are_those_that_can_be() -> None:
+    asked = job("Qwen3-8B", workload=SPLIT)
+    found = {(one.parallel.tp, one.parallel.pp) for one in splits(asked, load("4xH100"))}
+    assert found == {(1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+    assert splits(job(), LAPTOP) == []
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ({"tp": 3}, r"parallel\.tp = 3: expected a divisor"),
+        ({"pp": 99}, r"parallel\.pp = 99: expected at most 36"),
+        ({"tp": 4, "pp": 2}, r"at most 4 ranks, the devices of"),
+        ({"tp": 2, "replicas": 3}, r"at most 4 ranks, the devices of"),
+        ({"pp": 2, "replicas": 2}, r"replicas = 2: expected 1 where steps are under way together"),
+    ],
+)
+def test_ranks_that_cannot_be(parallel: dict[str, int], said: str) -> None:
+    number = parallel.pop("replicas", 1)
+    asked = job("Qwen3-8B", workload=SPLIT, parallel=parallel, replicas=number)
+    with pytest.raises(PlanError, match=said):
+        plan_serve(asked, load("4xH100"))
+
+
+def test_one_stage_ahead_of_nobody_is_the_plain_simulation() -> None:
+    asked = plan_serve(job(workload={"name": "code", "requests": 40, "rate": 20.0}), LAPTOP).job
+    arrivals = arrivals_of(asked, find("shoal-4m"))
+    scheduler = build_scheduler(asked)
+    ahead = simulate_ahead(scheduler, Ahead(scheduler, 1), LINE, arrivals, stages=1)
+    assert ahead.served == simulate(build_scheduler(asked), LINE, arrivals).served
+
+
+def test_a_pipeline_begins_a_step_while_another_is_in_later_stages() -> None:
+    """Equal decodes of two groups, on two stages: twice as many steps in the same time."""
+    flat = Fitted(step=1.0, token=0.0, prompt_pair=0.0, decode_key=0.0, chunk=0.0)
+    arrivals = [Arrival(0.0, (1,) * 4, 9) for _ in range(4)]
+    asked = job(kv_tokens=256, max_position=32, precision="fp32")
+    alone = foretell(asked, LAPTOP, flat, arrivals)
+    split = asked.model_copy(update={"parallel": asked.parallel.model_copy(update={"pp": 2})})
+    pipeline = foretell(split, LAPTOP, flat, arrivals)
+    assert {one.n_output for one in pipeline.served} == {9}
+    assert len(alone.steps) == 9
+    # After the prompts, which are one step, two groups generate in turns, half a step apart.
+    assert alone.quantities()["total_s"] == 9.0
+    assert pipeline.quantities()["total_s"] <= 9.5 + 1.0
+    assert len(pipeline.steps) >= 16

@@ -98,7 +98,7 @@ def test_a_report_with_prediction_and_measurement(home):
         rate=500.0,
         machine=load("laptop"),
         model=model,
-        profile_s=0.0,
+        profile_s=0.2,
         wait_s=None,
         told=told.append,
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from shoal.core.errors import NoisyMachineError, require
 from shoal.core.random import generator
 
 __all__ = [
+    "Elsewhere",
     "Paired",
     "Spread",
     "bootstrap",
@@ -37,6 +38,8 @@ Statistic = Callable[[np.ndarray], np.ndarray]
 MAX_OTHERS = 0.25  # of all cores
 MAX_STEAL = 0.02
 MAX_SPIN_SPREAD = 0.10
+# Of a second, in /proc.
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,38 @@ def noise_reasons(*, spin: Callable[[], float] | None = None, window_s: float = 
     if spread > MAX_SPIN_SPREAD:
         reasons.append(f"a fixed loop takes up to {spread:.0%} longer from one run to the next")
     return reasons
+
+
+class Elsewhere:
+    """What others, and the hypervisor, take of the processors from now on.
+
+    Args:
+        pids: processes that are not others, beside this one.
+    """
+
+    def __init__(self, pids: Iterable[int] = ()) -> None:
+        self._pids = tuple(pids)
+        self._before, self._own = _cpu_times(), self._own_ticks()
+
+    def share(self) -> float:
+        """Share of all processors that was theirs until now; 0 where there is no /proc."""
+        now, own = _cpu_times(), self._own_ticks()
+        if self._before is None or now is None or now.total <= self._before.total:
+            return 0.0
+        taken = now.busy + now.steal - self._before.busy - self._before.steal - (own - self._own)
+        return max(0.0, taken / (now.total - self._before.total))
+
+    def _own_ticks(self) -> float:
+        """In ticks, as /proc counts."""
+        found = _own_seconds() * _TICKS
+        for pid in self._pids:
+            try:
+                said = Path(f"/proc/{pid}/stat").read_text()
+            except OSError:  # it has ended
+                continue
+            # The name before may hold spaces; user and system are the 14th and 15th field.
+            found += sum(map(float, said.rpartition(")")[2].split()[11:13]))
+        return found
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,16 @@ is nothing to do.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import (
     Arrival,
     HostLink,
+    Output,
     Request,
     SamplingParams,
     Scheduler,
@@ -31,6 +34,7 @@ __all__ = [
     "quantities",
     "request_of",
     "simulate",
+    "simulate_ahead",
 ]
 
 
@@ -96,11 +100,13 @@ class Simulation:
 
     Args:
         served: every request, in the order of arrival.
-        steps: every step.
+        steps: every step, of an engine.
+        busy_s: s in which it computed, or each of several on average.
     """
 
     served: list[Served] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    busy_s: float = 0.0
 
     def quantities(self) -> dict[str, float]:
         """See :func:`quantities`."""
@@ -230,18 +236,101 @@ def simulate(
         result = runner.execute(step)
         tokens, preempted = step.num_tokens, len(step.preempted)
         seen.steps.append(StepRecord(now, result.seconds, len(step.chunks), tokens, preempted))
+        seen.busy_s += result.seconds
         now += result.seconds
         for output in scheduler.commit(step, result, now):
             request, served = live[output.request_id]
-            if served.n_output == 0:
-                served.first = now
-                served.n_cached = request.n_cached
-            served.n_output += len(output.tokens)
+            _note(served, request, output, now)
             if output.finish is not None:
-                served.finish = now
-                served.preemptions, served.switch_s = request.preemptions, request.switch_s
                 del live[output.request_id]
     return seen
+
+
+class Steps(Protocol):
+    """Plans while steps are under way, and commits in order: ``plan.batching.ahead.Ahead``."""
+
+    depth: int
+
+    def plan(self, now: float) -> Step:
+        """The next step, or an empty one."""
+        ...
+
+    def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
+        """Take in what the oldest step gave."""
+        ...
+
+
+def simulate_ahead(
+    scheduler: Scheduler,
+    ahead: Steps,
+    cost: StepCost,
+    arrivals: Sequence[Arrival],
+    *,
+    stages: int,
+) -> Simulation:
+    """Serve ``arrivals`` in virtual time by a pipeline, as its engine does.
+
+    Steps are planned until as many are under way as there may be. Each begins in a stage when
+    the one before it has left that stage, and is in each for an equal share of its seconds.
+
+    Args:
+        scheduler: where requests are added; without any.
+        ahead: the same scheduler, planning ahead.
+        cost: seconds of a step through all stages.
+        arrivals: what comes, in the order of time.
+        stages: of the pipeline.
+
+    Raises:
+        ServeError: a request that can never run, or something is swapped.
+    """
+    runner = Predicted(cost)
+    seen = Simulation()
+    live: dict[str, tuple[Request, Served]] = {}
+    under_way: deque[tuple[float, Step, StepResult]] = deque()
+    free = [0.0] * stages
+    now, place = 0.0, 0
+    while place < len(arrivals) or live:
+        while place < len(arrivals) and arrivals[place].at <= now:
+            request = request_of(str(place), arrivals[place])
+            scheduler.add(request)
+            served = Served(request.id, arrivals[place].at, request.n_prompt)
+            seen.served.append(served)
+            live[request.id] = request, served
+            place += 1
+        while len(under_way) < ahead.depth and (step := ahead.plan(now)):
+            result = runner.execute(step)
+            end = now
+            for stage, until in enumerate(free):
+                end = free[stage] = max(end, until) + result.seconds / stages
+            tokens, preempted = step.num_tokens, len(step.preempted)
+            seen.steps.append(StepRecord(now, result.seconds, len(step.chunks), tokens, preempted))
+            seen.busy_s += result.seconds / stages
+            under_way.append((end, step, result))
+        if not under_way:
+            now = max(now, arrivals[place].at)
+            continue
+        # Whoever comes while steps are under way may join the next one, if there is room for one.
+        soon = arrivals[place].at if place < len(arrivals) else math.inf
+        if len(under_way) < ahead.depth and soon < under_way[0][0]:
+            now = soon
+            continue
+        now, step, result = under_way.popleft()
+        for output in ahead.commit(step, result, now):
+            request, served = live[output.request_id]
+            _note(served, request, output, now)
+            if output.finish is not None:
+                del live[output.request_id]
+    return seen
+
+
+def _note(served: Served, request: Request, output: Output, now: float) -> None:
+    """What a request got ``now``."""
+    if served.n_output == 0:
+        served.first, served.n_cached = now, request.n_cached
+    served.n_output += len(output.tokens)
+    if output.finish is not None:
+        served.finish = now
+        served.preemptions, served.switch_s = request.preemptions, request.switch_s
 
 
 def quantities(served: Sequence[Served]) -> dict[str, float]:

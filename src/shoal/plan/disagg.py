@@ -19,35 +19,33 @@ from shoal.core.config import Value
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.core.svg import Chart, Series
-from shoal.cost.collectives import all_reduce_s, send_s
 from shoal.cost.serve_fleet import Instance, Wire, simulate_fleet
 from shoal.cost.serve_sim import Served
 from shoal.cost.shapes import resolve
-from shoal.cost.step_cost.roofline import BYTES, Roofline, cache_bytes_per_token
+from shoal.cost.step_cost.roofline import cache_bytes_per_token
 from shoal.cost.workloads.describe import describe
 from shoal.ir import (
     Arrival,
     Disagg,
     Limits,
-    Link,
     Machine,
     ModelShape,
     Phase,
     ServeJob,
+    ServeParallel,
     StepCost,
 )
 from shoal.plan.batching.dispatch import LeastLoaded
 from shoal.plan.goodput import FEWEST_REQUESTS, Goodput, Slo, poisson, replicas
-from shoal.plan.serving import arrivals_of, fillable, fixed_memory, positions, precision_of
+from shoal.plan.serving import arrivals_of, positions, precision_of, sharded_costs
+from shoal.plan.serving_memory import fillable, fixed_memory
 
 __all__ = [
     "GoodputReport",
     "Setting",
-    "Sharded",
     "Tried",
     "drifted",
     "plan_goodput",
-    "sharded_costs",
 ]
 
 Costs = Callable[[int, int], StepCost]
@@ -184,43 +182,6 @@ class GoodputReport(Value):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Sharded:
-    """A step's time on ``tp`` devices that share every layer and ``pp`` that share the layers.
-
-    Arithmetic and memory divide by ``tp``; two sums a layer are exchanged; each stage sends its
-    tokens to the next. The time is that of all stages, one after the other.
-    """
-
-    roofline: Roofline
-    tp: int
-    pp: int
-    link: Link | None
-
-    def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.serving.StepCost`."""
-        terms, shape = self.roofline.terms(chunks), self.roofline.shape
-        size = sum(length for _, length in chunks) * shape.hidden * BYTES[self.roofline.precision]
-        return (
-            (terms.matmul + terms.attention + terms.memory) / self.tp
-            + terms.overhead
-            + 2 * shape.num_layers * all_reduce_s(size, self.tp, self.link)
-            + (self.pp - 1) * send_s(size, self.link)
-        )
-
-
-def sharded_costs(job: ServeJob, machine: Machine) -> Costs:
-    """(tp, pp) -> seconds of a step on that many devices, predicted from the machine's rates.
-
-    Args:
-        job: the model, and its precision.
-        machine: what the devices are; an instance stays on links between devices if it can.
-    """
-    inside = machine.link("device") or machine.link("node") or machine.link("loopback")
-    roofline = Roofline(machine, resolve(job.model), precision_of(job), job.threads)
-    return lambda tp, pp: Sharded(roofline, tp, pp, inside)
-
-
 def plan_goodput(
     job: ServeJob,
     machine: Machine,
@@ -307,7 +268,11 @@ class _Search:
         self.shape: ModelShape = resolve(job.model)
         self.precision = precision_of(job)
         self.job = job.model_copy(
-            update={"precision": self.precision, "max_position": positions(job, self.shape)}
+            update={
+                "precision": self.precision,
+                "max_position": positions(job, self.shape),
+                "parallel": ServeParallel(),  # which is searched
+            }
         )
         self.requests = requests
         # A rate per device that was good enough: where to look next.
@@ -315,7 +280,7 @@ class _Search:
         self.lengths = arrivals_of(self.job, self.shape, count=min(requests, 2000))
         # Phases on any two devices: the slower link, where there are several nodes.
         self.link = machine.link("node") or machine.link("device") or machine.link("loopback")
-        self.costs = costs or sharded_costs(job, machine)
+        self.costs: Costs = costs or sharded_costs(job, machine)
         self.limits = Limits(
             max_running=job.max_running,
             max_step_tokens=job.max_step_tokens,
@@ -374,8 +339,10 @@ class _Search:
         rows.sort(key=lambda one: -one.goodput)
         best = rows[0]
         found = best.setting
+        both = found.both or Phase()
         job = self.job.model_copy(
             update={
+                "parallel": ServeParallel(tp=both.tp, pp=both.pp),
                 "scheduler": found.scheduler or self.job.scheduler,
                 "disagg": None
                 if found.prefill is None or found.decode is None

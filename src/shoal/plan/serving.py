@@ -9,25 +9,23 @@ slower and the faster simulation give.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
-from shoal.cost.arithmetic import flops_per_token, parameters
+from shoal.cost.arithmetic import flops_per_token
 from shoal.cost.host_link import host_link
-from shoal.cost.rates import Rates
-from shoal.cost.serve_sim import Simulation, simulate
+from shoal.cost.serve_fleet import Instance, simulate_fleet
+from shoal.cost.serve_sim import Simulation, simulate, simulate_ahead
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.fitted import Fitted
-from shoal.cost.step_cost.roofline import (
-    BYTES,
-    Roofline,
-    activation_bytes,
-    cache_bytes_per_token,
-)
+from shoal.cost.step_cost.roofline import BYTES, Roofline
+from shoal.cost.step_cost.sharded import Sharded
 from shoal.cost.workloads.describe import sentence
 from shoal.ir import (
     Arrival,
@@ -37,29 +35,33 @@ from shoal.ir import (
     Limits,
     Machine,
     ModelShape,
-    Parallel,
     Scheduler,
     ServeJob,
     ServePlan,
     StepCost,
 )
+from shoal.plan.batching.ahead import Ahead, Open
+from shoal.plan.batching.balanced import Balanced
+from shoal.plan.serving_choices import check_split, splits
+from shoal.plan.serving_memory import (
+    FILL,
+    block_size,
+    free_tokens,
+    memory_of,
+    slot_length,
+    token_bytes,
+)
 
 __all__ = [
-    "alternatives",
     "arrivals_of",
     "build_scheduler",
-    "fillable",
-    "fixed_memory",
+    "foretell",
     "plan_serve",
     "positions",
     "precision_of",
-    "slot_length",
+    "sharded_costs",
 ]
 
-# Share of a device's memory that a plan may fill; the rest is for what nobody counted.
-FILL = {"gpu": 0.92, "cpu": 0.85}
-# What the engine's process holds before the model: framework, libraries, allocator.
-RUNTIME_BYTES = {"cpu": 0.45e9, "gpu": 1.5e9}
 # Half-widths of the 90 % interval of a step, as shares: a roofline of declared rates, one of
 # probed rates, and the least for a fit, whose own errors count beside it.
 SPREAD = {"declared": 0.6, "emulated": 0.6, "probed": 0.4, "fitted": 0.1}
@@ -137,11 +139,6 @@ def positions(job: ServeJob, shape: ModelShape) -> int:
     return wanted
 
 
-def slot_length(job: ServeJob) -> float:
-    """Most tokens of a request by the job's cache bookkeeping alone: those of a slot, or no end."""
-    return float(getattr(table("kv").build(job.kv, where="kv"), "max_len", math.inf))
-
-
 def build_scheduler(
     job: ServeJob, *, link: HostLink | None = None, cost: StepCost | None = None
 ) -> Scheduler:
@@ -176,6 +173,36 @@ def build_scheduler(
     return found
 
 
+def foretell(
+    job: ServeJob, machine: Machine, cost: StepCost, arrivals: Sequence[Arrival]
+) -> Simulation:
+    """Serve ``arrivals`` in virtual time, as a concrete job says.
+
+    Args:
+        job: with ``kv_tokens``, ``max_position`` and a precision.
+        machine: between whose memories caches are swapped.
+        cost: seconds of a step.
+        arrivals: what comes.
+
+    Raises:
+        PlanError: the job leaves a limit open.
+        ServeError: a request that can never run.
+    """
+    link = host_link(machine, resolve(job.model), job.precision, block_size(job))
+    split = job.parallel
+    if job.replicas > 1:
+        balancer = table("balancer").build(job.balancer, where="balancer").build()
+        replicas = [Instance(build_scheduler(job, cost=cost), cost) for _ in range(job.replicas)]
+        dispatcher = Balanced(balancer, job.replicas, arrivals)
+        fleet = simulate_fleet(replicas, [], dispatcher, arrivals)
+        return Simulation(fleet.served, busy_s=sum(fleet.busy_s) / job.replicas)
+    scheduler = build_scheduler(job, link=link, cost=cost)
+    if split.pp == split.depth == 1:
+        return simulate(scheduler, cost, arrivals, link=link)
+    ahead = Ahead(cast(Open, scheduler), split.depth)
+    return simulate_ahead(scheduler, ahead, cost, arrivals, stages=split.pp)
+
+
 def plan_serve(
     job: ServeJob,
     machine: Machine,
@@ -188,8 +215,8 @@ def plan_serve(
 
     Args:
         job: what to serve; what it leaves open is chosen here.
-        machine: the machine; one device of it is used.
-        cost: seconds of a step; None predicts them from the machine's rates.
+        machine: the machine; as many of its devices are used as all replicas have ranks.
+        cost: seconds of a step, through all stages; None predicts them from the machine's rates.
         trace: what arrives; None takes the job's workload.
         requests: how many of the workload's; None takes its own number.
 
@@ -202,12 +229,13 @@ def plan_serve(
     """
     shape = resolve(job.model)
     precision = precision_of(job)
+    check_split(job, shape, machine)
     longest = positions(job, shape)
-    memory, most, fits = _memory(job, shape, machine, precision, longest)
-    notes = _notes(machine, shape)
+    memory, most, fits = memory_of(job, shape, machine, precision, longest)
+    notes = _notes(job, machine, shape)
     if not fits and job.max_position is None and job.kv_tokens is None:
         # The cache cannot hold a request as long as the model allows; a shorter one will do.
-        shorter = _room(job, shape, machine, precision)
+        shorter = free_tokens(job, shape, machine, precision)
         if shorter >= min(longest, SHORTEST):
             notes = (
                 f"max_position = {shorter}: the memory does not hold a request of the model's "
@@ -215,29 +243,28 @@ def plan_serve(
                 *notes,
             )
             longest = shorter
-            memory, most, fits = _memory(job, shape, machine, precision, longest)
-    kv_tokens = max(1, int(memory["cache"] / cache_bytes_per_token(shape, precision)))
+            memory, most, fits = memory_of(job, shape, machine, precision, longest)
+    kv_tokens = max(1, round(memory["cache"] / token_bytes(job, shape, precision)))
     concrete = ServeJob.model_validate(
         {
             **job.model_dump(),
             "precision": precision,
             "kv_tokens": kv_tokens,
             "host_tokens": job.host_tokens_of(kv_tokens),
-            "threads": job.threads_of(machine.device.num_cores or 1)
-            if machine.device.kind == "cpu"
-            else 0,
+            "threads": _threads(job, machine),
             "max_position": longest,
         }
     )
-    roofline = Roofline(machine, shape, precision, concrete.threads)
-    model = cost or roofline
+    split = concrete.parallel
+    priced = sharded_costs(concrete, machine)(split.tp, split.pp)
+    model = cost or priced
     spread = _spread(machine, cost)
     if not fits:
         return ServePlan(
             job=concrete,
             machine=machine,
             shape=shape,
-            estimate=_decode_step(concrete, shape, roofline, model, spread, memory, longest // 2),
+            estimate=_decode_step(concrete, shape, priced, model, spread, memory, longest // 2),
             fits=False,
             why=_misfit(memory, most),
             notes=(*_remedies(job, shape, machine, precision, longest, most), *notes),
@@ -246,18 +273,13 @@ def plan_serve(
     require(
         bool(arrivals), "trace", len(arrivals), expected="at least one request", hint="add some"
     )
-    link = host_link(machine, shape, precision, _block_size(job))
-
-    def simulated(cost: StepCost) -> Simulation:
-        scheduler = build_scheduler(concrete, link=link, cost=cost)
-        return simulate(scheduler, cost, arrivals, link=link)
-
-    seen = simulated(model)
+    seen = foretell(concrete, machine, model, arrivals)
     ends = [
-        simulated(_Scaled(model, factor)).quantities() for factor in (1 / (1 + spread), 1 + spread)
+        foretell(concrete, machine, _Scaled(model, factor), arrivals).quantities()
+        for factor in (1 / (1 + spread), 1 + spread)
     ]
     context = round(sum(len(a.prompt) + a.output_tokens / 2 for a in arrivals) / len(arrivals))
-    estimate = _decode_step(concrete, shape, roofline, model, spread, memory, context)
+    estimate = _decode_step(concrete, shape, priced, model, spread, memory, context)
     return ServePlan(
         job=concrete,
         machine=machine,
@@ -276,71 +298,34 @@ def plan_serve(
     )
 
 
-def _memory(
-    job: ServeJob, shape: ModelShape, machine: Machine, precision: str, longest: int
-) -> tuple[dict[str, float], float, bool]:
-    """(bytes by cause, bytes that may be filled, whether they are enough)."""
-    memory = fixed_memory(job, shape, machine, precision)
-    room = _room(job, shape, machine, precision)
-    wanted = job.kv_tokens or max(min(job.max_running * longest, room), _least(job, longest))
-    memory["cache"] = wanted * cache_bytes_per_token(shape, precision)
-    if _caches(job, machine) == 2:
-        memory["host"] = memory["cache"]
-    most = fillable(job, machine)
-    return memory, most, sum(memory.values()) <= most
+def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], Sharded]:
+    """(tp, pp) -> seconds of a step on that many devices, predicted from the machine's rates.
+
+    Args:
+        job: the model, and its precision.
+        machine: what the devices are; an instance stays on links between devices if it can.
+    """
+    inside = machine.link("device") or machine.link("node") or machine.link("loopback")
+    shape, precision = resolve(job.model), precision_of(job)
+
+    @functools.cache
+    def cost(tp: int, pp: int) -> Sharded:
+        # Ranks of a CPU share it; devices of their own are those of the machine.
+        ranks = tp * pp * job.replicas
+        roofline = Roofline(machine, shape, precision, job.threads, ranks=ranks)
+        return Sharded(roofline, tp, pp, inside)
+
+    return cost
 
 
-def fixed_memory(
-    job: ServeJob, shape: ModelShape, machine: Machine, precision: str
-) -> dict[str, float]:
-    """Bytes by cause, the cache still empty."""
-    requests = min(job.max_running, job.max_step_tokens)
-    # The host tier of a CPU lies in the memory that the device fills too.
-    host = job.host_tokens or 0 if machine.device.kind == "cpu" else 0
-    return {
-        "weights": parameters(shape) * BYTES[precision],
-        "cache": 0.0,
-        "activations": activation_bytes(shape, job.max_step_tokens, requests, precision),
-        "runtime": RUNTIME_BYTES[machine.device.kind],
-        **({"host": host * cache_bytes_per_token(shape, precision)} if host else {}),
-    }
-
-
-def _caches(job: ServeJob, machine: Machine) -> int:
-    """How many times the memory of a device holds as much as the cache: a host tier doubles it."""
-    doubled = job.host_tokens is None and job.host_tokens_of(1) > 0
-    return 2 if doubled and machine.device.kind == "cpu" else 1
-
-
-def fillable(job: ServeJob, machine: Machine) -> float:
-    """Bytes of a device that a plan may fill."""
-    capacity = Rates(machine, Parallel(), job.threads).capacity_bytes
-    return FILL[machine.device.kind] * capacity
-
-
-def _room(job: ServeJob, shape: ModelShape, machine: Machine, precision: str) -> int:
-    """Tokens of the largest cache that fits, in whole blocks; 0 or less if there is no room."""
-    free = fillable(job, machine) - sum(fixed_memory(job, shape, machine, precision).values())
-    size = _unit(job)
-    token = cache_bytes_per_token(shape, precision) * _caches(job, machine)
-    return math.floor(free / token / size) * size
-
-
-def _least(job: ServeJob, longest: int) -> int:
-    """Tokens of the smallest cache that serves a request of full length."""
-    size = _unit(job)
-    return -(-longest // size) * size
-
-
-def _block_size(job: ServeJob) -> int:
-    """Tokens of a block of the job's cache bookkeeping; 1 for one that has no blocks."""
-    return int(getattr(table("kv").build(job.kv, where="kv"), "block_size", 1))
-
-
-def _unit(job: ServeJob) -> int:
-    """Tokens of what the job's cache is whole multiples of: slots, or blocks."""
-    slot = slot_length(job)
-    return int(slot) if math.isfinite(slot) else _block_size(job)
+def _threads(job: ServeJob, machine: Machine) -> int:
+    """Threads of a rank."""
+    if machine.device.kind != "cpu":
+        return 0
+    cores = machine.device.num_cores or 1
+    world = job.parallel.world
+    alone = job.threads_of(cores) if world == 1 else max(1, cores // job.replicas // world)
+    return job.threads or alone
 
 
 def _spread(machine: Machine, cost: StepCost | None) -> float:
@@ -354,7 +339,7 @@ def _spread(machine: Machine, cost: StepCost | None) -> float:
 def _decode_step(
     job: ServeJob,
     shape: ModelShape,
-    roofline: Roofline,
+    priced: Sharded,
     cost: StepCost,
     spread: float,
     memory: dict[str, float],
@@ -362,25 +347,27 @@ def _decode_step(
 ) -> Estimate:
     """One step in which as many requests generate as the limits and the cache allow.
 
-    The shares of its causes are the roofline's, whoever says how long it takes.
+    The shares of its causes are those of the rates, whoever says how long it takes.
     """
     assert job.kv_tokens is not None
     number = max(1, min(job.max_running, job.max_step_tokens, job.kv_tokens // (context + 1)))
     chunks = [(context, 1)] * number
     seconds = cost.seconds(chunks)
-    terms = roofline.terms(chunks)
+    terms = priced.terms(chunks)
     factor = seconds / terms.total
     causes = {
         "matmul": factor * terms.matmul,
         "attention": factor * terms.attention,
         "memory": factor * terms.memory,
         "overhead": factor * terms.overhead,
+        **({"communication": factor * terms.communication} if terms.communication else {}),
     }
     # A decode's attention reads keys and values: memory, not arithmetic, limits it.
     groups = {
         "compute": causes["matmul"],
         "memory": causes["memory"] + causes["attention"],
         "overhead": causes["overhead"],
+        "communication": causes.get("communication", 0.0),
     }
     return Estimate(
         step_s=Interval.around(seconds, spread),
@@ -396,6 +383,7 @@ _BOUND = {
     "compute": "arithmetic",
     "memory": "reading weights and cache",
     "overhead": "launching operators and work on the host",
+    "communication": "what the ranks send each other",
 }
 
 
@@ -409,7 +397,7 @@ def _why(
 ) -> str:
     """What binds, in a sentence."""
     served = seen.quantities()
-    busy = sum(step.seconds for step in seen.steps) / served["total_s"]
+    busy = seen.busy_s / served["total_s"]
     room = f"{sum(memory.values()) / 1e9:.1f} of {most / 1e9:.1f} GB are filled"
     bound = (
         f"{_BOUND[estimate.bound]} binds a decode step of {estimate.tokens:.0f} requests, "
@@ -467,17 +455,26 @@ def _remedies(
     # What a smaller cache is asked for with.
     key = "max_position" if job.kv_tokens is None else "kv_tokens"
     least = min(longest, SHORTEST)
-    room = {dtype: _room(job, shape, machine, dtype) for dtype in BYTES}
+    room = {dtype: free_tokens(job, shape, machine, dtype) for dtype in BYTES}
     found = []
-    if precision == "fp32" and _memory(job, shape, machine, "bf16", longest)[2]:
+    if precision == "fp32" and memory_of(job, shape, machine, "bf16", longest)[2]:
         found.append("precision = bf16 would fit")
     if room[precision] >= least:
         found.append(f"{key} = {room[precision]} would fit")
     elif not found and room["bf16"] >= least:
         found.append(f"precision = bf16 with {key} = {room['bf16']} would fit")
+    fitting = [
+        other.parallel
+        for other in splits(job, machine)
+        if memory_of(other, shape, machine, precision, longest)[2]
+    ]
+    if fitting:
+        split = min(fitting, key=lambda one: (one.world, one.pp))
+        names = [f"parallel.{n} = {v}" for n, v in (("tp", split.tp), ("pp", split.pp)) if v > 1]
+        found.append(f"{' with '.join(names)} would fit")
     if job.max_position is None:
         longest = min(longest, SHORTEST)
-    needed = sum(_memory(job, shape, machine, precision, longest)[0].values())
+    needed = sum(memory_of(job, shape, machine, precision, longest)[0].values())
     have = machine.device.main_memory.capacity_bytes
     found.append(
         f"as it is, it needs a device with {needed / FILL[machine.device.kind] / 1e9:.1f} GB for "
@@ -486,57 +483,15 @@ def _remedies(
     return tuple(found)
 
 
-def _notes(machine: Machine, shape: ModelShape) -> tuple[str, ...]:
+def _notes(job: ServeJob, machine: Machine, shape: ModelShape) -> tuple[str, ...]:
     found = []
-    if machine.num_devices > 1:
+    world = job.parallel.world * job.replicas
+    if machine.num_devices > world:
         found.append(
-            f"this version serves a model on one device: {machine.num_devices - 1} of the "
-            f"{machine.num_devices} devices of {machine.name} are not used"
+            f"{machine.num_devices - world} of the {machine.num_devices} devices of "
+            f"{machine.name} are not used; parallel.tp and parallel.pp split a model over them, "
+            "and --slo searches how to use all of them"
         )
     if shape.attention not in ("MHA", "GQA", "MQA"):
         found.append(f"{shape.attention} attention is counted as grouped-query attention")
     return tuple(found)
-
-
-# Slots are whole multiples of so many tokens, the default size of a block.
-_SLOT_STEP = 16
-
-
-def alternatives(job: ServeJob, max_position: int | None = None) -> list[ServeJob]:
-    """The job with every other scheduler and cache bookkeeping that needs no options.
-
-    Args:
-        job: that they compete with.
-        max_position: most tokens of its requests, which all of them must be able to serve;
-            slots are as long as that.
-    """
-    longest = max_position or job.max_position
-    found = []
-    for scheduler in _choices("scheduler", job.scheduler.name):
-        for kv in _choices("kv", job.kv.name):
-            changes: dict[str, object] = {}
-            if scheduler != job.scheduler.name:
-                changes["scheduler"] = scheduler
-            if kv != job.kv.name:
-                changes["kv"] = kv
-                if kv == "slots" and longest is not None:
-                    slot = -(-longest // _SLOT_STEP) * _SLOT_STEP
-                    changes["kv"] = {"name": kv, "max_len": slot}
-            if changes:
-                changes["max_position"] = longest
-                found.append(ServeJob.model_validate({**job.model_dump(), **changes}))
-    return found
-
-
-def _choices(kind: str, own: str) -> list[str]:
-    parts = table(kind)
-    return [own, *(name for name in parts if name != own and _optionless(parts.load(name)))]
-
-
-def _optionless(part: type) -> bool:
-    """Every option of the part has a default."""
-    return all(
-        option.default is not dataclasses.MISSING
-        or option.default_factory is not dataclasses.MISSING
-        for option in dataclasses.fields(part)
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from shoal.ir import Interval, ServePlan
+from shoal.ir import Interval, ServeJob, ServePlan
 
 __all__ = ["COLUMNS", "explain", "rank"]
 
@@ -40,7 +40,7 @@ def explain(plans: Sequence[ServePlan]) -> list[dict[str, str]]:
 def _row(plan: ServePlan) -> dict[str, str]:
     found = plan.predicted
     return {
-        "plan": f"{plan.job.scheduler} {plan.job.kv} {plan.job.precision}",
+        "plan": _name(plan.job),
         "fits": "yes" if plan.fits else "no",
         "tokens/s": _shown(found.get("tokens_per_s"), 1.0, ""),
         "ttft p50": _time(found.get("ttft_p50_s")),
@@ -48,6 +48,13 @@ def _row(plan: ServePlan) -> dict[str, str]:
         "tpot p50": _time(found.get("tpot_p50_s")),
         "cache": f"{plan.job.kv_tokens:,} tokens",
     }
+
+
+def _name(job: ServeJob) -> str:
+    split = "".join(
+        f" {n}{v}" for n, v in (("tp", job.parallel.tp), ("pp", job.parallel.pp)) if v > 1
+    )
+    return f"{job.scheduler} {job.kv} {job.precision}{split}"
 
 
 def _time(interval: Interval | None) -> str:

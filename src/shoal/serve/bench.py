@@ -1,7 +1,8 @@
 """Replay a workload on the real engine, beside what the simulator said before.
 
-The engine is profiled, the simulator predicts the workload with the same scheduler, the
-same cache bookkeeping and the fitted cost, and then the workload is served in real time.
+The engine is profiled, and its first requests are rehearsed with other tokens. The simulator
+predicts the workload with the same scheduler, the same cache bookkeeping and the cost that was
+fitted to both, and then the workload is served in real time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from shoal.core.errors import ServeError, nearest, require
 from shoal.core.measure import check_quiet
 from shoal.core.parts import Choice, options_of, table
 from shoal.cost.serve_sim import Served, quantities, request_of
+from shoal.cost.step_cost.fitted import Sample
 from shoal.ir import Arrival, Machine, Output, ServeJob, ServeReport
 from shoal.machine import host
 from shoal.serve.engine import Engine
@@ -95,7 +97,7 @@ def bench_serve(
     progress: Callable[[str, float, float], None] | None = None,
     told: Callable[[ServePlan], None] | None = None,
 ) -> ServeReport:
-    """Profile, predict, then serve for real.
+    """Profile, rehearse, predict, then serve for real.
 
     Args:
         job: model, limits and workload.
@@ -103,7 +105,8 @@ def bench_serve(
         rate: requests per second; None for the workload's own times.
         machine: what the plan is for; the saved probe of this one if not given.
         model: to serve; that of the job if not given.
-        profile_s: about how many s the profile takes.
+        profile_s: about how many s the profile takes, and at most the rehearsal of the first
+            requests; with 0 there is none.
         wait_s: how long to wait for a quiet machine; None measures on a busy one too.
         progress: called with (what is done, done, total).
         told: called with the plan, before anything is served.
@@ -115,9 +118,10 @@ def bench_serve(
     from shoal.cost.step_cost.fitted import fit
     from shoal.machine.described import load
     from shoal.machine.fingerprint import versions
-    from shoal.plan.serving import arrivals_of, plan_serve
+    from shoal.plan.serving import arrivals_of, foretell, plan_serve
     from shoal.serve.build import concrete, engine_of
     from shoal.serve.profile import profile, spread
+    from shoal.serve.rehearse import learned, opening, others
 
     def bar(title: str) -> Progress:
         return lambda done, total, _: progress(title, done, total) if progress else None
@@ -135,19 +139,28 @@ def bench_serve(
     samples = profile(
         runner, spread(limits, job.kv_tokens), seconds=profile_s, progress=bar("profile")
     )
-    cost = fit(
-        samples,
-        machine=machine.name,
-        model=model.config.name,
-        precision=job.precision,
-        threads=job.threads,
+    cost = fit(samples)
+    first = opening(foretell(job, machine, cost, arrivals).served, profile_s)
+    if first:
+        steps: list[Sample] = []
+        rehearsed = others(arrivals[:first], model.config.vocab_size)
+        replay(engine, rehearsed, progress=bar("rehearsal"), steps=steps)
+        cost = learned(steps, samples)
+    cost = cost.model_copy(
+        update={
+            "machine": machine.name,
+            "model": model.config.name,
+            "precision": job.precision,
+            "threads": job.threads,
+        }
     )
     plan = plan_serve(job, machine, cost=cost, trace=arrivals)
     if told is not None:
         told(plan)
+    before = engine.stats()
     measured = quantities(replay(engine, arrivals, progress=bar("requests")))
     measured["memory_bytes"] = float(host.peak_memory())
-    stats = engine.stats()
+    stats = {name: value - before[name] for name, value in engine.stats().items()}
     measured["step_s"] = stats["step_seconds_total"] / max(1.0, stats["steps_total"])
     measured["preemptions"] = stats["preemptions_total"]
     if stats["prefix_query_tokens"]:
@@ -175,6 +188,7 @@ def replay(
     sleep: Callable[[float], None] = time.sleep,
     progress: Progress | None = None,
     watch: Callable[[Output, float], None] | None = None,
+    steps: list[Sample] | None = None,
 ) -> list[Served]:
     """Serve ``arrivals`` in real time: each is added when its time has come.
 
@@ -185,6 +199,7 @@ def replay(
         sleep: waits so many s.
         progress: called with (done, total, text).
         watch: called with every output and when it came, s.
+        steps: takes in what each step was, and how long.
 
     Raises:
         ServeError: a request that can never run.
@@ -205,8 +220,12 @@ def replay(
         if not engine.busy:
             sleep(max(0.0, arrivals[place].at - (clock() - began)))
             continue
+        started = clock()
         outputs = engine.step()
         now = clock() - began
+        if steps is not None and engine.last_chunks:
+            chunks = tuple((one.start, one.length) for one in engine.last_chunks)
+            steps.append(Sample(chunks=chunks, seconds=clock() - started))
         for output in outputs:
             if watch is not None:
                 watch(output, now)

@@ -35,7 +35,7 @@ from shoal.model.config import ModelConfig
 from shoal.model.ksort import ksort
 from shoal.model.quantize.layers import pack
 from shoal.model.transformer import Transformer
-from shoal.plan.serving import slot_length
+from shoal.plan.serving_memory import slot_length
 from shoal.serve.adjust import Adjuster
 from shoal.serve.cache import PagedCache, Zeros, token_bytes
 from shoal.serve.captured import Captured

@@ -59,7 +59,8 @@ def serve(
     machine: Annotated[str, typer.Option("--machine", "-m", help="What to plan for.")] = "local",
     set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
     profile: Annotated[
-        float, typer.Option(help="Seconds to spend on measuring steps before.", min=0)
+        float,
+        typer.Option(help="Seconds for timing steps before, and at most for a rehearsal.", min=0),
     ] = 5.0,
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Measure on a busy machine too.")
@@ -83,8 +84,9 @@ def serve(
 ) -> None:
     """Serve a workload in real time, predicted before by the simulator.
 
-    The engine is profiled for some seconds; the simulator predicts with the same scheduler;
-    then every request is sent at its time, and the answer's tokens are counted.
+    The engine is profiled for some seconds, and serves the first requests with other tokens; the
+    simulator predicts with the same scheduler; then every request is sent at its time, and the
+    answer's tokens are counted.
 
     **Examples**
 

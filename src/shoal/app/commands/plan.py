@@ -256,7 +256,8 @@ def serve(
     from shoal.cost.workloads.choose import choose
     from shoal.ir import ServeJob
     from shoal.machine.described import load
-    from shoal.plan.serving import alternatives, plan_serve
+    from shoal.plan.serving import plan_serve
+    from shoal.plan.serving_choices import alternatives, splits
 
     file = Path(model) if model.endswith((".yaml", ".yml")) else None
     target = load(machine)
@@ -309,6 +310,7 @@ def serve(
         typer.echo(to_yaml(asked.model_dump(mode="json", exclude_none=True)), nl=False)
     else:
         others = alternatives(job, asked.job.max_position) if compare and asked.fits else []
+        others += splits(job, target) if compare else []
         show_serve_plan(asked, [plan_serve(other, target) for other in others])
 
 

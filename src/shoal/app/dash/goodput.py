@@ -25,8 +25,9 @@ from shoal.core.svg import Series
 from shoal.cost import shapes
 from shoal.ir import ServeJob, StepCost
 from shoal.machine import described
-from shoal.plan.disagg import GoodputReport, plan_goodput, sharded_costs
+from shoal.plan.disagg import GoodputReport, plan_goodput
 from shoal.plan.goodput import Slo, replicas
+from shoal.plan.serving import sharded_costs
 
 __all__ = ["FAMILIES", "Measured", "Searches", "measured", "show"]
 

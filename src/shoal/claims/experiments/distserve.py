@@ -209,6 +209,27 @@ class DistServe:
             "batches. Now the highest load is rehearsed, too",
             value=0.3376,
         ),
+        Attempt(
+            metric="attainment_error",
+            tried="the highest load rehearsed: separate engines within 0.05 at all rates; engines "
+            "of both phases not, for the machine changed: their steps took 1.38, 1.09, 0.77 and "
+            "0.87 times what those of the run before had told. Now fixed steps are timed around "
+            "every run, what was learned moves with them, and a rate during which they changed by "
+            "more than 5 % is served again, three times at most",
+            value=0.4204,
+        ),
+        Attempt(
+            metric="attainment_error",
+            tried="so: within 0.09 at all rates but the highest of engines of both phases, beyond "
+            "the knee, where steps that were 4 % shorter than those foretold had 0.53 in time "
+            "instead of 0.28. Now it is told with every rate by how much 5 % of a step move it",
+            value=0.252,
+        ),
+        Attempt(
+            metric="throughput_error",
+            tried="the highest load rehearsed, on the machine that changed",
+            value=0.1748,
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -284,7 +305,9 @@ class DistServe:
         wrong = sum(abs(p.moved[0] - p.moved[1]) for p in points)
         metrics["wrong_bytes"] = Paired(method=(float(wrong),))
         details["points"] = [point.model_dump(mode="json") for point in points]
-        return Samples(metrics=metrics, details=details, profile=_profile(points))
+        # Nobody tells attainment better than the machine keeps its pace.
+        bounds = {"attainment_error": max(point.swing for point in points)}
+        return Samples(metrics=metrics, details=details, profile=_profile(points), bounds=bounds)
 
     def _serve(self, context: Context, details: dict[str, JsonValue]) -> Sequence[Point]:
         from shoal.claims.experiments.distserve_real import Real
@@ -298,6 +321,7 @@ class DistServe:
         real = Real(where, seconds=self.seconds, seed=context.seed)
         points = real.points()
         details["around"] = {name: dict(found) for name, found in real.around.items()}
+        details["attempts"] = [point.model_dump(mode="json") for point in real.attempts]
         details["slo"] = real.slo.model_dump() if real.slo else None
         return points
 

@@ -17,7 +17,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError, require
 
-__all__ = ["FEATURES", "Fitted", "Sample", "features", "fit"]
+__all__ = ["FEATURES", "Fitted", "Sample", "features", "fit", "scaled"]
 
 FEATURES = ("step", "token", "prompt_pair", "decode_key", "chunk")
 """What a step is made of, in the order of the coefficients."""
@@ -151,3 +151,8 @@ def fit(
         precision=precision,
         threads=threads,
     )
+
+
+def scaled(line: Fitted, factor: float) -> Fitted:
+    """A line by which every step takes so many times as long."""
+    return line.model_copy(update={name: factor * getattr(line, name) for name in FEATURES})

@@ -57,17 +57,19 @@ class Terms:
         attention: attention, its copies included.
         memory: reading weights; elementwise operators.
         overhead: launching operators; the host's own work.
+        communication: what ranks send each other.
     """
 
     matmul: float
     attention: float
     memory: float
     overhead: float
+    communication: float = 0.0
 
     @property
     def total(self) -> float:
         """Their sum."""
-        return self.matmul + self.attention + self.memory + self.overhead
+        return self.matmul + self.attention + self.memory + self.overhead + self.communication
 
 
 def cache_bytes_per_token(shape: ModelShape, precision: str) -> float:
@@ -94,6 +96,7 @@ class Roofline:
         shape: the model.
         precision: fp32 or bf16, of weights and cache.
         threads: threads that compute on a CPU; 0 for all cores.
+        ranks: processes that compute beside each other on a CPU, and share it.
 
     Raises:
         ConfigError: another precision.
@@ -101,11 +104,17 @@ class Roofline:
     """
 
     def __init__(
-        self, machine: Machine, shape: ModelShape, precision: str, threads: int = 0
+        self,
+        machine: Machine,
+        shape: ModelShape,
+        precision: str,
+        threads: int = 0,
+        *,
+        ranks: int = 1,
     ) -> None:
         require(precision in BYTES, "precision", precision, expected=" or ".join(BYTES))
         self.machine, self.shape, self.precision = machine, shape, precision
-        self._rates = Rates(machine, Parallel(), threads)
+        self._rates = Rates(machine, Parallel(tp=ranks), threads)
         self._matmul = self._rates.matmul_curve(precision)
         self._stream = self._rates.stream_curve()
         self._cpu = self._rates.is_cpu

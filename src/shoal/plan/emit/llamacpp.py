@@ -42,6 +42,9 @@ class LlamaCpp:
         found = []
         if job.disagg is not None:
             found.append("disagg: one server does both phases; plan without --slo")
+        if job.parallel.world > 1:
+            split = f"tp = {job.parallel.tp}, pp = {job.parallel.pp}"
+            found.append(f"parallel {split}: it is one process; use vllm or sglang")
         if job.scheduler.name == "prefill_first":
             found.append("scheduler = prefill_first: it mixes prompts and answers; use fcfs")
         if job.max_running > MOST_SLOTS:

@@ -108,7 +108,8 @@ class SGLang:
         chunked = bool(job.scheduler.options.get("chunked", True))
         found: dict[str, Any] = {
             "port": self.port,
-            "tp-size": 1,
+            "tp-size": job.parallel.tp,
+            "pp-size": job.parallel.pp,
             "dtype": DTYPES[precision_of(job)],
             "context-length": job.max_position or plan.shape.max_position,
             "max-running-requests": job.max_running,

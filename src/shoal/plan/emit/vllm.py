@@ -114,7 +114,8 @@ class VLLM:
         kv = table("kv").build(job.kv)
         found: dict[str, Any] = {
             "port": self.port,
-            "tensor-parallel-size": 1,
+            "tensor-parallel-size": job.parallel.tp,
+            "pipeline-parallel-size": job.parallel.pp,
             "dtype": DTYPES[precision_of(job)],
             "max-model-len": job.max_position or plan.shape.max_position,
             "max-num-seqs": job.max_running,
