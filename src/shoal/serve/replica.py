@@ -2,8 +2,8 @@
 
 ``python -m shoal.serve.replica`` reads what to serve from its standard input, one message
 ``start`` (job, options), and answers on the socket that it is told, which lies in a directory
-that only its user can enter. So it needs no key. It ends when its parent does, and writes why
-it could not start to the file ``failed`` beside the socket.
+that only its user can enter. So it needs no key. It ends when its parent does, and removes that
+directory then. It writes why it could not start to the file ``failed`` beside the socket.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shoal.core.config import parse
 from shoal.core.errors import ShoalError
 from shoal.core.files import write_atomic
 from shoal.ir.job import ServeJob
+from shoal.parallel.processes import end_with_parent
 from shoal.serve.client import ClientOptions
 from shoal.serve.limits import HttpLimits
-from shoal.serve.process import die_with_parent
 from shoal.serve.server import ServerOptions, serve_at
 from shoal.serve.wire import Decoder, encode
 
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shoal.serve.replica", description=__doc__)
     parser.add_argument("--socket", required=True, type=Path, help="where to listen")
     path: Path = parser.parse_args(arguments).socket
-    die_with_parent()
+    end_with_parent(path.parent)
     logging.basicConfig(
         format=f"%(asctime)s %(levelname)s {path.parent.name}: %(message)s", level=logging.WARNING
     )
