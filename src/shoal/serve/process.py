@@ -128,7 +128,7 @@ class Connection:
             print(f"error: {reason}", file=sys.stderr)
 
 
-def serve(connection: socket.socket, start=None) -> None:
+def serve(connection: socket.socket) -> None:
     """Load what the parent says and answer its messages until it goes away.
 
     Args:
@@ -139,6 +139,7 @@ def serve(connection: socket.socket, start=None) -> None:
     """
     parent = Connection(connection)
     try:
+        start: Mapping[str, Any] | None = None
         while start is None:
             start = next(parent.receive(None), None)
         engine = _start(start, parent)
@@ -218,16 +219,9 @@ def die_with_parent() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Take over the socket that the command line names, and serve."""
     parser = argparse.ArgumentParser(prog="shoal.serve.process", description=__doc__)
-    parser.add_argument("--fd", type=int, help="the inherited socket")
-    parser.add_argument("--socket", help="X the Unix socket of the HTTP process")
+    parser.add_argument("--fd", required=True, type=int, help="the inherited socket")
     options = parser.parse_args(arguments)
     die_with_parent()
-    if options.socket:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.connect(options.socket)
-            (start,) = Decoder().feed(sys.stdin.buffer.read())
-            serve(connection, start)
-        return 0
     with socket.socket(fileno=options.fd) as connection:
         try:
             serve(connection)

@@ -244,7 +244,9 @@ def test_a_killed_server_leaves_nothing(byte_model, fake_path, replicas):
             assert len(family) >= replicas
             process.kill()
             until(lambda: all(map(gone, family)), "an engine lives on")
-        until(lambda: not any(Path(folder).iterdir()), "something is left in the temporary directory")
+        until(
+            lambda: not any(Path(folder).iterdir()), "something is left in the temporary directory"
+        )
 
 
 def test_the_api_process_has_no_torch(byte_model, fake_path):

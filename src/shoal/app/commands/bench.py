@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.claims.bench.attention.values import Report
     from shoal.ir import ServeJob, ServePlan, ServeReport
 
-__all__ = ["app", "show_serve_plan", "show_serve_report"]
+__all__ = ["app", "measured_rows", "show_serve_plan", "show_serve_report", "write_served"]
 
 app = typer.Typer(
     help="Predict a workload and run it for real; compare kernels.", no_args_is_help=True
@@ -56,6 +57,32 @@ def serve(
     rate: Annotated[
         float | None, typer.Option(help="Requests per second; the workload's own times without.")
     ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="A server that speaks OpenAI's completions; its key: OPENAI_API_KEY."),
+    ] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="Targets in s for goodput, such as ttft=0.25,tpot=0.03.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="With --url: ask chat/completions, with words.")
+    ] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="With --url: prompts are words, not token ids.")
+    ] = False,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos/--no-ignore-eos",
+            help="With --url: ask for the trace's lengths, by an extension that most engines know.",
+        ),
+    ] = True,
+    vocab: Annotated[
+        int, typer.Option(help="With --url: token ids of prompts are below it.", min=2)
+    ] = 1000,
+    request_timeout: Annotated[
+        float, typer.Option(help="With --url: seconds after which a request counts as hung.")
+    ] = 600.0,
     machine: Annotated[str, typer.Option("--machine", "-m", help="What to plan for.")] = "local",
     set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
     profile: Annotated[
@@ -78,13 +105,17 @@ def serve(
     threads: Annotated[
         int, typer.Option(help="With --peers: threads of every engine; 0 for all cores.", min=0)
     ] = 0,
-    out: Annotated[Path | None, typer.Option(help="With --peers: a file .json.")] = None,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file .json, or .svg of how long clients waited; repeatable."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Serve a workload in real time, predicted before by the simulator.
 
     The engine is profiled for some seconds; the simulator predicts with the same scheduler;
-    then every request is sent at its time, and the answer's tokens are counted.
+    then every request is sent at its time, and the answer's tokens are counted. With --url the
+    requests go to a server that runs elsewhere, and nothing is predicted.
 
     **Examples**
 
@@ -94,8 +125,11 @@ def serve(
 
         shoal bench serve --trace trace.jsonl --set max_running=16 -o json
 
+        shoal bench serve --url http://127.0.0.1:8000 --workload azure --requests 200 --out r.svg
+
         shoal bench serve --peers --environments peers --out peers.json
     """
+    files = _files(out or [], (".json",) if peers else (".json", ".svg"))
     if peers:
         from shoal.app.commands import bench_peers
 
@@ -105,7 +139,34 @@ def serve(
             rounds=rounds,
             threads=threads,
             anyway=anyway,
-            out=out,
+            out=files[0] if files else None,
+            quiet=quiet,
+        )
+        return
+    job = _job(config, model, workload, trace, set_ or [])
+    targets = None
+    if slo is not None:
+        from shoal.app.commands.plan_goodput import targets_of
+
+        found = targets_of(slo)
+        targets = (found.ttft, found.tpot)
+    if url is not None:
+        from shoal.app.commands import bench_url
+
+        bench_url.run(
+            job,
+            url=url,
+            model=model or "",
+            requests=requests,
+            rate=rate,
+            targets=targets,
+            chat=chat,
+            text=text,
+            ignore_eos=ignore_eos,
+            vocab=vocab,
+            timeout_s=request_timeout,
+            output=output,
+            files=files,
             quiet=quiet,
         )
         return
@@ -116,11 +177,11 @@ def serve(
     from shoal.serve.spinning import spin_briefly
 
     spin_briefly()
-    job = _job(config, model, workload, trace, set_ or [])
     target = load(machine)
     weights, where = weights_of(job)
-    text = output is Format.text
-    if text and not quiet:
+    shown = output is Format.text
+    samples: dict[str, list[float]] = {}
+    if shown and not quiet:
         typer.echo(f"serving {where}")
     with WorkBar("bench", quiet=quiet) as bar:
         report = bench_serve(
@@ -132,11 +193,14 @@ def serve(
             profile_s=profile,
             wait_s=None if anyway else 60.0,
             progress=lambda what, done, total: bar(done, total, what),
-            told=show_serve_plan if text and not quiet else None,
+            told=show_serve_plan if shown and not quiet else None,
+            targets=targets,
+            seen=samples.update,
         )
     if score:
         Score().append(report)
-    if text:
+    write_served(files, {**report.model_dump(mode="json"), "samples": samples}, job.model)
+    if shown:
         show_serve_report(report)
     else:
         as_json(report.model_dump(mode="json"))
@@ -434,17 +498,62 @@ def _job(
 
 _ROWS: tuple[tuple[str, str, float, str], ...] = (
     ("tokens_per_s", "output tokens per second", 1, ""),
+    ("prompt_tokens_per_s", "prompt tokens per second", 1, ""),
     ("requests_per_s", "requests per second", 1, ""),
+    ("goodput_per_s", "  of which met the targets", 1, ""),
+    ("slo_share", "requests that met the targets", 100, "%"),
     ("total_s", "time for all requests", 1, "s"),
-    ("ttft_p50_s", "time to first token, median", 1e3, "ms"),
-    ("ttft_p95_s", "  95 % of requests within", 1e3, "ms"),
-    ("tpot_p50_s", "time per further token, median", 1e3, "ms"),
-    ("tpot_p95_s", "  95 % of requests within", 1e3, "ms"),
+    *(
+        (f"{name}_{which}_s", f"{label}, mean" if which == "mean" else f"  {said}", 1e3, "ms")
+        for name, label in (
+            ("ttft", "time to first token"),
+            ("tpot", "time per further token"),
+            ("itl", "time between two outputs"),
+            ("e2e", "time of a request"),
+        )
+        for which, said in (
+            ("mean", ""),
+            ("p50", "median"),
+            ("p95", "95 % within"),
+            ("p99", "99 % within"),
+        )
+    ),
+    ("lag_p99_s", "requests sent late, 99 % within", 1e3, "ms"),
     ("memory_bytes", "memory of the process", 1 / 2**20, "MiB"),
     ("step_s", "time of a step", 1e3, "ms"),
     ("prefix_hit_share", "prompt tokens found in the cache", 100, "%"),
     ("preemptions", "requests preempted", 1, ""),
 )
+
+
+def _files(files: list[Path], known: tuple[str, ...]) -> list[Path]:
+    from shoal.core.errors import require
+
+    for file in files:
+        expected = f"a name in {' or '.join(known)}"
+        require(file.suffix in known, "--out", str(file), expected=expected)
+    return files
+
+
+def write_served(files: list[Path], found: dict[str, Any], title: str) -> None:
+    """Write what was found, its ``samples`` as a picture if a file is one."""
+    from shoal.core.files import write_atomic, write_json
+    from shoal.serve.latencies import draw
+
+    for file in files:
+        if file.suffix == ".json":
+            write_json(file, found)
+        else:
+            write_atomic(file, draw(found["samples"], title))
+
+
+def measured_rows(measured: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Names and values of a table, of what is there."""
+    return [
+        (label, _number(measured[name] * factor, unit))
+        for name, label, factor, unit in _ROWS
+        if name in measured
+    ]
 
 
 def _number(value: float, unit: str) -> str:
