@@ -215,7 +215,8 @@ def _prepared(
         )
     listener = _listen(options.host, options.port)
     try:
-        launched = launch(job, options.factory) if job.replicas == 1 else None
+        routed = job.replicas > 1 or job.launcher.name != "local"
+        launched = None if routed else launch(job, options.factory)
         try:
             yield listener, launched
         finally:
