@@ -109,6 +109,8 @@ def serve(
 
         shoal serve MODEL --replicas 2
 
+        shoal serve MODEL --replicas 4 --launcher ray --set launcher.address=auto
+
         shoal serve MODEL --tp 2 --pp 2
     """
     from shoal.app.show import table
