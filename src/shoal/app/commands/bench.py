@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.app.commands.bench_compile import compile_, planes
 from shoal.app.commands.bench_pack import pack
+from shoal.app.commands.bench_shown import (
+    files_of,
+    number,
+    show_serve_plan,
+    show_serve_report,
+    write_served,
+)
 from shoal.app.commands.bench_stream import stream
 from shoal.app.commands.bench_tune import tune
 from shoal.app.show import Format
 
 if TYPE_CHECKING:
     from shoal.claims.bench.attention.values import Report
-    from shoal.ir import ServeJob, ServePlan, ServeReport
+    from shoal.ir import ServeJob
 
-__all__ = ["app", "measured_rows", "show_serve_plan", "show_serve_report", "write_served"]
+__all__ = ["app"]
 
 app = typer.Typer(
     help="Predict a workload and run it for real; compare kernels.", no_args_is_help=True
@@ -129,7 +135,7 @@ def serve(
 
         shoal bench serve --peers --environments peers --out peers.json
     """
-    files = _files(out or [], (".json",) if peers else (".json", ".svg"))
+    files = files_of(out or [], (".json",) if peers else (".json", ".svg"))
     if peers:
         from shoal.app.commands import bench_peers
 
@@ -467,8 +473,8 @@ def _show_attention(report: Report) -> None:
                     row.ranks,
                     row.mask,
                     row.method,
-                    _number(1e6 * (row.step_s or 0.0), "µs"),
-                    _number(1e6 * (row.exposed_s or 0.0), "µs"),
+                    number(1e6 * (row.step_s or 0.0), "µs"),
+                    number(1e6 * (row.exposed_s or 0.0), "µs"),
                     count,
                 )
                 for row, count in best_methods(report)
@@ -494,102 +500,3 @@ def _job(
         "workload": chosen and chosen.model_dump(mode="json"),
     }
     return resolve(ServeJob, file=config, flags=flags, sets=sets).value
-
-
-_ROWS: tuple[tuple[str, str, float, str], ...] = (
-    ("tokens_per_s", "output tokens per second", 1, ""),
-    ("prompt_tokens_per_s", "prompt tokens per second", 1, ""),
-    ("requests_per_s", "requests per second", 1, ""),
-    ("goodput_per_s", "  of which met the targets", 1, ""),
-    ("slo_share", "requests that met the targets", 100, "%"),
-    ("total_s", "time for all requests", 1, "s"),
-    *(
-        (f"{name}_{which}_s", f"{label}, mean" if which == "mean" else f"  {said}", 1e3, "ms")
-        for name, label in (
-            ("ttft", "time to first token"),
-            ("tpot", "time per further token"),
-            ("itl", "time between two outputs"),
-            ("e2e", "time of a request"),
-        )
-        for which, said in (
-            ("mean", ""),
-            ("p50", "median"),
-            ("p95", "95 % within"),
-            ("p99", "99 % within"),
-        )
-    ),
-    ("lag_p99_s", "requests sent late, 99 % within", 1e3, "ms"),
-    ("memory_bytes", "memory of the process", 1 / 2**20, "MiB"),
-    ("step_s", "time of a step", 1e3, "ms"),
-    ("prefix_hit_share", "prompt tokens found in the cache", 100, "%"),
-    ("preemptions", "requests preempted", 1, ""),
-)
-
-
-def _files(files: list[Path], known: tuple[str, ...]) -> list[Path]:
-    from shoal.core.errors import require
-
-    for file in files:
-        expected = f"a name in {' or '.join(known)}"
-        require(file.suffix in known, "--out", str(file), expected=expected)
-    return files
-
-
-def write_served(files: list[Path], found: dict[str, Any], title: str) -> None:
-    """Write what was found, its ``samples`` as a picture if a file is one."""
-    from shoal.core.files import write_atomic, write_json
-    from shoal.serve.latencies import draw
-
-    for file in files:
-        if file.suffix == ".json":
-            write_json(file, found)
-        else:
-            write_atomic(file, draw(found["samples"], title))
-
-
-def measured_rows(measured: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Names and values of a table, of what is there."""
-    return [
-        (label, _number(measured[name] * factor, unit))
-        for name, label, factor, unit in _ROWS
-        if name in measured
-    ]
-
-
-def _number(value: float, unit: str) -> str:
-    shown = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{shown} {unit}".strip()
-
-
-def show_serve_plan(plan: ServePlan) -> None:
-    """Print what is predicted, before it is measured."""
-    told = plan.predicted["tokens_per_s"]
-    typer.echo(
-        f"predicted: {told.value:,.0f} output tokens/s ({told.low:,.0f} to {told.high:,.0f}). "
-        f"{plan.why}"
-    )
-    for note in plan.notes:
-        typer.echo(f"  {note}")
-
-
-def show_serve_report(report: ServeReport) -> None:
-    """Print prediction beside measurement."""
-    from shoal.app.show import table
-
-    predicted = {name: told.value for name, told in report.plan.predicted.items()}
-    if report.plan.estimate is not None:
-        predicted["memory_bytes"] = report.plan.estimate.memory_total
-    rows = []
-    for name, label, factor, unit in _ROWS:
-        if name not in report.measured:
-            continue
-        before, error = predicted.get(name), report.errors.get(name)
-        rows.append(
-            (
-                label,
-                "" if before is None else _number(before * factor, unit),
-                _number(report.measured[name] * factor, unit),
-                "" if error is None else f"{100 * error:+.1f} %",
-            )
-        )
-    table("", ("", "predicted", "measured", "error"), rows, numeric=" rrr")

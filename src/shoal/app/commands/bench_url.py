@@ -57,7 +57,7 @@ def run(
 
     import typer
 
-    from shoal.app.commands.bench import measured_rows, write_served
+    from shoal.app.commands.bench_shown import measured_rows, write_served
     from shoal.app.show import WorkBar, as_json, table
     from shoal.core.errors import ServeError
     from shoal.core.parts import table as parts
