@@ -2,7 +2,7 @@
 
 A replica is asked for its health again and again. One that has gone, or gives no sign of life
 for too long, is killed and started again: at once the first time, later after each failure in a
-row. What it was answering breaks off, which the router sees at once.
+row before it has answered anything. What it was answering breaks off, which the router sees at once.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Replica:
         self.ready = False
         self.restarts = 0
         self.num_open = 0
+        self.answered = False  # anything since it last started
         self._host = host
         self._watch = watch
         self._start_s = start_s
@@ -109,6 +110,7 @@ class Replica:
         headers = {**(headers or {}), **hosted.headers}
         try:
             async with ask(hosted.server, method, target, headers=headers, body=body) as answered:
+                self.answered = self.answered or (method == "POST" and answered.status == 200)
                 yield answered
         except LostError:
             self._suspect.set()
@@ -136,7 +138,7 @@ class Replica:
                 )
             await asyncio.sleep(_LOOK_S)
         self._suspect.clear()
-        self.ready = True
+        self.answered, self.ready = False, True
 
     async def _starts(self) -> bool:
         """Whether it takes requests already; one that loads may be slow to say."""
@@ -261,7 +263,8 @@ class Replicas:
         while True:
             began = time.monotonic()
             what = await replica.gone()
-            failures = 0 if time.monotonic() - began > _STEADY_S else failures
+            steady = replica.answered or time.monotonic() - began > _STEADY_S
+            failures = 0 if steady else failures
             log.error("%s; it is started again", what)
             while True:
                 await replica.stop(gently=False)
