@@ -2,7 +2,8 @@
 
 A replica is asked for its health again and again. One that has gone, or gives no sign of life
 for too long, is killed and started again: at once the first time, later after each failure in a
-row before it has answered anything. What it was answering breaks off, which the router sees at once.
+row before it has answered anything. What it was answering breaks off, which the router sees at
+once.
 """
 
 from __future__ import annotations
