@@ -264,9 +264,15 @@ def refusals(folder: Path) -> list[Row]:
     random_model(folder / "refusing", "llama")
     key = "a-key-of-this-benchmark"
     good: dict[str, Any] = {"model": "refusing", "prompt": [1, 2, 3], "max_tokens": 1}
-    wrong: dict[str, tuple[Any, dict[str, str]]] = {
-        "malformed JSON": ("{", {}),
-        "deep JSON": ("[" * 1_000_000, {}),
+    chat: dict[str, Any] = {
+        "model": "refusing",
+        "messages": [{"role": "user", "content": "t1"}],
+        "max_tokens": 1,
+    }
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    given: dict[str, tuple[Any, dict[str, str]]] = {
+        "malformed JSON": (b"{", {}),
+        "deep JSON": (b"[" * 1_000_000, {}),
         "unknown model": ({**good, "model": "x"}, {}),
         "prompt too long": ({**good, "prompt": [1] * 100_000}, {}),
         "text too long": ({**good, "prompt": " " * 4_000_000}, {}),
@@ -277,6 +283,10 @@ def refusals(folder: Path) -> list[Row]:
         "stop": ({**good, "stop": ["x"] * 100_000}, {}),
         "long stop": ({**good, "stop": "x" * 1_000_000}, {}),
         "bias": ({**good, "logit_bias": {str(n): 1 for n in range(100_000)}}, {}),
+        "quotes in a string": ({**good, "prompt": '"' * 1_000_000}, {}),
+        "messages": ({**chat, "messages": chat["messages"] * 20_000}, {}),
+        "tools": ({**chat, "tools": [tool] * 5_000}, {}),
+        "many strings": ({**good, "prompt": ["a"] * 500_000}, {}),
         "many lists": ({**good, "prompt": [[1]] * 100_000}, {}),
         "large grammar": ({**good, "stop_token_ids": [1], "guided_regex": "a" * 1_000_000}, {}),
         "token id beyond the vocabulary": ({**good, "prompt": [VOCAB]}, {}),
@@ -285,22 +295,29 @@ def refusals(folder: Path) -> list[Row]:
         "foreign origin": (good, {"Origin": "http://evil.example"}),
         "foreign host": (good, {"Host": "evil.example"}),
         "large header": (good, {"X-Large": "x" * 100_000}),
+        "many headers": (good, {f"X-{number}": "x" for number in range(200)}),
         "large body": (b"x" * 64_000_000, {}),
     }
+    # What a client makes of its request before it sends it is none of the server's time.
+    wrong = {
+        name: (body if isinstance(body, bytes) else json.dumps(body).encode(), headers)
+        for name, (body, headers) in given.items()
+    }
+    fine = json.dumps(good).encode()
     times: dict[str, list[float]] = {name: [] for name in wrong}
     os.environ["SHOAL_API_KEY"] = key
     try:
         with background(folder / "refusing") as server:
             place = server.url.removeprefix("http://")
 
-            def post(body: Any, headers: dict[str, str]) -> int:
-                raw = body if isinstance(body, (str, bytes)) else json.dumps(body)
+            def post(raw: bytes, headers: dict[str, str]) -> int:
+                path = "/v1/chat/completions" if b'"messages"' in raw[:50] else "/v1/completions"
                 connection = http.client.HTTPConnection(place, timeout=10)
                 try:
                     common = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                         # A server may answer before it has read all, and stop reading.
-                        connection.request("POST", "/v1/completions", raw, {**common, **headers})
+                        connection.request("POST", path, raw, {**common, **headers})
                     return connection.getresponse().status
                 finally:
                     connection.close()
@@ -314,23 +331,26 @@ def refusals(folder: Path) -> list[Row]:
 
             used = [memory()]
             for _ in range(10):
-                for name, (body, headers) in wrong.items():
+                for name, (raw, headers) in wrong.items():
                     begin = time.perf_counter()
-                    status = post(body, headers)
+                    status = post(raw, headers)
                     times[name].append(time.perf_counter() - begin)
                     if not 400 <= status < 500:
                         raise SystemExit(f"{name}: answered with {status}")
-                    if post(good, {}) != 200:
+                    if post(fine, {}) != 200:
                         raise SystemExit(f"{name}: the next request was not served")
                 used.append(memory())
             # Compiling takes its time, up to a cap; then whoever compiles is killed.
             grammars: list[float] = []
             for size in range(10):
-                slow = {**good, "stop_token_ids": [1], "guided_regex": "(a?){800}" * 60 + str(size)}
+                # Whether any text has so many patterns at once is a question for hours.
+                every = [{"pattern": f".*a.{{{size + more}}}b.*"} for more in range(10, 34)]
+                schema = {"type": "string", "allOf": every}
+                slow = json.dumps({**good, "stop_token_ids": [1], "guided_json": schema}).encode()
                 begin = time.perf_counter()
                 status = post(slow, {})
                 grammars.append(time.perf_counter() - begin)
-                if not 400 <= status < 500 or post(good, {}) != 200:
+                if not 400 <= status < 500 or post(fine, {}) != 200:
                     raise SystemExit(f"a grammar: answered with {status}")
     finally:
         del os.environ["SHOAL_API_KEY"]
@@ -362,7 +382,7 @@ def refusals(folder: Path) -> list[Row]:
             unit="s",
             comparison="<=",
             threshold=1.0,
-            note="10 expressions, each in a process that is killed after half a second; the start "
+            note="10 schemas, each in a process that is killed after half a second; the start "
             "of that process is included",
             samples={"refused_s": grammars},
         ),

@@ -99,7 +99,7 @@ REACHED: dict[str, str] = {
     "quantizer": "model quantize --method",
     "log": "score --import",
     "sink": "what a Run writes",
-    "pool": "where functions and actors of a Run go",
+    "pool": "ServeJob",
     "launch": "files that start a Plan",
     "locator": "train --robust --locator, train diagnose --locator",
     "claim": "claims run",

@@ -160,10 +160,12 @@ def test_time_moves_by_predicted_steps_and_jumps_to_arrivals() -> None:
         "tokens_per_s": pytest.approx(3 / 10.5),
         "requests_per_s": pytest.approx(2 / 10.5),
         "total_s": 10.5,
-        "ttft_p50_s": 0.5,
-        "ttft_p95_s": 0.5,
-        "tpot_p50_s": 0.5,
-        "tpot_p95_s": 0.5,
+        **{f"ttft_{which}_s": 0.5 for which in ("mean", "p50", "p95", "p99")},
+        **{f"tpot_{which}_s": 0.5 for which in ("mean", "p50", "p95", "p99")},
+        "e2e_mean_s": 0.75,
+        "e2e_p50_s": 0.75,
+        "e2e_p95_s": pytest.approx(0.5 + 0.95 * 0.5),
+        "e2e_p99_s": pytest.approx(0.5 + 0.99 * 0.5),
     }
 
 

@@ -35,10 +35,7 @@ KEYS = {
     "tokens_per_s",
     "requests_per_s",
     "total_s",
-    "ttft_p50_s",
-    "ttft_p95_s",
-    "tpot_p50_s",
-    "tpot_p95_s",
+    *(f"{n}_{w}_s" for n in ("ttft", "tpot", "e2e") for w in ("mean", "p50", "p95", "p99")),
 }
 
 

@@ -99,6 +99,20 @@ def test_tokens_are_those_of_one_engine_and_bytes_those_of_the_formula(
         with pytest.raises(ServeError, match="vocab_size = 160"):
             several.add(Request("odd", [999], 1, SamplingParams(max_tokens=4)))
 
+        # A vector is given by who computes the prompt; who cannot go on is told, and forgotten.
+        pooled = SamplingParams(max_tokens=1, pooling="mean")
+        formed = SamplingParams(max_tokens=4, grammar='start: "a"', stop_ids=(0,))
+        several.told()
+        several.add(Request("vector", [3, 5, 7], 3, pooled))
+        several.add(Request("formed", [3, 5, 7], 3, formed))
+        drain(several)
+        told = {one["id"]: one for one in several.told()}
+        assert "its grammar: " in told["formed"]["message"]
+        assert told["formed"]["kind"] == "refused"
+        serve_all(engine, [[3, 5, 7]], [pooled])
+        (want,) = [one["values"] for one in engine.told() if one["kind"] == "vector"]
+        assert told["vector"]["values"] == pytest.approx(want, abs=1e-4)
+
         # A process that dies is told, at once, and by its name.
         several.add(Request("last", [1, 2], 2, SamplingParams(max_tokens=200)))
         os.kill(several.pids["decode instance 0"], signal.SIGKILL)

@@ -35,6 +35,7 @@ __all__ = [
     "request_of",
     "simulate",
     "simulate_ahead",
+    "summary",
 ]
 
 
@@ -337,12 +338,10 @@ def quantities(served: Sequence[Served]) -> dict[str, float]:
     """Quantities of a served workload, simulated or measured, keyed as ``ServePlan.predicted``.
 
     ``tokens_per_s`` (output) and ``requests_per_s`` over ``total_s``, from the first arrival
-    to the last token; medians and 95th percentiles of the time to the first token (``ttft``)
-    and per token after it (``tpot``, left out where every output is one token). Requests that
-    did not finish are left out.
+    to the last token; mean, median, 95th and 99th percentile of the time to the first token
+    (``ttft``), per token after it (``tpot``, left out where every output is one token) and to
+    the last token (``e2e``). Requests that did not finish are left out.
     """
-    import numpy as np
-
     ended = [one for one in served if not math.isnan(one.finish)]
     require(
         bool(ended),
@@ -360,8 +359,19 @@ def quantities(served: Sequence[Served]) -> dict[str, float]:
     }
     first = [one.ttft for one in ended]
     rest = [one.tpot for one in ended if one.n_output > 1]
-    for name, values in (("ttft", first), ("tpot", rest)):
-        if values:
-            found[f"{name}_p50_s"] = float(np.percentile(values, 50))
-            found[f"{name}_p95_s"] = float(np.percentile(values, 95))
+    whole = [one.finish - one.arrival for one in ended]
+    for name, values in (("ttft", first), ("tpot", rest), ("e2e", whole)):
+        found |= summary(name, values)
+    return found
+
+
+def summary(name: str, values: Sequence[float]) -> dict[str, float]:
+    """``NAME_mean_s`` and the percentiles ``NAME_p50_s``, ``p95`` and ``p99``; none of nothing."""
+    import numpy as np
+
+    if not values:
+        return {}
+    found = {f"{name}_mean_s": float(np.mean(values))}
+    for share in (50, 95, 99):
+        found[f"{name}_p{share}_s"] = float(np.percentile(values, share))
     return found

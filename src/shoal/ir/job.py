@@ -433,6 +433,7 @@ class ServeJob(Value):
             share them.
         replicas: engines of their own behind one address.
         balancer: which of them answers a request.
+        launcher: where replicas run: processes of this machine, or actors of a Ray cluster.
         workload: what arrives, for planning and benchmarks.
         seed: seed of the workload.
     """
@@ -459,6 +460,7 @@ class ServeJob(Value):
     threads: NonNegativeInt = 0
     replicas: PositiveInt = 1
     balancer: Annotated[Choice, Kind("balancer")] = Choice(name="prefix_aware")
+    launcher: Annotated[Choice, Kind("pool")] = Choice(name="local")
     workload: Annotated[Choice, Kind("workload")] = Choice(name="chat")
     seed: NonNegativeInt = 0
 

@@ -77,8 +77,8 @@ class ServePlan(Value):
         estimate: one full decode step: time by cause, memory by cause (``weights``,
             ``cache``, ``activations``, ``runtime``), what binds.
         predicted: quantity -> interval, over the whole workload: ``tokens_per_s`` (output),
-            ``requests_per_s``, ``total_s``, ``ttft_p50_s``, ``ttft_p95_s``, ``tpot_p50_s``,
-            ``tpot_p95_s``.
+            ``requests_per_s``, ``total_s``, and of ``ttft``, ``tpot`` and ``e2e`` the mean and
+            percentiles: ``ttft_mean_s``, ``ttft_p50_s``, ``ttft_p95_s``, ``ttft_p99_s``.
         fits: whether weights and cache fit the memory.
         why: what binds, in a sentence.
         notes: what a reader should know.

@@ -32,7 +32,7 @@ from shoal.core.errors import ConfigError, RankError, ShoalError, require
 from shoal.core.files import write_json
 from shoal.parallel.heartbeat import Heartbeat, blame
 
-__all__ = ["Start", "run_processes"]
+__all__ = ["Start", "end_with_parent", "run_processes"]
 
 _POLL_S = 0.02
 # What a rank is given to report its error once a peer has failed.
@@ -356,8 +356,9 @@ def _call(folder: Path, rank: int) -> Any:
     return result
 
 
-def _die_with(parent: int, folder: Path) -> None:
+def end_with_parent(folder: Path) -> None:
     """End this process when its parent is gone, however that ended, and remove its folder."""
+    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -371,7 +372,7 @@ def _die_with(parent: int, folder: Path) -> None:
 def main() -> int:
     """One rank: ``python -m shoal.parallel.processes FOLDER RANK``; its status is the exit code."""
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    _die_with(os.getppid(), folder)
+    end_with_parent(folder)
     with (folder / f"stack-{rank}").open("w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)

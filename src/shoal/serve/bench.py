@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 from shoal.core.errors import ServeError, nearest, require
 from shoal.core.measure import check_quiet
 from shoal.core.parts import Choice, options_of, table
-from shoal.cost.serve_sim import Served, quantities, request_of
+from shoal.cost.serve_sim import Served, request_of
 from shoal.cost.step_cost.fitted import Sample
 from shoal.ir import Arrival, Machine, Output, ServeJob, ServeReport
 from shoal.machine import host
 from shoal.serve.engine import Engine
+from shoal.serve.latencies import measured_of, samples_of
 
 if TYPE_CHECKING:
     from shoal.ir import ServePlan
@@ -96,6 +97,8 @@ def bench_serve(
     wait_s: float | None = 60.0,
     progress: Callable[[str, float, float], None] | None = None,
     told: Callable[[ServePlan], None] | None = None,
+    targets: tuple[float, float] | None = None,
+    seen: Callable[[dict[str, list[float]]], None] | None = None,
 ) -> ServeReport:
     """Profile, rehearse, predict, then serve for real.
 
@@ -110,6 +113,8 @@ def bench_serve(
         wait_s: how long to wait for a quiet machine; None measures on a busy one too.
         progress: called with (what is done, done, total).
         told: called with the plan, before anything is served.
+        targets: most s to the first token and per further token, for goodput.
+        seen: called with what :func:`~shoal.serve.latencies.samples_of` gives.
 
     Raises:
         NoisyMachineError: the machine stayed busy.
@@ -158,7 +163,11 @@ def bench_serve(
     if told is not None:
         told(plan)
     before = engine.stats()
-    measured = quantities(replay(engine, arrivals, progress=bar("requests")))
+    gaps = _Gaps()
+    served = replay(engine, arrivals, progress=bar("requests"), watch=gaps)
+    measured = measured_of(served, gaps.seconds, targets=targets)
+    if seen is not None:
+        seen(samples_of(served, gaps.seconds))
     measured["memory_bytes"] = float(host.peak_memory())
     stats = {name: value - before[name] for name, value in engine.stats().items()}
     measured["step_s"] = stats["step_seconds_total"] / max(1.0, stats["steps_total"])
@@ -178,6 +187,20 @@ def bench_serve(
         },
         versions=versions(),
     )
+
+
+class _Gaps:
+    """Seconds between two outputs of a request, of all of them."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._last: dict[str, float] = {}
+
+    def __call__(self, output: Output, now: float) -> None:
+        before = self._last.get(output.request_id)
+        if before is not None:
+            self.seconds.append(now - before)
+        self._last[output.request_id] = now
 
 
 def replay(

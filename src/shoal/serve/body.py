@@ -1,4 +1,4 @@
-"""JSON bodies, read with caps: the size while it arrives, the depth before anything looks at it."""
+"""JSON bodies, read with caps: the size while it arrives, depth and parts before it is parsed."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ def parse_body(data: bytes, limits: HttpLimits) -> dict[str, Any]:
     """The JSON object in ``data``.
 
     Raises:
-        ApiError: it is none, or nested too deeply.
+        ApiError: it is none, nested too deeply, or of too many parts.
     """
+    _check_strings(data, limits)
     _check_nesting(data, limits)
     try:
         value = from_json(data, allow_inf_nan=False)
@@ -95,6 +96,21 @@ def parse_body(data: bytes, limits: HttpLimits) -> dict[str, Any]:
             f"body: a JSON {type(value).__name__}: expected a JSON object", code="invalid_json"
         )
     return value
+
+
+def _check_strings(data: bytes, limits: HttpLimits) -> None:
+    """Count quotes that begin or end a string: to make each an object takes much longer."""
+    most = 2 * limits.json_strings
+    if data.count(b'"') <= most:
+        return
+    # Without pairs of backslashes, one before a quote always escapes it.
+    single = data.replace(rb"\\", b"")
+    if single.count(b'"') - single.count(rb"\"") > most:
+        raise ApiError(
+            f"body: expected at most {limits.json_strings} strings, names of fields included; "
+            "send less",
+            code="invalid_json",
+        )
 
 
 def _check_nesting(data: bytes, limits: HttpLimits) -> None:

@@ -11,45 +11,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from shoal.core.errors import ServeError, require
 from shoal.ir.job import ServeJob
 from shoal.ir.serving import Output, SamplingParams
+from shoal.serve.launched import Launched, Words, launch
 from shoal.serve.process import DEFAULT_FACTORY
-from shoal.serve.spinning import spin_briefly
+from shoal.serve.unread import Unread
 from shoal.serve.wire import Decoder, encode, pack_params, unpack_output
 
 __all__ = [
     "ClientOptions",
     "EngineClient",
     "EngineDownError",
-    "Launched",
     "ModelInfo",
     "RefusedError",
     "SlowReaderError",
-    "launch",
 ]
 
 log = logging.getLogger("shoal.serve")
 
 _READ_BYTES = 2**18
-_TAIL_LINES = 40
-_LINE_BYTES = 2**16
-# How long a process may take to leave after its socket was closed.
-_LEAVE_S = 5.0
-# An engine that ran so long has not failed "again".
+# An engine that ran so long, or answered a request, has not failed "again".
 _STEADY_S = 60.0
 
 
@@ -115,122 +102,22 @@ class ModelInfo:
     eos_ids: frozenset[int]
 
 
-@dataclass
-class Launched:
-    """An engine's process that was started and has not connected yet."""
-
-    process: subprocess.Popen[bytes]
-    listener: socket.socket
-    directory: Path
-
-    def discard(self) -> None:
-        """End the process and remove what belongs to it."""
-        self.listener.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        if self.process.stderr is not None:
-            self.process.stderr.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> Launched:
-    """Start an engine's process; it loads the model while the caller gets ready itself.
-
-    Args:
-        job: what to serve.
-        factory: ``module:function`` that builds the engine from the job, in its process.
-
-    Raises:
-        ServeError: the process cannot be started.
-    """
-    start = encode(
-        {
-            "kind": "start",
-            "factory": factory,
-            "job": job.model_dump(mode="json", exclude_none=True),
-        }
-    )
-    directory = Path(tempfile.mkdtemp(prefix="shoal-engine-"))  # mode 0700
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        path = directory / "socket"
-        listener.bind(str(path))
-        listener.listen(1)
-        listener.setblocking(False)
-        # The keys of the server are none of the engine's business.
-        environment = {k: v for k, v in os.environ.items() if k != "SHOAL_API_KEY"}
-        spin_briefly(environment)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.serve.process", "--socket", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the server, which ends the engine
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died; its last words tell why
-            process.stdin.write(start)
-            process.stdin.flush()
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-    except OSError as cause:
-        listener.close()
-        shutil.rmtree(directory, ignore_errors=True)
-        raise ServeError(f"the engine's process cannot be started ({cause})") from cause
-    return Launched(process, listener, directory)
-
-
-class _Stream:
-    """The outputs of one request that its reader has not taken yet."""
-
-    __slots__ = ("_error", "_ready", "_unread", "began", "ended", "vector")
-
-    def __init__(self, began: Callable[[float], None] | None = None) -> None:
-        self.began = began
-        self._unread: deque[Output] = deque()
-        self._ready = asyncio.Event()
-        self._error: ServeError | None = None
-        self.ended = False
-        self.vector: list[float] | None = None
-
-    def put(self, output: Output) -> int:
-        self._unread.append(output)
-        self.ended = self.ended or output.finish is not None
-        self._ready.set()
-        return len(self._unread)
-
-    def fail(self, error: ServeError) -> None:
-        if not self.ended:
-            self.ended = True
-            self._error = error
-            self._unread.clear()
-            self._ready.set()
-
-    async def take(self) -> list[Output]:
-        """Everything unread, at least one output."""
-        await self._ready.wait()
-        self._ready.clear()
-        if self._error is not None:
-            raise self._error
-        taken = list(self._unread)
-        self._unread.clear()
-        return taken
-
-
 class _Link:
     """A connected engine process."""
 
-    logging: asyncio.Task[None]
-
     def __init__(
-        self, launched: Launched, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        launched: Launched,
+        words: Words,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         self.launched = launched
+        self.words = words
         self.reader = reader
         self.writer = writer
         self.decoder = Decoder()
+        self.answered = False
         self.asked: dict[int, tuple[float, asyncio.Future[dict[str, float]]]] = {}
 
 
@@ -257,11 +144,10 @@ class EngineClient:
         self._options = options or ClientOptions()
         self._launched = launched
         self._link: _Link | None = None
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Unread] = {}
         self._supervisor: asyncio.Task[None] | None = None
         self._info: ModelInfo | None = None
         self._next_ping = 0
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._reason = ""
         self._retry_at = 0.0
         self.restarts = 0
@@ -405,7 +291,7 @@ class EngineClient:
         salt: str,
         fork_of: str | None = None,
         began: Callable[[float], None] | None = None,
-    ) -> _Stream:
+    ) -> Unread:
         """Send a request to the engine."""
         link = self._alive()
         require(
@@ -415,7 +301,7 @@ class EngineClient:
             expected="an id that no open request has",
             error=ServeError,
         )
-        stream = _Stream(began)
+        stream = Unread(began)
         message = {
             "kind": "add",
             "id": request_id,
@@ -467,53 +353,37 @@ class EngineClient:
     async def _connect(self) -> _Link:
         launched = self._launched or launch(self._job, self._factory)
         self._launched = launched
-        self._tail.clear()
-        log_task = asyncio.create_task(self._keep_log(launched.process), name="engine log")
+        words = Words(launched.process)
         try:
             async with asyncio.timeout(self._options.start_s):
-                link = await self._shake_hands(launched)
+                link = await self._shake_hands(launched, words)
         except BaseException as cause:
             launched.process.kill()
-            await self._finish_log(log_task)
+            await words.finish()
             self._launched = None
             await asyncio.to_thread(launched.discard)
             if isinstance(cause, TimeoutError):
                 raise ServeError(
                     f"the engine did not load its model within {self._options.start_s:g} s; "
-                    f"allow more with --start-timeout{self._last_words()}"
+                    f"allow more with --start-timeout{words.last}"
                 ) from None
             raise
         self._launched = None
-        link.logging = log_task
         return link
 
-    @staticmethod
-    async def _finish_log(log_task: asyncio.Task[None]) -> None:
-        """Wait for the end of what a killed engine printed, before its pipe is closed."""
-        await asyncio.wait([log_task], timeout=_LEAVE_S)
-        log_task.cancel()
-        await asyncio.wait([log_task])
-
-    async def _shake_hands(self, launched: Launched) -> _Link:
-        loop = asyncio.get_running_loop()
-        accepting = asyncio.ensure_future(loop.sock_accept(launched.listener))
-        try:
-            while not accepting.done():
-                await asyncio.wait([accepting], timeout=0.1)
-                if not accepting.done() and launched.process.poll() is not None:
-                    raise ServeError(f"the engine ended before it began{self._last_words()}")
-            connection, _ = accepting.result()
-        finally:
-            accepting.cancel()
-        connection.setblocking(False)
-        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_READ_BYTES)
-        link = _Link(launched, reader, writer)
+    async def _shake_hands(self, launched: Launched, words: Words) -> _Link:
+        reader, writer = await asyncio.open_unix_connection(sock=launched.socket, limit=_READ_BYTES)
+        link = _Link(launched, words, reader, writer)
         try:
             while True:
-                data = await reader.read(_READ_BYTES)
+                try:
+                    data = await reader.read(_READ_BYTES)
+                except ConnectionResetError:  # it has not even read what it is to load
+                    data = b""
                 if not data:
-                    await asyncio.sleep(0.1)  # let its last words arrive
-                    raise ServeError(f"the engine died while it loaded{self._last_words()}")
+                    launched.process.kill()
+                    await words.finish()
+                    raise ServeError(f"the engine died while it loaded{words.last}")
                 for message in link.decoder.feed(data):
                     if message["kind"] == "failed":
                         raise ServeError(message["message"])
@@ -527,32 +397,6 @@ class EngineClient:
             writer.close()
             raise
 
-    async def _keep_log(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass on what the engine prints, and remember the end of it."""
-        pipe: IO[bytes] | None = process.stderr
-        assert pipe is not None
-        reader = asyncio.StreamReader(limit=_LINE_BYTES)
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), pipe
-        )
-        try:
-            rest = b""
-            while data := await reader.read(_LINE_BYTES):
-                *lines, rest = (rest + data).split(b"\n")
-                lines += [rest] if len(rest) > _LINE_BYTES else []
-                rest = b"" if len(rest) > _LINE_BYTES else rest
-                for line in lines:
-                    text = line.decode(errors="replace")
-                    self._tail.append(text)
-                    log.warning("engine: %s", text)
-        finally:
-            transport.close()
-
-    def _last_words(self) -> str:
-        words = "\n".join(self._tail).strip()
-        return f"; its last words:\n{words}" if words else ""
-
     # Running
 
     async def _supervise(self) -> None:
@@ -562,7 +406,8 @@ class EngineClient:
                 began = time.monotonic()
                 self._reason = await self._run(self._link)
                 link, self._link = self._link, None
-                failures = 0 if time.monotonic() - began > _STEADY_S else failures
+                steady = link.answered or time.monotonic() - began > _STEADY_S
+                failures = 0 if steady else failures
                 pause = self._pause(failures)
                 log.error("%s; it starts again in %.1f s", self._reason, pause)
                 self._fail_streams(EngineDownError(self._reason, max(1.0, pause)))
@@ -633,6 +478,7 @@ class EngineClient:
         if kind == "outputs":
             for raw in message["outputs"]:
                 output = unpack_output(raw)
+                link.answered = link.answered or output.finish is not None
                 stream = self._streams.get(output.request_id)
                 if stream is None:
                     continue  # it was aborted while this was under way
@@ -659,7 +505,7 @@ class EngineClient:
             if not answer.done():
                 answer.set_result(message["stats"])
 
-    def _drop(self, request_id: str, stream: _Stream) -> None:
+    def _drop(self, request_id: str, stream: Unread) -> None:
         del self._streams[request_id]
         stream.fail(
             SlowReaderError(
@@ -681,5 +527,5 @@ class EngineClient:
         for _, answer in link.asked.values():
             answer.cancel()
         link.launched.process.kill()
-        await self._finish_log(link.logging)
+        await link.words.finish()
         await asyncio.to_thread(link.launched.discard)

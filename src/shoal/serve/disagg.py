@@ -160,6 +160,7 @@ class DisaggEngine:
         colocated: instances that each do both phases, in the place of ``disagg``.
         pin: give each instance as many cores of its own as it has threads.
         hang_s: s of silence of an instance with open requests that end everything.
+        recording: keep what each request moved in ``moved``, which grows.
         clock: s.
 
     Raises:
@@ -174,6 +175,7 @@ class DisaggEngine:
         colocated: int = 0,
         pin: bool = False,
         hang_s: float = 120.0,
+        recording: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._check(job, colocated)
@@ -186,7 +188,9 @@ class DisaggEngine:
         self._open: dict[str, _Open] = {}
         # Aborted while a decode instance may be fetching them -> who holds them.
         self._dropping: dict[str, int] = {}
-        self._counts = {"prompt": 0, "new": 0}
+        self._recording = recording
+        self._told: list[dict[str, Any]] = []
+        self._counts = {"prompt": 0, "new": 0, "moved_bytes": 0}
         self._children: list[_Child] = []
         memory = Path("/dev/shm")  # noqa: S108 - a directory of our own is made in it
         room = str(memory) if os.access(memory, os.W_OK) else None
@@ -342,15 +346,6 @@ class DisaggEngine:
         from shoal.serve.engine import check_params
 
         check_params(request.params)
-        for name, wanted in (
-            ("a grammar", request.params.grammar),
-            ("a vector", request.params.pooling),
-        ):
-            if wanted is not None:
-                raise ServeError(
-                    f"request {request.id}: {name}: instances for prompts and for answers do not "
-                    "hand over what that needs; serve without --disagg"
-                )
         vocab = self._children[0].ready["vocab_size"]
         require(
             bool(request.tokens) and 0 <= min(request.tokens) <= max(request.tokens) < vocab,
@@ -424,6 +419,11 @@ class DisaggEngine:
         if message["kind"] != "outputs":
             return []
         child.stats = message["stats"]
+        for told in message["told"]:
+            if told["id"] in self._open:
+                self._told.append(told)
+                if told["kind"] == "refused":
+                    self._end(told["id"])
         held = message.get("held", {})
         outputs = []
         for raw in message["outputs"]:
@@ -468,7 +468,9 @@ class DisaggEngine:
                 f"request {request.id}: {message['bytes']} bytes of keys and values were moved, "
                 f"and {request.n_prompt} tokens have {due}"
             )
-        self.moved.append(Moved(request.id, request.n_prompt, due, message["seconds"]))
+        self._counts["moved_bytes"] += due
+        if self._recording:
+            self.moved.append(Moved(request.id, request.n_prompt, due, message["seconds"]))
         found.held = False
         front = self._fronts[found.front]
         front.open -= 1
@@ -486,8 +488,9 @@ class DisaggEngine:
         return found
 
     def told(self) -> list[dict[str, Any]]:
-        """Nothing: whoever needs more than tokens is refused when it is added."""
-        return []
+        """What instances gave besides tokens, once; see :class:`~shoal.serve.engine.Engine`."""
+        told, self._told = self._told, []
+        return told
 
     def stats(self) -> dict[str, float]:
         """Gauges of now, and counters since the start, for metrics."""
@@ -500,7 +503,7 @@ class DisaggEngine:
             "tokens_prompt_total": self._counts["prompt"],
             "tokens_generated_total": self._counts["new"],
             "blocks_total": sum(child.ready["num_blocks"] for child in self._children),
-            "moved_bytes_total": sum(one.nbytes for one in self.moved),
+            "moved_bytes_total": self._counts["moved_bytes"],
         }
 
     def close(self) -> None:
@@ -536,7 +539,7 @@ def build_engine(job: ServeJob) -> tuple[DisaggEngine, ModelConfig]:
     from shoal.model import huggingface
 
     config = huggingface.read_config(Path(job.model))
-    return DisaggEngine(job), config
+    return DisaggEngine(job, recording=False), config
 
 
 def replay(engine: DisaggEngine, arrivals: Sequence[Arrival]) -> list[Served]:

@@ -19,6 +19,7 @@ class HttpLimits:
         headers: most header fields.
         json_depth: deepest nesting of a body.
         json_containers: most lists and objects in a body.
+        json_strings: most strings in a body, names of fields included.
         choices: largest ``n``.
         batch: most answers of one request, prompts times ``n``.
         logprobs: most log probabilities a token.
@@ -40,6 +41,7 @@ class HttpLimits:
     headers: int = 100
     json_depth: int = 64
     json_containers: int = 20_000
+    json_strings: int = 50_000
     choices: int = 16
     batch: int = 64
     logprobs: int = 20

@@ -8,11 +8,11 @@ its scheduler accepts it, and says how many bytes that moved.
 
 Messages in: ``start`` (job, role, instance, instances, directory, cpus), ``peers`` (caches),
 ``add`` (id, tokens, params, priority, adapter, salt), ``migrate`` (the same, n_prompt, source,
-blocks),
-``release`` (id), ``abort`` (id), ``profile`` (shapes, seconds), ``record`` (on). Messages out:
-``ready`` (what the model and the cache are), ``mapped``, ``profiled`` (seconds), ``recorded``
-(steps), ``outputs`` (with ``stats``, and ``held``: id -> blocks), ``fetched`` (id, bytes,
-seconds), ``dropped`` (id, of a request that was aborted), ``failed`` (why the process ends).
+blocks), ``release`` (id), ``abort`` (id), ``profile`` (shapes, seconds), ``record`` (on). Messages
+out: ``ready`` (what the model and the cache are), ``mapped``, ``profiled`` (seconds), ``recorded``
+(steps), ``outputs`` (with ``stats``, ``told``: vectors and who cannot go on, and ``held``: id ->
+blocks), ``fetched`` (id, bytes, seconds), ``dropped`` (id, of a request that was aborted),
+``failed`` (why the process ends).
 """
 
 from __future__ import annotations
@@ -134,9 +134,10 @@ class Instance:
                 self._fetch()
             if self._working:
                 outputs = engine.step()
-                engine.told()  # who began: the process before this one times requests
-                if outputs:
-                    self._tell(outputs)
+                # Not who began: the process before this one times requests.
+                told = [one for one in engine.told() if one["kind"] != "began"]
+                if outputs or told:
+                    self._tell(outputs, told)
                 before, ended = ended, time.perf_counter()
                 if self._record is not None:
                     shape = [(chunk.start, chunk.length) for chunk in engine.last_chunks]
@@ -150,10 +151,11 @@ class Instance:
             return handing.num_waiting + handing.num_running > len(handing.held)
         return self.engine.busy
 
-    def _tell(self, outputs: list[Output]) -> None:
+    def _tell(self, outputs: list[Output], told: list[dict[str, Any]]) -> None:
         message: dict[str, Any] = {
             "kind": "outputs",
             "outputs": [pack_output(output) for output in outputs],
+            "told": told,
             "stats": self.engine.stats(),
         }
         if self.role == "prefill":

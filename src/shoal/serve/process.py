@@ -1,15 +1,15 @@
 """The engine's own process: it owns model and cache and computes, and does nothing else.
 
-``python -m shoal.serve.process`` connects to the Unix socket that the HTTP process listens
-on, in a directory that only its user can enter, and reads what to load from its standard
-input. Then it takes in what has come (without waiting while there is work), runs one step,
-and sends what the step gave, again and again. It ends when its parent does.
+``python -m shoal.serve.process --fd N`` talks to the HTTP process through a socket that it
+inherits. It loads what the first message says. Then it takes in what has come (without waiting
+while there is work), runs one step, and sends what the step gave, again and again. It ends when
+its parent does.
 
-Standard input: one message, ``start`` (factory, job). Messages in: ``add`` (id, tokens,
-params, priority, adapter, salt, fork_of), ``abort`` (id), ``ping`` (number). Messages out:
-``ready`` (what the model is), ``outputs``, ``refused`` (a request that cannot be served, with the
-reason), ``vector`` (of a text), ``began`` (ids, and when their first step began), ``pong``
-(number, stats), ``failed`` (why the process ends).
+Messages in: ``start`` (factory, job), ``add`` (id, tokens, params, priority, adapter, salt,
+fork_of), ``abort`` (id), ``ping`` (number). Messages out: ``ready`` (what the model is), ``outputs``,
+``refused`` (a request that cannot be served, with the reason), ``vector`` (of a text), ``began``
+(ids, and when their first step began), ``pong`` (number, stats), ``failed`` (why the process
+ends).
 """
 
 from __future__ import annotations
@@ -128,11 +128,10 @@ class Connection:
             print(f"error: {reason}", file=sys.stderr)
 
 
-def serve(start: Mapping[str, Any], connection: socket.socket) -> None:
+def serve(connection: socket.socket) -> None:
     """Load what the parent says and answer its messages until it goes away.
 
     Args:
-        start: the message ``start``.
         connection: to the parent.
 
     Raises:
@@ -140,6 +139,9 @@ def serve(start: Mapping[str, Any], connection: socket.socket) -> None:
     """
     parent = Connection(connection)
     try:
+        start: Mapping[str, Any] | None = None
+        while start is None:
+            start = next(parent.receive(None), None)
         engine = _start(start, parent)
         # An engine of several processes has work when one of them has something to say.
         others: Sequence[socket.socket] = getattr(engine, "sockets", ())
@@ -216,16 +218,14 @@ def die_with_parent() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Connect to the socket that the command line names, and serve."""
+    """Take over the socket that the command line names, and serve."""
     parser = argparse.ArgumentParser(prog="shoal.serve.process", description=__doc__)
-    parser.add_argument("--socket", required=True, help="the Unix socket of the HTTP process")
+    parser.add_argument("--fd", required=True, type=int, help="the inherited socket")
     options = parser.parse_args(arguments)
     die_with_parent()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(options.socket)
-        (start,) = Decoder().feed(sys.stdin.buffer.read())
+    with socket.socket(fileno=options.fd) as connection:
         try:
-            serve(start, connection)
+            serve(connection)
         except ShoalError:
             return 2  # the parent was told the reason
         except Exception:

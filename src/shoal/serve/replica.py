@@ -1,9 +1,8 @@
-"""A replica's own process: a server with its engine, on a Unix socket.
+"""A replica's own process: a server with its engine, on a socket that it inherits.
 
-``python -m shoal.serve.replica`` reads what to serve from its standard input, one message
-``start`` (job, options), and answers on the socket that it is told, which lies in a directory
-that only its user can enter. So it needs no key. It ends when its parent does, and writes why
-it could not start to the file ``failed`` beside the socket.
+``python -m shoal.serve.replica --fd N --folder DIR`` reads what to serve from its standard input,
+one message ``start`` (job, options). It ends when its parent does, and removes its folder then. It
+writes why it could not start to the file ``failed`` there.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from shoal.core.config import parse
 from shoal.core.errors import ShoalError
 from shoal.core.files import write_atomic
 from shoal.ir.job import ServeJob
+from shoal.parallel.processes import end_with_parent
 from shoal.serve.client import ClientOptions
+from shoal.serve.hosting import FAILED
 from shoal.serve.limits import HttpLimits
-from shoal.serve.process import die_with_parent
 from shoal.serve.server import ServerOptions, serve_at
-from shoal.serve.wire import Decoder, encode
+from shoal.serve.wire import Decoder
 
-__all__ = ["FAILED", "main", "start_message"]
-
-FAILED = "failed"
+__all__ = ["main", "start_message"]
 
 
-def start_message(job: ServeJob, options: ServerOptions) -> bytes:
-    """What a replica is told when it starts."""
+def start_message(job: ServeJob, options: ServerOptions) -> dict[str, Any]:
+    """What a replica is told when it starts; it runs in a directory of its own."""
+    job = job.model_copy(update={"model": str(Path(job.model).resolve())})
     told = {
         "name": options.name,
         "factory": options.factory,
@@ -43,13 +42,15 @@ def start_message(job: ServeJob, options: ServerOptions) -> bytes:
         "client": dataclasses.asdict(options.client),
     }
     raw = job.model_dump(mode="json", exclude_none=True)
-    return encode({"kind": "start", "job": raw, "options": told})
+    return {"kind": "start", "job": raw, "options": told}
 
 
 def _options(raw: Mapping[str, Any]) -> ServerOptions:
+    # One with a key listens for another machine, which knows it by no name.
     return ServerOptions(
         **{
             **raw,
+            "hosts": ("*",) if raw.get("key") else (),
             "limits": HttpLimits(**raw["limits"]),
             "client": ClientOptions(**raw["client"]),
         }
@@ -57,23 +58,23 @@ def _options(raw: Mapping[str, Any]) -> ServerOptions:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve on the socket that the command line names until SIGTERM."""
+    """Serve on the inherited socket until SIGTERM."""
     parser = argparse.ArgumentParser(prog="shoal.serve.replica", description=__doc__)
-    parser.add_argument("--socket", required=True, type=Path, help="where to listen")
-    path: Path = parser.parse_args(arguments).socket
-    die_with_parent()
+    parser.add_argument("--fd", required=True, type=int, help="the inherited socket")
+    parser.add_argument("--folder", required=True, type=Path, help="a directory of its own")
+    given = parser.parse_args(arguments)
+    folder: Path = given.folder
+    end_with_parent(folder)
     logging.basicConfig(
-        format=f"%(asctime)s %(levelname)s {path.parent.name}: %(message)s", level=logging.WARNING
+        format=f"%(asctime)s %(levelname)s {folder.name}: %(message)s", level=logging.WARNING
     )
     (start,) = Decoder().feed(sys.stdin.buffer.read())
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    with socket.socket(fileno=given.fd) as listener:
         try:
-            listener.bind(str(path))
-            serve_at(
-                parse(ServeJob, start["job"], where="job"), _options(start["options"]), listener
-            )
+            job = parse(ServeJob, start["job"], where="job")
+            serve_at(job, _options(start["options"]), listener)
         except (ShoalError, OSError) as cause:
-            write_atomic(path.with_name(FAILED), str(cause))
+            write_atomic(folder / FAILED, str(cause))
             return 2
     return 0
 

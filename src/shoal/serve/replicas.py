@@ -2,7 +2,8 @@
 
 A replica is asked for its health again and again. One that has gone, or gives no sign of life
 for too long, is killed and started again: at once the first time, later after each failure in a
-row. What it was answering breaks off, which the router sees at once.
+row before it has answered anything. What it was answering breaks off, which the router sees at
+once.
 """
 
 from __future__ import annotations
@@ -11,19 +12,15 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from shoal.core.errors import ServeError, require
+from shoal.core.errors import ServeError, ShoalError, require
+from shoal.core.pool import POOLS, Pool
 from shoal.ir.job import ServeJob
-from shoal.serve.replica import FAILED, start_message
+from shoal.serve.hosting import Hosted, LocalHosted, PoolHosted
+from shoal.serve.replica import start_message
 from shoal.serve.server import ServerOptions
 from shoal.serve.upstream import Answered, LostError, ask
 
@@ -65,27 +62,29 @@ class Replica:
 
     Args:
         number: from 0.
-        start: what it is told when it starts.
+        host: starts its process.
         watch: how it is watched.
         start_s: s that it may take to start.
     """
 
-    def __init__(self, number: int, start: bytes, watch: WatchOptions, start_s: float) -> None:
+    def __init__(
+        self, number: int, host: Callable[[int], Hosted], watch: WatchOptions, start_s: float
+    ) -> None:
         self.number = number
         self.ready = False
         self.restarts = 0
         self.num_open = 0
-        self._start = start
+        self.answered = False  # anything since it last started
+        self._host = host
         self._watch = watch
         self._start_s = start_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._directory: Path | None = None
+        self._hosted: Hosted | None = None
         self._suspect = asyncio.Event()
 
     @property
     def pid(self) -> int | None:
         """Its process, if one runs."""
-        return None if self._process is None else self._process.pid
+        return None if self._hosted is None else self._hosted.pid
 
     @contextlib.contextmanager
     def load(self) -> Iterator[None]:
@@ -106,11 +105,13 @@ class Replica:
         body: bytes = b"",
     ) -> AsyncGenerator[Answered, None]:
         """See :func:`shoal.serve.upstream.ask`; a replica that cannot be reached is looked at."""
-        if self._directory is None:
+        hosted = self._hosted
+        if hosted is None:
             raise LostError(f"replica {self.number} does not run")
-        socket = str(self._directory / "socket")
+        headers = {**(headers or {}), **hosted.headers}
         try:
-            async with ask(socket, method, target, headers=headers, body=body) as answered:
+            async with ask(hosted.server, method, target, headers=headers, body=body) as answered:
+                self.answered = self.answered or (method == "POST" and answered.status == 200)
                 yield answered
         except LostError:
             self._suspect.set()
@@ -120,35 +121,25 @@ class Replica:
         """Start the process and wait until it takes requests.
 
         Raises:
-            ServeError: it cannot, with the reason.
+            ShoalError: it cannot, with the reason.
         """
-        # A path of a socket has at most 107 characters.
-        directory = Path(tempfile.mkdtemp(prefix=f"shoal-replica{self.number}-"))  # mode 0700
-        self._directory = directory
-        private = {"SHOAL_API_KEY", "TMPDIR"}
-        environment = {name: text for name, text in os.environ.items() if name not in private}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.serve.replica", "--socket", str(directory / "socket")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            # What it leaves behind when it is killed goes with its directory.
-            env={**environment, "TMPDIR": str(directory)},
-            start_new_session=True,  # Ctrl-C is for the router, which ends its replicas
-        )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin:
-            self._process.stdin.write(self._start)
+        making = asyncio.ensure_future(asyncio.to_thread(self._host, self.number))
+        try:
+            hosted = self._hosted = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            await asyncio.to_thread((await making).close)
+            raise
         end = time.monotonic() + self._start_s
         while not await self._starts():
-            if self._process.poll() is not None:
-                raise ServeError(f"replica {self.number} did not start: {self._reason()}")
+            if (reason := hosted.ended()) is not None:
+                raise ServeError(f"replica {self.number} did not start: {reason}")
             if time.monotonic() > end:
                 raise ServeError(
                     f"replica {self.number} did not load its model within {self._start_s:g} s"
                 )
             await asyncio.sleep(_LOOK_S)
         self._suspect.clear()
-        self.ready = True
+        self.answered, self.ready = False, True
 
     async def _starts(self) -> bool:
         """Whether it takes requests already; one that loads may be slow to say."""
@@ -156,13 +147,6 @@ class Replica:
             return await self._healthy()
         except TimeoutError:
             return False
-
-    def _reason(self) -> str:
-        assert self._directory is not None and self._process is not None
-        told = self._directory / FAILED
-        if told.exists():
-            return told.read_text(encoding="utf-8")
-        return f"its process ended with status {self._process.returncode}"
 
     async def _healthy(self) -> bool:
         """Whether it says that it takes requests; TimeoutError if it hangs."""
@@ -173,8 +157,8 @@ class Replica:
 
     async def gone(self) -> str:
         """Watch until it is gone or hangs; returns what happened."""
-        assert self._process is not None
-        while self._process.poll() is None:
+        assert self._hosted is not None
+        while (reason := self._hosted.ended()) is None:
             try:
                 self.ready = await self._healthy()
             except TimeoutError:
@@ -183,29 +167,26 @@ class Replica:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._watch.check_s):
                     await self._suspect.wait()
-        return f"replica {self.number} died with status {self._process.returncode}"
+        return f"replica {self.number} is gone: {reason}"
 
     def kill(self) -> None:
         """End the process now."""
         self.ready = False
-        if self._process is not None:
-            self._process.kill()
+        if self._hosted is not None:
+            self._hosted.kill()
 
     async def stop(self, *, gently: bool = True) -> None:
         """End the process and remove what belongs to it."""
         self.ready = False
-        process, self._process = self._process, None
-        if process is not None:
-            if gently:
-                process.terminate()
-                end = time.monotonic() + _LEAVE_S
-                while process.poll() is None and time.monotonic() < end:
-                    await asyncio.sleep(_LOOK_S)
-            process.kill()
-            await asyncio.to_thread(process.wait)
-        directory, self._directory = self._directory, None
-        if directory is not None:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        hosted, self._hosted = self._hosted, None
+        if hosted is None:
+            return
+        if gently:
+            hosted.terminate()
+            end = time.monotonic() + _LEAVE_S
+            while hosted.ended() is None and time.monotonic() < end:
+                await asyncio.sleep(_LOOK_S)
+        await asyncio.to_thread(hosted.close)
 
 
 class Replicas:
@@ -221,9 +202,11 @@ class Replicas:
         self, job: ServeJob, options: ServerOptions, *, watch: WatchOptions | None = None
     ) -> None:
         self._watch = watch or WatchOptions()
-        start = start_message(job, options)
+        self._start = start_message(job, options)
+        self._launcher = job.launcher
+        self._pool: Pool | None = None
         self.all = [
-            Replica(number, start, self._watch, options.client.start_s)
+            Replica(number, self._host, self._watch, options.client.start_s)
             for number in range(job.replicas)
         ]
         self.on_gone: Callable[[int], None] = lambda _: None
@@ -239,8 +222,10 @@ class Replicas:
         """Start all, and wait until each takes requests.
 
         Raises:
-            ServeError: one cannot.
+            ShoalError: one cannot, or there is no cluster to start it on.
         """
+        if self._launcher.name != "local":
+            self._pool = await asyncio.to_thread(POOLS.build(self._launcher).open)
         starting = [asyncio.create_task(replica.start()) for replica in self.all]
         try:
             await asyncio.gather(*starting)
@@ -264,6 +249,14 @@ class Replicas:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         await asyncio.gather(*(replica.stop() for replica in self.all))
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close, now=True)
+
+    def _host(self, number: int) -> Hosted:
+        """Start the process of a replica, here or wherever the launcher has room."""
+        if self._pool is not None:
+            return PoolHosted(self._pool, number, self._start)
+        return LocalHosted(number, self._start)
 
     async def _keep(self, replica: Replica) -> None:
         """Start a replica again whenever it is gone."""
@@ -271,7 +264,8 @@ class Replicas:
         while True:
             began = time.monotonic()
             what = await replica.gone()
-            failures = 0 if time.monotonic() - began > _STEADY_S else failures
+            steady = replica.answered or time.monotonic() - began > _STEADY_S
+            failures = 0 if steady else failures
             log.error("%s; it is started again", what)
             while True:
                 await replica.stop(gently=False)
@@ -283,7 +277,7 @@ class Replicas:
                 replica.restarts += 1
                 try:
                     await replica.start()
-                except (ServeError, OSError, TimeoutError) as cause:
+                except (ShoalError, OSError, TimeoutError) as cause:
                     log.error("%s", cause)
                 else:
                     log.warning("replica %d runs again", replica.number)

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import table
 from shoal.ir.job import ServeJob
-from shoal.serve.client import ClientOptions, EngineClient, Launched, launch
+from shoal.serve.client import ClientOptions, EngineClient
 from shoal.serve.door import Door
+from shoal.serve.launched import Launched, launch
 from shoal.serve.limits import HttpLimits
 from shoal.serve.process import DEFAULT_FACTORY
 
@@ -214,7 +215,8 @@ def _prepared(
         )
     listener = _listen(options.host, options.port)
     try:
-        launched = launch(job, options.factory) if job.replicas == 1 else None
+        routed = job.replicas > 1 or job.launcher.name != "local"
+        launched = None if routed else launch(job, options.factory)
         try:
             yield listener, launched
         finally:

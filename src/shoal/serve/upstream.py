@@ -1,4 +1,4 @@
-"""Requests of the router to a replica: HTTP/1.1 over a Unix socket, one connection each."""
+"""Requests to other servers: HTTP/1.1 over a Unix socket, TCP or TLS, one connection each."""
 
 from __future__ import annotations
 
@@ -12,14 +12,35 @@ import h11
 
 from shoal.core.errors import ServeError
 
-__all__ = ["Answered", "LostError", "ask"]
+__all__ = ["Answered", "LostError", "Tcp", "ask"]
 
 _READ_BYTES = 2**16
 _HEADERS = 2**16
 
 
 class LostError(ServeError):
-    """A replica is not there, or was gone before its answer had ended."""
+    """A server is not there, or was gone before its answer had ended."""
+
+
+@dataclass(frozen=True)
+class Tcp:
+    """Where a server listens, for other machines too.
+
+    Args:
+        host: name or address.
+        port: of it.
+        tls: whether it speaks TLS, with a certificate that is checked.
+    """
+
+    host: str
+    port: int
+    tls: bool = False
+
+
+async def _connect(server: str | Tcp) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if isinstance(server, Tcp):
+        return await asyncio.open_connection(server.host, server.port, ssl=server.tls or None)
+    return await asyncio.open_unix_connection(server)
 
 
 @dataclass(frozen=True)
@@ -70,22 +91,22 @@ def _as_lost() -> Any:
     try:
         yield
     except (OSError, h11.RemoteProtocolError) as cause:
-        raise LostError(f"the connection to a replica broke: {cause}") from cause
+        raise LostError(f"the connection to the server broke: {cause}") from cause
 
 
 @contextlib.asynccontextmanager
 async def ask(
-    socket: str,
+    server: str | Tcp,
     method: str,
     target: str,
     *,
     headers: Mapping[str, str] | None = None,
     body: bytes = b"",
 ) -> AsyncGenerator[Answered, None]:
-    """Ask a replica; leaving the block closes the connection, which ends what was asked.
+    """Ask a server; leaving the block closes the connection, which ends what was asked.
 
     Args:
-        socket: path of its Unix socket.
+        server: path of its Unix socket, or where else it is.
         method: of HTTP.
         target: path and query.
         headers: besides those of every request.
@@ -94,19 +115,21 @@ async def ask(
     Raises:
         LostError: it is not there, or went away before the head of its answer.
     """
-    common = {"Host": "localhost", "Connection": "close", "Content-Length": str(len(body))}
+    host = f"{server.host}:{server.port}" if isinstance(server, Tcp) else "localhost"
+    common = {"Host": host, "Connection": "close", "Content-Length": str(len(body))}
     head = h11.Request(
         method=method, target=target, headers=list({**common, **(headers or {})}.items())
     )
     with _as_lost():
-        reader, writer = await asyncio.open_unix_connection(socket)
+        reader, writer = await _connect(server)
     try:
         exchange = _Exchange(reader, writer)
         with _as_lost():
             await exchange.send(head, body)
-            event = await exchange.next()
+            while isinstance(event := await exchange.next(), h11.InformationalResponse):
+                pass
             if not isinstance(event, h11.Response):
-                raise LostError("a replica closed the connection before it answered")
+                raise LostError("the server closed the connection before it answered")
         fields = {name.decode(): value.decode("latin-1") for name, value in event.headers}
         async with contextlib.aclosing(exchange.pieces()) as pieces:
             yield Answered(event.status_code, fields, pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -80,9 +81,9 @@ def serve_fake(byte_model):
     from shoal.serve.client import ClientOptions
     from shoal.serve.server import ServerOptions, running
 
-    def make(factory="fake_engine:build", client=None, replicas=1, **options):
+    def make(factory="fake_engine:build", client=None, replicas=1, launcher="local", **options):
         client = ClientOptions(**{"ping_s": 0.1, "backoff_s": 0.1, **(client or {})})
-        job = ServeJob(model=str(byte_model), replicas=replicas)
+        job = ServeJob(model=str(byte_model), replicas=replicas, launcher=launcher)
         options = {"port": 0, "grace_s": 0.5, **options}
         return running(job, ServerOptions(factory=factory, client=client, **options))
 
@@ -139,8 +140,19 @@ def caller():
 
 
 @pytest.fixture
-def openai_client(server):
+def openai_of():
+    """Address of a server -> the client of OpenAI for it."""
     from openai import OpenAI
 
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
-        yield client
+    with contextlib.ExitStack() as stack:
+
+        def make(url):
+            client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+            return stack.enter_context(client)
+
+        yield make
+
+
+@pytest.fixture
+def openai_client(server, openai_of):
+    return openai_of(server.url)

@@ -9,6 +9,12 @@ import time
 import fake_engine
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.serve.body import parse_body
+from shoal.serve.errors import ApiError
+from shoal.serve.limits import HttpLimits
 
 pytestmark = pytest.mark.multi
 
@@ -246,6 +252,8 @@ def test_unknown_model(call):
         b'{"a":' * 150 + b"1" + b"}" * 150,
         b'{"a": [' + b"[]," * 1_000_000 + b"1]}",
         b'{"a": "' + b'\\"' * 1_000_000,
+        b'{"prompt": [' + b'"\\\\",' * 400_000 + b'"a"]}',
+        b'{"logit_bias": {' + b'"1": 1,' * 100_000 + b'"1": 1}}',
         b'{"max_tokens": ' + b"9" * 100_000 + b"}",
     ],
 )
@@ -383,3 +391,18 @@ def test_brackets_in_strings_are_text(call):
     status, data = call("POST", "/v1/completions", {**COMPLETION, "prompt": prompt, "echo": True})
     assert status == 200
     assert json.loads(data)["choices"][0]["text"].startswith(prompt)
+
+
+# Text that is hard to tell from the end of a string, and that never lacks a part.
+_TEXT = st.lists(st.sampled_from(['"', "\\", "\\\\", "a", "[", ":", "é"]), max_size=8).map("".join)
+
+
+@given(st.lists(_TEXT, max_size=5), st.integers(1, 6))
+def test_strings_are_counted(texts, most):
+    body = json.dumps({"a": texts}).encode()
+    limits = HttpLimits(json_strings=most)
+    if len(texts) + 1 <= most:
+        assert parse_body(body, limits) == {"a": texts}
+    else:
+        with pytest.raises(ApiError, match=f"at most {most} strings"):
+            parse_body(body, limits)

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import fake_engine
 import psutil
@@ -214,26 +215,37 @@ def test_nothing_is_left_behind(serve_fake):
     connection.close()
 
 
-def test_the_engine_dies_with_its_server(byte_model, fake_path, tmp_path):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_killed_server_leaves_nothing(byte_model, fake_path, replicas):
     import subprocess
     import sys
+    import tempfile
 
     code = (
         "from shoal.ir import ServeJob\n"
         "from shoal.serve.server import ServerOptions, running\n"
         "import time\n"
-        f"job = ServeJob(model={str(byte_model)!r})\n"
+        f"job = ServeJob(model={str(byte_model)!r}, replicas={replicas})\n"
         "with running(job, ServerOptions(port=0, factory='fake_engine:build')) as server:\n"
-        "    print(server.engine.pid, flush=True)\n"
+        "    print('ready', flush=True)\n"
         "    time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        pid = int(process.stdout.readline())
-        assert psutil.pid_exists(pid)
-        process.kill()
+
+    def gone(one):
+        return not one.is_running() or one.status() == psutil.STATUS_ZOMBIE
+
+    # A path of a socket is short.
+    with tempfile.TemporaryDirectory(prefix="s") as folder:
+        environment = {**os.environ, "TMPDIR": folder}
+        command = [sys.executable, "-c", code]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+            assert process.stdout.readline() == b"ready\n"
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert len(family) >= replicas
+            process.kill()
+            until(lambda: all(map(gone, family)), "an engine lives on")
         until(
-            lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie",
-            "the engine lives on",
+            lambda: not any(Path(folder).iterdir()), "something is left in the temporary directory"
         )
 
 

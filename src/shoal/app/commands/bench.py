@@ -9,15 +9,22 @@ import typer
 
 from shoal.app.commands.bench_compile import compile_, planes
 from shoal.app.commands.bench_pack import pack
+from shoal.app.commands.bench_shown import (
+    files_of,
+    number,
+    show_serve_plan,
+    show_serve_report,
+    write_served,
+)
 from shoal.app.commands.bench_stream import stream
 from shoal.app.commands.bench_tune import tune
 from shoal.app.show import Format
 
 if TYPE_CHECKING:
     from shoal.claims.bench.attention.values import Report
-    from shoal.ir import ServeJob, ServePlan, ServeReport
+    from shoal.ir import ServeJob
 
-__all__ = ["app", "show_serve_plan", "show_serve_report"]
+__all__ = ["app"]
 
 app = typer.Typer(
     help="Predict a workload and run it for real; compare kernels.", no_args_is_help=True
@@ -56,6 +63,32 @@ def serve(
     rate: Annotated[
         float | None, typer.Option(help="Requests per second; the workload's own times without.")
     ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="A server that speaks OpenAI's completions; its key: OPENAI_API_KEY."),
+    ] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="Targets in s for goodput, such as ttft=0.25,tpot=0.03.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="With --url: ask chat/completions, with words.")
+    ] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="With --url: prompts are words, not token ids.")
+    ] = False,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos/--no-ignore-eos",
+            help="With --url: ask for the trace's lengths, by an extension that most engines know.",
+        ),
+    ] = True,
+    vocab: Annotated[
+        int, typer.Option(help="With --url: token ids of prompts are below it.", min=2)
+    ] = 1000,
+    request_timeout: Annotated[
+        float, typer.Option(help="With --url: seconds after which a request counts as hung.")
+    ] = 600.0,
     machine: Annotated[str, typer.Option("--machine", "-m", help="What to plan for.")] = "local",
     set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
     profile: Annotated[
@@ -79,14 +112,18 @@ def serve(
     threads: Annotated[
         int, typer.Option(help="With --peers: threads of every engine; 0 for all cores.", min=0)
     ] = 0,
-    out: Annotated[Path | None, typer.Option(help="With --peers: a file .json.")] = None,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file .json, or .svg of how long clients waited; repeatable."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Serve a workload in real time, predicted before by the simulator.
 
     The engine is profiled for some seconds, and serves the first requests with other tokens; the
     simulator predicts with the same scheduler; then every request is sent at its time, and the
-    answer's tokens are counted.
+    answer's tokens are counted. With --url the requests go to a server that runs elsewhere, and
+    nothing is predicted.
 
     **Examples**
 
@@ -96,8 +133,11 @@ def serve(
 
         shoal bench serve --trace trace.jsonl --set max_running=16 -o json
 
+        shoal bench serve --url http://127.0.0.1:8000 --workload azure --requests 200 --out r.svg
+
         shoal bench serve --peers --environments peers --out peers.json
     """
+    files = files_of(out or [], (".json",) if peers else (".json", ".svg"))
     if peers:
         from shoal.app.commands import bench_peers
 
@@ -107,7 +147,34 @@ def serve(
             rounds=rounds,
             threads=threads,
             anyway=anyway,
-            out=out,
+            out=files[0] if files else None,
+            quiet=quiet,
+        )
+        return
+    job = _job(config, model, workload, trace, set_ or [])
+    targets = None
+    if slo is not None:
+        from shoal.app.commands.plan_goodput import targets_of
+
+        found = targets_of(slo)
+        targets = (found.ttft, found.tpot)
+    if url is not None:
+        from shoal.app.commands import bench_url
+
+        bench_url.run(
+            job,
+            url=url,
+            model=model or "",
+            requests=requests,
+            rate=rate,
+            targets=targets,
+            chat=chat,
+            text=text,
+            ignore_eos=ignore_eos,
+            vocab=vocab,
+            timeout_s=request_timeout,
+            output=output,
+            files=files,
             quiet=quiet,
         )
         return
@@ -118,11 +185,11 @@ def serve(
     from shoal.serve.spinning import spin_briefly
 
     spin_briefly()
-    job = _job(config, model, workload, trace, set_ or [])
     target = load(machine)
     weights, where = weights_of(job)
-    text = output is Format.text
-    if text and not quiet:
+    shown = output is Format.text
+    samples: dict[str, list[float]] = {}
+    if shown and not quiet:
         typer.echo(f"serving {where}")
     with WorkBar("bench", quiet=quiet) as bar:
         report = bench_serve(
@@ -134,11 +201,14 @@ def serve(
             profile_s=profile,
             wait_s=None if anyway else 60.0,
             progress=lambda what, done, total: bar(done, total, what),
-            told=show_serve_plan if text and not quiet else None,
+            told=show_serve_plan if shown and not quiet else None,
+            targets=targets,
+            seen=samples.update,
         )
     if score:
         Score().append(report)
-    if text:
+    write_served(files, {**report.model_dump(mode="json"), "samples": samples}, job.model)
+    if shown:
         show_serve_report(report)
     else:
         as_json(report.model_dump(mode="json"))
@@ -405,8 +475,8 @@ def _show_attention(report: Report) -> None:
                     row.ranks,
                     row.mask,
                     row.method,
-                    _number(1e6 * (row.step_s or 0.0), "µs"),
-                    _number(1e6 * (row.exposed_s or 0.0), "µs"),
+                    number(1e6 * (row.step_s or 0.0), "µs"),
+                    number(1e6 * (row.exposed_s or 0.0), "µs"),
                     count,
                 )
                 for row, count in best_methods(report)
@@ -432,57 +502,3 @@ def _job(
         "workload": chosen and chosen.model_dump(mode="json"),
     }
     return resolve(ServeJob, file=config, flags=flags, sets=sets).value
-
-
-_ROWS: tuple[tuple[str, str, float, str], ...] = (
-    ("tokens_per_s", "output tokens per second", 1, ""),
-    ("requests_per_s", "requests per second", 1, ""),
-    ("total_s", "time for all requests", 1, "s"),
-    ("ttft_p50_s", "time to first token, median", 1e3, "ms"),
-    ("ttft_p95_s", "  95 % of requests within", 1e3, "ms"),
-    ("tpot_p50_s", "time per further token, median", 1e3, "ms"),
-    ("tpot_p95_s", "  95 % of requests within", 1e3, "ms"),
-    ("memory_bytes", "memory of the process", 1 / 2**20, "MiB"),
-    ("step_s", "time of a step", 1e3, "ms"),
-    ("prefix_hit_share", "prompt tokens found in the cache", 100, "%"),
-    ("preemptions", "requests preempted", 1, ""),
-)
-
-
-def _number(value: float, unit: str) -> str:
-    shown = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{shown} {unit}".strip()
-
-
-def show_serve_plan(plan: ServePlan) -> None:
-    """Print what is predicted, before it is measured."""
-    told = plan.predicted["tokens_per_s"]
-    typer.echo(
-        f"predicted: {told.value:,.0f} output tokens/s ({told.low:,.0f} to {told.high:,.0f}). "
-        f"{plan.why}"
-    )
-    for note in plan.notes:
-        typer.echo(f"  {note}")
-
-
-def show_serve_report(report: ServeReport) -> None:
-    """Print prediction beside measurement."""
-    from shoal.app.show import table
-
-    predicted = {name: told.value for name, told in report.plan.predicted.items()}
-    if report.plan.estimate is not None:
-        predicted["memory_bytes"] = report.plan.estimate.memory_total
-    rows = []
-    for name, label, factor, unit in _ROWS:
-        if name not in report.measured:
-            continue
-        before, error = predicted.get(name), report.errors.get(name)
-        rows.append(
-            (
-                label,
-                "" if before is None else _number(before * factor, unit),
-                _number(report.measured[name] * factor, unit),
-                "" if error is None else f"{100 * error:+.1f} %",
-            )
-        )
-    table("", ("", "predicted", "measured", "error"), rows, numeric=" rrr")

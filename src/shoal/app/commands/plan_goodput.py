@@ -41,7 +41,7 @@ def goodput(
     from shoal.plan.goodput import FEWEST_REQUESTS
     from shoal.plan.serving import arrivals_of
 
-    targets = _targets(slo)
+    targets = targets_of(slo)
     if since is not None:
         before = GoodputReport.load(since)
         change = drifted(before, arrivals_of(job, resolve(job.model), count=requests))
@@ -85,7 +85,7 @@ def goodput(
         _show(report)
 
 
-def _targets(text: str) -> Slo:
+def targets_of(text: str) -> Slo:
     """The targets of the flag.
 
     Raises:

@@ -53,6 +53,9 @@ def serve(
     balancer: Annotated[
         str | None, typer.Option(help="Which of the replicas answers a request.")
     ] = None,
+    launcher: Annotated[
+        str | None, typer.Option(help="Where replicas run: local processes, or ray.")
+    ] = None,
     tp: Annotated[int | None, typer.Option(help="Ranks that share every layer.", min=1)] = None,
     pp: Annotated[
         int | None, typer.Option(help="Stages of layers, each on ranks of its own.", min=1)
@@ -106,6 +109,8 @@ def serve(
 
         shoal serve MODEL --replicas 2
 
+        shoal serve MODEL --replicas 4 --launcher ray --set launcher.address=auto
+
         shoal serve MODEL --tp 2 --pp 2
     """
     from shoal.app.show import table
@@ -122,6 +127,7 @@ def serve(
         "disagg": None if disagg is None else _phases(disagg),
         "replicas": replicas,
         "balancer": balancer,
+        "launcher": launcher,
         "parallel": _given(tp=tp, pp=pp),
         "kv": kv,
         "kv_tokens": kv_tokens,

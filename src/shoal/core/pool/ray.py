@@ -92,7 +92,9 @@ class RayWorkers:
         # A call that died is reported, not silently run again.
         options = {"num_cpus": pool.cpus_per_call, "max_retries": 0}
         self._run_call = self._ray.remote(run_call).options(**options)
-        self._target = self._ray.remote(_Target).options(num_cpus=0, max_restarts=0)
+        self._target = self._ray.remote(_Target).options(
+            num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD"
+        )
         self._pending: set[Future[Any]] = set()
         self._actors: list[RayActor] = []
         self._closed = False
