@@ -276,6 +276,7 @@ def engine_of(
     cost: StepCost | None = None,
     phase: PhasePart | None = None,
     zeros: Zeros | None = None,
+    runner_type: type[LocalRunner] = LocalRunner,
 ) -> tuple[Engine, Limits, LocalRunner]:
     """An engine for a model that is loaded, with its limits and its runner.
 
@@ -286,6 +287,7 @@ def engine_of(
         cost: seconds of a step, for ``preempt = auto``; measured where it is needed.
         phase: the scheduler of one phase, in the place of the job's.
         zeros: makes the tensors of the cache; they are in memory of this process without.
+        runner_type: of the runner.
 
     Raises:
         ShoalError: a part or a limit of the job cannot be.
@@ -321,7 +323,7 @@ def engine_of(
     )
     kernel = attention_kernel(job, model, cache)
     adjust = Adjuster(Grammars(lambda: vocabulary(job, config)))
-    runner = LocalRunner(
+    runner = runner_type(
         model,
         cache,
         attention=kernel,

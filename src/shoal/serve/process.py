@@ -52,6 +52,8 @@ def factory_of(job: ServeJob) -> str:
     """What builds the engine of a job: one that computes, or one made of several processes."""
     if job.parallel.world > 1:
         return "shoal.serve.workers:build_engine"
+    if job.kv.name == "distributed":
+        return "shoal.serve.distkv:build_engine"
     return DEFAULT_FACTORY if job.disagg is None else "shoal.serve.disagg:build_engine"
 
 

@@ -117,9 +117,7 @@ class PagedBlocks:
         if missing > self.num_free:
             return False
         for _ in range(missing):
-            block = self._free.pop() if self._free else self._evict()
-            self._holders[block] = 1
-            request.blocks.append(block)
+            request.blocks.append(self._take())
         if request.id in self._matched:
             found, asked = self._matched.pop(request.id)
             self._hits += found
@@ -145,15 +143,7 @@ class PagedBlocks:
         """See :class:`~shoal.ir.serving.KVManager`."""
         # The end of a prefix is of use to fewer requests than its start: it goes first.
         for block in reversed(request.blocks):
-            self._holders[block] -= 1
-            if self._holders[block]:
-                continue
-            if self._digests[block] is not None:
-                self._forgotten[block] = None
-            elif block in self.in_flight:
-                self._free.appendleft(block)
-            else:
-                self._free.append(block)
+            self._leave(block)
         request.blocks = []
         request.n_computed = 0
         for book in (self._chains, self._offered, self._matched):
@@ -197,6 +187,24 @@ class PagedBlocks:
         assert known == self._known, "a digest without its block"
         for book in (self._chains, self._offered, self._matched):
             assert set(book) <= set(requests), "a book of a request that is gone"
+
+    def _take(self) -> int:
+        """A block for one holder; there must be one that can be given out."""
+        block = self._free.pop() if self._free else self._evict()
+        self._holders[block] = 1
+        return block
+
+    def _leave(self, block: int) -> None:
+        """One holder less."""
+        self._holders[block] -= 1
+        if self._holders[block]:
+            return
+        if self._digests[block] is not None:
+            self._forgotten[block] = None
+        elif block in self.in_flight:
+            self._free.appendleft(block)
+        else:
+            self._free.append(block)
 
     def _evict(self) -> int:
         block, _ = self._forgotten.popitem(last=False)
