@@ -79,3 +79,40 @@ def test_a_context_of_all_memory_gives_the_tokens_of_one_engine(
         assert stats["blocks_moved"] >= 22
         with pytest.raises(ServeError, match="1 blocks are missing"):
             several.add(request(20, 250, 24))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_instance_that_is_killed_while_it_lends_or_borrows_costs_no_token(
+    model_dir, random_model, engine_for, serve_all, victim: int
+) -> None:
+    made = [request(0, 120, 40), *(request(number, 20, 12) for number in range(1, 5))]
+    want = wanted(random_model, engine_for, serve_all, made)
+    with DistKVEngine(job(model_dir, timeout_s=20.0)) as several:
+        for one in made:
+            several.add(one)
+        while not (made[0].n_generated > 5 and several.ledger.debts):
+            several.step(5.0)
+        creditor = several.ledger.debts[0].creditor
+        debtor = several.ledger.debts[0].debtor
+        assert debtor == 0
+        os.kill(several.pids[f"instance {(debtor, creditor)[victim]}"], signal.SIGKILL)
+        drain(several)
+        assert several.told() == []
+        assert len(several.losses) == 1
+        assert [one.tokens[one.n_prompt :] for one in made] == want
+        assert sum(several.ledger.balances().values()) == 0
+
+
+@pytest.mark.slow
+def test_a_host_lends_memory_and_computes_no_request(
+    model_dir, random_model, engine_for, serve_all
+) -> None:
+    made = [request(0, 350, 10)]
+    want = wanted(random_model, engine_for, serve_all, made)
+    with DistKVEngine(job(model_dir, instances=1, host_tokens=400)) as several:
+        assert list(several.pids) == ["instance 0", "host lender"]
+        several.add(made[0])
+        drain(several)
+        assert [one.tokens[one.n_prompt :] for one in made] == want
+        assert several.stats()["blocks_moved"] >= 360 // 8 - BLOCKS

@@ -12,6 +12,7 @@ Source: Lin et al., Infinite-LLM, 2024, sections 4.2 and 4.3 (gManager, debt led
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -219,11 +220,14 @@ class Ledger:
         return found
 
     def _gain(self, beat: Beat) -> float:
-        """Tokens per s more: by one more request, or by one that need not give way."""
-        now = throughput(self.cost, beat.contexts)
-        if beat.short:
-            return throughput(self.cost, (*beat.contexts, beat.waiting)) - now
-        return now - throughput(self.cost, beat.contexts[:-1])
+        """Tokens per s more by one more request, of which the loan's part is attended elsewhere.
+
+        Room for those that run is worth any price: who gives way is computed again.
+        """
+        if not beat.short:
+            return math.inf
+        here = max(1, beat.waiting - beat.short * self.block_size)
+        return throughput(self.cost, (*beat.contexts, here)) - throughput(self.cost, beat.contexts)
 
     def _worse(self, debt: Debt, attended: int) -> float:
         """Tokens per s that a lender loses by a loan."""
