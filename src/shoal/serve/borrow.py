@@ -114,6 +114,8 @@ class BorrowingEngine(Engine):
         self._copies = _Copies(self.runner)
         self.runner.creditors = {}
         self.lost_instances: list[int] = []
+        # Tokens of all steps, those computed again too.
+        self._computed = 0
 
     def meet(
         self, paths: Mapping[int, str], form: Mapping[str, Any], *, timeout_s: float
@@ -144,6 +146,7 @@ class BorrowingEngine(Engine):
         except LenderLostError as cause:
             self.lose(cause.instance)
             return []
+        self._computed += step.num_tokens
         with self._lock:
             return self._commit(step, result, started, self.scheduler.commit)
 
@@ -217,6 +220,7 @@ class BorrowingEngine(Engine):
         return {
             **found,
             **{name: own[name] for name in names},
+            "tokens_computed_total": self._computed,
             "lend_bytes_total": self._copies.moved_bytes,
             "helped_tokens_total": self.runner.helped_tokens,
             "helped_bytes_total": self.runner.helped_bytes,

@@ -34,10 +34,10 @@ from shoal.serve.wire import unpack_output
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
 
-__all__ = ["DistKVEngine", "build_engine"]
+__all__ = ["DistKVEngine", "EvenCost", "build_engine"]
 
 
-class _TokenCost:
+class EvenCost:
     """A step's seconds when nothing was measured: weights once, then tokens and contexts."""
 
     def seconds(self, chunks: Any) -> float:
@@ -117,7 +117,7 @@ class DistKVEngine:
         self.ledger = Ledger(
             part.lenders,
             self.block_size,
-            cost or _TokenCost(),
+            cost or EvenCost(),
             timeout_s=part.timeout_s,
             max_lenders=part.max_lenders,
         )
@@ -161,6 +161,10 @@ class DistKVEngine:
             return 0
         others = [c.ready["capacity"] for n, c in self._children.items() if n != instance]
         return sum(sorted(others, reverse=True)[: self.part.max_lenders])
+
+    def capacity(self, instance: int) -> tuple[int, int]:
+        """Blocks of an instance, and blocks that others would lend it if nobody had requests."""
+        return self._children[instance].ready["num_blocks"], self._capacity(instance)
 
     @property
     def sockets(self) -> list[socket.socket]:
@@ -225,12 +229,7 @@ class DistKVEngine:
             error=ServeError,
         )
         place = self._place()
-        self.ledger.require_room(
-            request.id,
-            most_cached(request, longest),
-            self._children[place].ready["num_blocks"],
-            self._capacity(place),
-        )
+        self.ledger.require_room(request.id, most_cached(request, longest), *self.capacity(place))
         request.state, request.arrival = "waiting", self.clock()
         self._counts["prompt"] += request.n_prompt
         self._send(request, place)
@@ -347,12 +346,9 @@ class DistKVEngine:
             del self._open[request.id]
             place = self._place()
             try:
-                self.ledger.require_room(
-                    request.id,
-                    most_cached(request, self._children[place].ready["max_position"]),
-                    self._children[place].ready["num_blocks"],
-                    self._capacity(place),
-                )
+                longest = self._children[place].ready["max_position"]
+                most = most_cached(request, longest)
+                self.ledger.require_room(request.id, most, *self.capacity(place))
             except ServeError as cause:
                 refused = {"kind": "refused", "id": request.id, "message": str(cause)}
                 self._told.append(refused)

@@ -132,7 +132,7 @@ class Instance:
         pause: float = self.part.beat_s
         while True:
             for message in self.parent.receive(pause):
-                self._handle(message)
+                self.handle(message)
             engine = self.engine
             pause = self.part.beat_s
             if engine is not None and engine.busy:
@@ -173,7 +173,7 @@ class Instance:
             self.parent.send({"kind": "beat", "beat": message})
             self._told, self._spoke = beat, now
 
-    def _handle(self, message: Mapping[str, Any]) -> None:
+    def handle(self, message: Mapping[str, Any]) -> None:
         kind = message.get("kind")
         if kind == "room":
             with self._lock:
