@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -51,7 +52,7 @@ def test_any_cut_in_any_order_is_the_whole(
     cuts = [0, *sorted(chance.randint(0, seen) for _ in range(parts - 1)), seen]
     records = [
         attend_part(q, k[first:last], v[first:last], hidden[:, first:last])
-        for first, last in zip(cuts, cuts[1:], strict=False)
+        for first, last in itertools.pairwise(cuts)
     ]
     chance.shuffle(records)
     expected = whole(q, k, v, hidden)

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shoal.core.errors import ConfigError, ServeError
 from shoal.core.parts import table
-from shoal.ir import Limits, Request, SamplingParams
+from shoal.cost.step_cost.lent import Lent
+from shoal.ir import Arrival, Limits, Request, SamplingParams
 from shoal.plan.batching.distributed import (
     UNBACKED,
     Distributed,
@@ -18,7 +19,9 @@ from shoal.plan.batching.distributed import (
     place_of,
     reference,
 )
+from shoal.plan.batching.fcfs import Fcfs
 from shoal.plan.batching.ledger import Beat, Debt, Ledger, throughput
+from shoal.plan.lending import simulate_lending
 
 SIZE = 4
 
@@ -314,3 +317,50 @@ def test_alone_it_is_a_paged_cache_for_any_scheduler() -> None:
     assert min(made.blocks) >= 0
     scheduler.lose(made)
     assert (made.state, made.blocks, scheduler.num_waiting) == ("waiting", [], 1)
+
+
+# -- the same objects on a virtual clock ------------------------------------------------
+
+
+def fleet(lend: bool, *, tokens: int = 160, long: int = 120):
+    shorts = [Arrival(0.0, (1,) * 8, 24) for _ in range(9)]
+    return simulate_lending(
+        Distributed(instances=3, block_size=SIZE, prefix_reuse=False),
+        tokens,
+        Fcfs(),
+        Limits(max_running=16, max_step_tokens=32, max_position=1024),
+        Lent(cost=Linear(), layers=2, hop_s=1e-3, block_s=1e-3),
+        [*shorts, Arrival(0.0, (1,) * long, 16)],
+        lend=lend,
+    )
+
+
+def test_in_simulation_a_long_request_need_not_give_way() -> None:
+    alone, lending = fleet(False), fleet(True)
+    for seen in (alone, lending):
+        assert [one.n_output for one in seen.served] == [24] * 9 + [16]
+    assert alone.served[-1].preemptions >= 1
+    assert lending.served[-1].preemptions == 0
+    assert (alone.blocks_moved, alone.helped_tokens) == (0, 0)
+    assert lending.blocks_moved > 0
+    assert lending.tokens_computed < alone.tokens_computed
+    assert lending.served[-1].finish < alone.served[-1].finish
+
+
+def test_in_simulation_a_context_longer_than_an_instance_is_served_by_three() -> None:
+    alone, lending = fleet(False, long=400), fleet(True, long=400)
+    assert alone.refused == ["9"]
+    assert lending.refused == []
+    assert lending.served[-1].n_output == 16
+    assert fleet(True, long=480).refused == ["9"]
+
+
+def test_a_step_waits_for_the_slower_side_and_for_messages() -> None:
+    cost = Lent(cost=Linear(), layers=2, hop_s=0.01)
+    assert cost.spread([(100, 1)], [{}]) == (pytest.approx(1.15), {})
+    seconds, there = cost.spread([(100, 1)], [{1: 60, 2: 20}])
+    assert there == {1: pytest.approx(0.06), 2: pytest.approx(0.02)}
+    assert seconds == pytest.approx(1.05 + 0.06 + 0.02)  # 20 here take less than 60 there
+    assert cost.attend(60) == pytest.approx(0.06)
+    with pytest.raises(ConfigError, match="hop_s"):
+        Lent(cost=Linear(), hop_s=-1.0)

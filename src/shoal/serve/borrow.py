@@ -15,8 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from shoal.core.errors import ServeError, require
-from shoal.ir import Output, Request, Step
-from shoal.ir.serving import Chunk
+from shoal.ir import Output, Request
+from shoal.plan.batching.borrowing import Borrower
 from shoal.plan.batching.common import Queues
 from shoal.plan.batching.distributed import DistributedBlocks, Lend
 from shoal.plan.batching.ledger import Beat
@@ -111,15 +111,14 @@ class BorrowingEngine(Engine):
             error=ServeError,
         )
         self.instance, self._lock = instance, lock
+        self._borrower = Borrower(self.scheduler, self.kv, instance)
         self._copies = _Copies(self.runner)
         self.runner.creditors = {}
         self.lost_instances: list[int] = []
         # Tokens of all steps, those computed again too.
         self._computed = 0
 
-    def meet(
-        self, paths: Mapping[int, str], form: Mapping[str, Any], *, timeout_s: float
-    ) -> None:
+    def meet(self, paths: Mapping[int, str], form: Mapping[str, Any], *, timeout_s: float) -> None:
         """Connect to all who lend: one connection for queries, one for copies.
 
         Raises:
@@ -138,7 +137,7 @@ class BorrowingEngine(Engine):
             with self._lock:
                 step = self.scheduler.plan(started)  # type: ignore[attr-defined]
             self._preemptions += len(step.preempted)
-            step = self._backed(step)
+            step = self._borrower.fit(step, self._room)
             self.last_chunks = step.chunks
             if not step:
                 return []
@@ -172,10 +171,9 @@ class BorrowingEngine(Engine):
             self.kv.credit(creditor, granted)
 
     def recall(self, creditor: int, blocks: int) -> None:
-        """A lender wants blocks back: requests that use some of it are computed again."""
+        """See :meth:`~shoal.plan.batching.borrowing.Borrower.recall`."""
         with self._lock:
-            for request in self.kv.recall(creditor, blocks):
-                self.scheduler.lose(request)
+            self._borrower.recall(creditor, blocks)
         self.settle()
 
     def lose(self, instance: int) -> None:
@@ -187,29 +185,14 @@ class BorrowingEngine(Engine):
         with self._lock:
             for lend in finished:
                 self.kv.finish(lend)
-            for request in self.kv.using(instance):
-                self.scheduler.lose(request)
-            self.kv.lost(instance)
-            for request in self.kv.overdrawn():
-                self.scheduler.lose(request)
+            self._borrower.lose(instance)
         if instance not in self.lost_instances:
             self.lost_instances.append(instance)
 
-    def beat(self, *, wanted: bool = True) -> Beat:
-        """How this instance is."""
+    def beat(self) -> Beat:
+        """See :meth:`~shoal.plan.batching.borrowing.Borrower.beat`."""
         with self._lock:
-            head = next(iter(self.scheduler.waiting), None)
-            lack = max(0, self._ahead() - self.kv.num_free) if wanted else 0
-            short = self.kv.short if head is not None else 0
-            return Beat(
-                instance=self.instance,
-                lendable=self.kv.num_lendable,
-                short=short,
-                waiting=len(head.tokens) if head is not None else 0,
-                ahead=lack,
-                contexts=tuple(len(one.tokens) for one in self.scheduler.running.values()),
-                borrowed=self.kv.borrowed,
-            )
+            return self._borrower.beat()
 
     def stats(self) -> dict[str, float]:
         """Those of every engine, and of what is lent, borrowed and moved."""
@@ -227,56 +210,27 @@ class BorrowingEngine(Engine):
             "spared_bytes_total": self.runner.spared_bytes,
         }
 
-    def _ahead(self) -> int:
-        """Blocks to have free, for requests that run: some of what they will still take."""
-        running = self.scheduler.running.values()
-        size = self.kv.block_size
-        left = sum(-(-self.scheduler.most_cached(one) // size) - len(one.blocks) for one in running)
-        return min(left, 2 + len(running))
-
     def _progress(self) -> None:
         """Take in copies that have arrived, begin others, give back what is not used."""
         arrived = self._copies.over()
         with self._lock:
             for lend in arrived:
                 self.kv.finish(lend)
-            step_blocks = self.scheduler.limits.max_step_tokens // self.kv.block_size + 1
-            promised = min(self.kv.num_promised, step_blocks)
-            wanted = promised + self._ahead() - self.kv.num_local
-            lends = self.kv.begin(wanted) if wanted > 0 and not self._copies.busy else []
-            if not self.scheduler.waiting:
-                self.kv.spare(2 * self._ahead())
-            returned = self.kv.returns()
+            lends = [] if self._copies.busy else self._borrower.lends()
+            returned = self._borrower.returns()
         self._copies.begin(lends)
         for instance, blocks in returned.items():
             lender = self.runner.creditors.get(instance)
             if lender is not None:
                 lender.release(blocks)
 
-    def _backed(self, step: Step) -> Step:
-        """The step with as much of its chunks as has memory, once copies have made room."""
-        chunks: list[Chunk] = []
-        for chunk in step.chunks:
-            stop = self._room(chunk.request, chunk.stop)
-            if stop >= chunk.stop:
-                chunks.append(chunk)
-            elif stop > chunk.start:
-                chunks.append(Chunk(chunk.request, chunk.start, stop - chunk.start))
-        if step.chunks and not chunks:
-            with self._lock:
-                # Nobody can go on: the newest gives way.
-                self.scheduler.lose(next(reversed(self.scheduler.running.values())))
-        return Step(tuple(chunks), step.preempted, step.transfers, step.wait_for, step.at)
-
     def _room(self, request: Request, stop: int) -> int:
-        """Tokens of a request, up to ``stop``, that have memory."""
+        """Tokens of a request, up to ``stop``, that have memory once copies have made room."""
         while True:
             with self._lock:
-                backed = self.kv.back(request, stop)
-                if backed >= stop:
-                    return stop
-                missing = -(-stop // self.kv.block_size) - backed // self.kv.block_size
-                lends = self.kv.begin(missing, first=request)
+                backed, lends = self._borrower.missing(request, stop)
+            if backed >= stop:
+                return stop
             self._copies.begin(lends)
             arrived = self._copies.over(wait=True)
             if not arrived:

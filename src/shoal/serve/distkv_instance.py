@@ -5,10 +5,10 @@ inherited socket, and to the other instances through Unix sockets of their own. 
 has a cache and no requests: it only lends.
 
 Messages in: ``start`` (job, instance, directory, cpus), ``peers`` (paths), ``room`` (blocks that
-others would lend), ``add`` (id, tokens, n_prompt, params, priority, adapter, salt), ``abort`` (id),
-``loans`` (creditor and blocks of each), ``recall`` (creditor, blocks), ``lost`` (instance). Messages
-out: ``ready`` (what model and cache are), ``mapped``, ``outputs`` (with ``stats``), ``beat``,
-``failed`` (why the process ends).
+others would lend), ``add`` (id, tokens, n_prompt, params, priority, adapter, salt), ``abort``
+(id), ``loans`` (creditor and blocks of each), ``recall`` (creditor, blocks), ``lost`` (instance).
+Messages out: ``ready`` (what model and cache are), ``mapped``, ``outputs`` (with ``stats``),
+``beat``, ``failed`` (why the process ends).
 
 Source: Lin et al., Infinite-LLM, 2024, section 4.2.
 """
@@ -105,9 +105,7 @@ class Instance:
         }
         path = str(Path(start["directory"], f"lender{self.number}"))
         kernel = part_kernel(config, cache)
-        self.lender = Lender(
-            self.form, self.kv, cache, kernel, config.num_heads, self._lock, path
-        )
+        self.lender = Lender(self.form, self.kv, cache, kernel, config.num_heads, self._lock, path)
         parent.send(
             {
                 "kind": "ready",
@@ -174,6 +172,11 @@ class Instance:
             self._told, self._spoke = beat, now
 
     def handle(self, message: Mapping[str, Any]) -> None:
+        """Do what a message says.
+
+        Raises:
+            ServeError: it says something else.
+        """
         kind = message.get("kind")
         if kind == "room":
             with self._lock:

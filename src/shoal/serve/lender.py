@@ -14,6 +14,7 @@ Source: Lin et al., Infinite-LLM, 2024, sections 4.1 and 4.2.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -121,10 +122,8 @@ class Stream:
 
     def close(self) -> None:
         """Close the socket, and end whoever reads from it."""
-        try:
+        with contextlib.suppress(OSError):  # the other end was first
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other end was first
         self._socket.close()
 
 
@@ -162,7 +161,9 @@ class Lender:
         while True:
             connection, _ = self._listening.accept()
             name = "shoal-lender-peer"
-            threading.Thread(target=self._answer, args=(connection,), daemon=True, name=name).start()
+            threading.Thread(
+                target=self._answer, args=(connection,), daemon=True, name=name
+            ).start()
 
     def _answer(self, connection: socket.socket) -> None:
         stream = Stream(connection)
@@ -174,10 +175,8 @@ class Lender:
         except (EOFError, OSError):
             pass  # the borrower is gone; whoever started both tells what becomes of its blocks
         except (ServeError, ValueError, KeyError, TypeError) as cause:
-            try:
+            with contextlib.suppress(OSError):  # it may not wait for the reason
                 stream.say({"error": str(cause)})
-            except OSError:
-                pass  # it does not wait for the reason
         finally:
             stream.close()
 
@@ -203,7 +202,9 @@ class _Session:
             if hello["form"].get(name) != value
         }
         if wrong:
-            told = ", ".join(f"{name} {theirs!r} (here {ours!r})" for name, (theirs, ours) in wrong.items())
+            told = ", ".join(
+                f"{name} {theirs!r} (here {ours!r})" for name, (theirs, ours) in wrong.items()
+            )
             raise ServeError(f"a borrower has {told}: instances must be of one model and one cache")
         self._debtor = int(hello["instance"])
         self._stream.say({"ok": True})

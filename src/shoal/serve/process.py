@@ -143,9 +143,9 @@ def serve(start: Mapping[str, Any], connection: socket.socket) -> None:
     parent = Connection(connection)
     try:
         engine = _start(start, parent)
-        # An engine of several processes has work when one of them has something to say.
-        others: Sequence[socket.socket] = getattr(engine, "sockets", ())
         while True:
+            # An engine of several processes has work when one of them has something to say.
+            others: Sequence[socket.socket] = getattr(engine, "sockets", ())
             for message in parent.receive(0.0 if engine.busy else None, others):
                 _handle(engine, message, parent)
             if engine.busy:

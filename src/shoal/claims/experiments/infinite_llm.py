@@ -145,7 +145,6 @@ class InfiniteLLM:
 
         where = self._model(context, quick=quick)
         served = runs.job(where, 512 if quick else self.room)
-        several: runs.Near | runs.DistKVEngine
         if quick:
             near = runs.Near(served, context.work_dir / f"near{lend}", lend=lend)
             own, lent, size, ledger = near.own, near.lent, near.ledger.block_size, near.ledger

@@ -12,7 +12,6 @@ from shoal.core.errors import ServeError
 from shoal.core.random import generator
 from shoal.ir import Request, SamplingParams, ServeJob
 from shoal.plan.batching.ledger import Beat, Ledger
-
 from shoal.serve.distkv import DistKVEngine, EvenCost
 
 if TYPE_CHECKING:

@@ -37,8 +37,11 @@ def attend_part(
     rows, heads, d = q_NHd.shape
     kv_heads = k_SKd.shape[1]
     scale = math.log2(math.e) / math.sqrt(d)
-    q_KMd = (q_NHd.to(wide) * scale).view(rows, kv_heads, -1, d).transpose(0, 1).reshape(
-        kv_heads, -1, d
+    q_KMd = (
+        (q_NHd.to(wide) * scale)
+        .view(rows, kv_heads, -1, d)
+        .transpose(0, 1)
+        .reshape(kv_heads, -1, d)
     )
     score_KNGS = (q_KMd @ k_SKd.to(wide).permute(1, 2, 0)).view(
         kv_heads, rows, heads // kv_heads, -1
