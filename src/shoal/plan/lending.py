@@ -243,7 +243,7 @@ def _run(world: _World, arrivals: Sequence[Arrival], limits: Limits) -> None:
                 world.seen.tokens_computed += planned.num_tokens
                 push(now + waited + world.seconds(one, planned), who, planned)
             elif one.busy and (one.flights or any(other.busy for other in world.instances)):
-                push(now + _PAUSE_S, who)
+                push(max(now + _PAUSE_S, events[0][0] if events else now), who)
             else:
                 one.asleep = True
         for one in world.instances:

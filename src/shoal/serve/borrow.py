@@ -77,6 +77,12 @@ class _Copies:
             gone.close()
         return [lend for lend in found if lend.instance != instance]
 
+    def close(self) -> None:
+        """Finish what is under way, and leave all lenders."""
+        self._pool.shutdown(wait=True)
+        for lender in self.creditors.values():
+            lender.close()
+
     @property
     def busy(self) -> bool:
         """Whether something is under way."""
@@ -148,6 +154,12 @@ class BorrowingEngine(Engine):
         self._computed += step.num_tokens
         with self._lock:
             return self._commit(step, result, started, self.scheduler.commit)
+
+    def close(self) -> None:
+        """Finish what is under way, and leave all lenders."""
+        self._copies.close()
+        for lender in self.runner.creditors.values():
+            lender.close()
 
     def settle(self) -> bool:
         """Between steps: take in copies, give back what is not used; whether more are under way."""

@@ -121,6 +121,12 @@ class Instance:
             }
         )
 
+    def close(self) -> None:
+        """Neither lend nor borrow any more."""
+        self.lender.close()
+        if self.engine is not None:
+            self.engine.close()
+
     def run(self) -> None:
         """Answer messages until the parent goes away.
 

@@ -157,9 +157,18 @@ class Lender:
         self._listening.listen()
         threading.Thread(target=self._accept, daemon=True, name="shoal-lender").start()
 
+    def close(self) -> None:
+        """Take no more connections; those there are end with their borrowers."""
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
     def _accept(self) -> None:
         while True:
-            connection, _ = self._listening.accept()
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return  # closed
             name = "shoal-lender-peer"
             threading.Thread(
                 target=self._answer, args=(connection,), daemon=True, name=name
@@ -299,11 +308,16 @@ class Creditor:
         try:
             connection.connect(path)
         except OSError as cause:
+            connection.close()
             raise LenderLostError(instance, str(cause)) from cause
         self.stream = Stream(connection)
         self._planned: object = None
-        self._say({"instance": own, "form": form})
-        self._hear()
+        try:
+            self._say({"instance": own, "form": form})
+            self._hear()
+        except ServeError:
+            self.close()
+            raise
 
     def reserve(self, blocks: int) -> list[int]:
         """As many blocks as it grants, up to so many."""

@@ -147,6 +147,7 @@ class InfiniteLLM:
         served = runs.job(where, 512 if quick else self.room)
         if quick:
             near = runs.Near(served, context.work_dir / f"near{lend}", lend=lend)
+            stack.callback(near.close)
             own, lent, size, ledger = near.own, near.lent, near.ledger.block_size, near.ledger
         else:
             engine = stack.enter_context(runs.DistKVEngine(served, lend=lend))

@@ -223,6 +223,11 @@ class Near:
         tokens = [one.tokens[one.n_prompt :] for one in made]
         return Ran(time.perf_counter() - began, tokens, engine.stats())
 
+    def close(self) -> None:
+        """Leave no socket open."""
+        for one in self.instances:
+            one.close()
+
     def advise(self) -> None:
         """What the ledger proposes."""
         for one in self.instances:
