@@ -111,8 +111,8 @@ class Several(RuleBasedStateMachine):
             self.books[number].finish(lend)
             after = lend.request.blocks
             if before != after:
-                assert after[lend.index] == reference(lend.instance, lend.target)
-                assert before[lend.index] == lend.block
+                assert after[lend.place] == reference(lend.instance, lend.target)
+                assert before[lend.place] == lend.block
 
     @precondition(lambda self: any(self.requests.values()))
     @rule(data=st.data())
@@ -184,7 +184,7 @@ def test_a_context_spreads_from_its_oldest_block_and_its_newest_stays() -> None:
     assert kv.back(made, 26) == 16
     made.n_computed = 16
     lends = kv.begin(9)
-    assert [one.index for one in lends] == [0, 1, 2]  # as many as were granted
+    assert [one.place for one in lends] == [0, 1, 2]  # as many as were granted
     own = [one.block for one in lends]
     assert made.blocks[:3] == own  # until they have arrived
     for lend in lends:

@@ -77,11 +77,12 @@ def near(model_dir, tmp_path):
 
     def start(count: int = 2, **options: object) -> list[Instance]:
         described = job(model_dir, instances=count, **options).model_dump(mode="json")
-        for number in range(count):
+        all_ = count + bool(options.get("host_tokens"))
+        for number in range(all_):
             words = {"job": described, "instance": number, "directory": str(tmp_path)}
-            made.append(Instance(words, Said()))
-        for one in made:
-            paths = [[n, str(tmp_path / f"lender{n}")] for n in range(count) if n != one.number]
+            made.append(Instance({**words, "dtype": "fp32"}, Said()))
+        for one in made[:count]:
+            paths = [[n, str(tmp_path / f"lender{n}")] for n in range(all_) if n != one.number]
             one.handle({"kind": "peers", "paths": paths})
             one.handle({"kind": "room", "blocks": 11 * (count - 1)})
         return made
@@ -200,6 +201,29 @@ def test_blocks_that_were_not_lent_are_neither_read_nor_written(meet, random_mod
     assert meet.first.kv.num_lendable == 0
 
 
+def test_a_host_lends_memory_and_computes_no_request(
+    near, random_model, engine_for, serve_all
+) -> None:
+    made = [request(0, 350, 10)]
+    want = wanted(random_model, engine_for, serve_all, made)
+    one, host = near(1, host_tokens=400)
+    assert host.engine is None
+    one.handle({"kind": "room", "blocks": 50})
+    one.engine.scheduler.add(made[0])
+    for _ in range(1_000):
+        one.engine.step()
+        short = one.engine.beat().short + one.engine.beat().ahead
+        one.handle({"kind": "loans", "loans": [[1, short]]})
+        if not one.engine.busy:
+            break
+    one.engine.settle()
+    assert [one.tokens[one.n_prompt :] for one in made] == want
+    assert one.engine.stats()["blocks_moved"] >= 360 // 8 - BLOCKS
+    assert one.kv.borrowed == {}
+    with pytest.raises(ServeError, match="room or lost"):
+        host.handle({"kind": "add"})
+
+
 @pytest.mark.slow
 def test_a_context_of_all_memory_gives_the_tokens_of_one_engine(
     model_dir, random_model, engine_for, serve_all
@@ -243,17 +267,3 @@ def test_an_instance_that_is_killed_while_it_lends_or_borrows_costs_no_token(
         assert len(several.losses) == 1
         assert [one.tokens[one.n_prompt :] for one in made] == want
         assert sum(several.ledger.balances().values()) == 0
-
-
-@pytest.mark.slow
-def test_a_host_lends_memory_and_computes_no_request(
-    model_dir, random_model, engine_for, serve_all
-) -> None:
-    made = [request(0, 350, 10)]
-    want = wanted(random_model, engine_for, serve_all, made)
-    with DistKVEngine(job(model_dir, instances=1, host_tokens=400)) as several:
-        assert list(several.pids) == ["instance 0", "host lender"]
-        several.add(made[0])
-        drain(several)
-        assert [one.tokens[one.n_prompt :] for one in made] == want
-        assert several.stats()["blocks_moved"] >= 360 // 8 - BLOCKS

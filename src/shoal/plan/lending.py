@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from shoal.core.errors import ServeError, require
 from shoal.cost.serve_sim import Predicted, Served, quantities, request_of
 from shoal.cost.step_cost.lent import Lent
-from shoal.ir import Arrival, KVManager, Limits, Request, SchedulerPart, Step
+from shoal.ir import Arrival, KVManager, Limits, Request, Scheduler, SchedulerPart, Step
 from shoal.plan.batching.borrowing import Borrower
 from shoal.plan.batching.common import Queues, most_cached
 from shoal.plan.batching.distributed import Distributed, DistributedBlocks, Lend, place_of
@@ -54,9 +54,11 @@ class LendingSimulation:
 class _Instance:
     """One instance: its objects, and copies that are under way until their time."""
 
-    def __init__(self, number: int, kv: DistributedBlocks, scheduler: Queues) -> None:
+    def __init__(
+        self, number: int, kv: DistributedBlocks, scheduler: Scheduler, queues: Queues
+    ) -> None:
         self.number, self.kv, self.scheduler = number, kv, scheduler
-        self.borrower = Borrower(scheduler, kv, number)
+        self.borrower = Borrower(queues, kv, number)
         self.flights: list[tuple[float, Lend]] = []
         self.asleep = True
         # s that others' attention has taken of it and that no step has had yet.
@@ -100,7 +102,7 @@ class _World:
         if not one.flights:
             self.begin(one, one.borrower.lends(), now)
         self.give_back(one)
-        step = one.scheduler.plan(now)  # type: ignore[attr-defined]
+        step = one.scheduler.plan(now)
         waited = 0.0
 
         def room(request: Request, stop: int) -> int:
@@ -185,7 +187,7 @@ def simulate_lending(
                 f"scheduler {type(made).__name__}: expected fcfs, fair or prefill_first with a "
                 "distributed cache"
             )
-        instances.append(_Instance(number, kv, made))
+        instances.append(_Instance(number, kv, made, made))
     lent = (instances[0].kv.num_blocks - instances[0].kv.watermark) * min(
         part.max_lenders, part.instances - 1
     )

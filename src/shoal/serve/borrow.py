@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from shoal.core.errors import ServeError, require
+from shoal.core.errors import ServeError
 from shoal.ir import Output, Request
 from shoal.plan.batching.borrowing import Borrower
 from shoal.plan.batching.common import Queues
@@ -103,21 +103,18 @@ class BorrowingEngine(Engine):
 
     runner: DistRunner
     kv: DistributedBlocks
-    scheduler: Queues
 
     def __init__(self, engine: Engine, instance: int, lock: threading.Lock) -> None:
         super().__init__(
             engine.scheduler, engine.runner, kv=engine.kv, vocab_size=engine.vocab_size
         )
-        require(
-            isinstance(engine.scheduler, Queues) and hasattr(engine.scheduler, "plan"),
-            "scheduler",
-            type(engine.scheduler).__name__,
-            expected="fcfs, fair or prefill_first with a distributed cache",
-            error=ServeError,
-        )
+        if not isinstance(engine.scheduler, Queues):
+            raise ServeError(
+                f"scheduler = {type(engine.scheduler).__name__}: expected fcfs, fair or "
+                "prefill_first with a distributed cache"
+            )
         self.instance, self._lock = instance, lock
-        self._borrower = Borrower(self.scheduler, self.kv, instance)
+        self._borrower = Borrower(engine.scheduler, self.kv, instance)
         self._copies = _Copies(self.runner)
         self.runner.creditors = {}
         self.lost_instances: list[int] = []
@@ -141,7 +138,7 @@ class BorrowingEngine(Engine):
             self._progress()
             started = self.clock()
             with self._lock:
-                step = self.scheduler.plan(started)  # type: ignore[attr-defined]
+                step = self.scheduler.plan(started)
             self._preemptions += len(step.preempted)
             step = self._borrower.fit(step, self._room)
             self.last_chunks = step.chunks

@@ -195,7 +195,8 @@ class _Part:
 
     def kernel(self, first: int) -> Ready:
         """For the step's tokens from ``first`` on, as a kernel of whole results."""
-        mine_B = at_b = None
+        # Which of the rows with something elsewhere are here, and where: the same in every layer.
+        found: list[Tensor] = []
 
         def run(
             q_NHd: Tensor,
@@ -205,13 +206,13 @@ class _Part:
             lengths: Tensor,
             requests: Tensor | None = None,
         ) -> Tensor:
-            nonlocal mine_B, at_b
             record_NHr: Tensor = self._part(q_NHd, keys, values, blocks, lengths, requests)
             out_NHd = merge([record_NHr], self._dtype)
-            if mine_B is None or at_b is None:  # the same in every layer
+            if not found:
                 inside = (self._rows_B >= first) & (self._rows_B < first + len(q_NHd))
-                mine_B = inside.nonzero()[:, 0]
-                at_b = self._rows_B[mine_B] - first
+                mine = inside.nonzero()[:, 0]
+                found.extend((mine, self._rows_B[mine] - first))
+            mine_B, at_b = found
             self._answers()
             if not len(at_b):
                 return out_NHd

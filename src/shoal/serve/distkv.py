@@ -17,7 +17,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ __all__ = ["DistKVEngine", "EvenCost", "build_engine"]
 class EvenCost:
     """A step's seconds when nothing was measured: weights once, then tokens and contexts."""
 
-    def seconds(self, chunks: Any) -> float:
+    def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
         """See :class:`~shoal.ir.serving.StepCost`; only ratios matter."""
         return 1.0 + sum(0.02 * length + 2e-5 * start for start, length in chunks)
 

@@ -55,7 +55,7 @@ class LenderLostError(ServeError):
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, where they are."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 class Stream:

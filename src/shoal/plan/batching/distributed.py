@@ -124,7 +124,7 @@ class Lend(NamedTuple):
     Args:
         id: of this copy.
         request: whose.
-        index: of the block in its table.
+        place: of the block in its table.
         block: where it is here.
         instance: where it goes.
         target: the block there.
@@ -132,7 +132,7 @@ class Lend(NamedTuple):
 
     id: int
     request: Request
-    index: int
+    place: int
     block: int
     instance: int
     target: int
@@ -360,8 +360,8 @@ class DistributedBlocks(PagedBlocks):
             self._returns.setdefault(lend.instance, []).append(lend.target)
             return
         loans = self._loans[lend.request.id]
-        assert lend.index == loans.remote, "copies of a request ended out of order"
-        lend.request.blocks[lend.index] = reference(lend.instance, lend.target)
+        assert lend.place == loans.remote, "copies of a request ended out of order"
+        lend.request.blocks[lend.place] = reference(lend.instance, lend.target)
         loans.remote += 1
         loans.leaving -= 1
         self._sent += 1
