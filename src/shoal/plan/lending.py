@@ -118,7 +118,10 @@ class _World:
                 waited = max(waited, at - now)
                 one.kv.finish(lend)
 
-        return one.borrower.fit(step, room), waited
+        fitted = one.borrower.fit(step, room)
+        if step.chunks and not fitted.chunks:
+            one.borrower.give_way()
+        return fitted, waited
 
     def begin(self, one: _Instance, lends: Sequence[Lend], now: float) -> None:
         """Copies follow one another."""

@@ -140,9 +140,12 @@ class BorrowingEngine(Engine):
             with self._lock:
                 step = self.scheduler.plan(started)
             self._preemptions += len(step.preempted)
-            step = self._borrower.fit(step, self._room)
+            planned, step = step, self._borrower.fit(step, self._room)
             self.last_chunks = step.chunks
             if not step:
+                if planned.chunks:
+                    with self._lock:
+                        self._borrower.give_way()
                 return []
             result = self.runner.execute(step)
         except LenderLostError as cause:

@@ -83,10 +83,11 @@ class Borrower:
                 chunks.append(chunk)
             elif stop > chunk.start:
                 chunks.append(Chunk(chunk.request, chunk.start, stop - chunk.start))
-        if step.chunks and not chunks:
-            # Nobody can go on: the newest gives way.
-            self.scheduler.lose(next(reversed(self.scheduler.running.values())))
         return Step(tuple(chunks), step.preempted, step.transfers, step.wait_for, step.at)
+
+    def give_way(self) -> None:
+        """Nothing of a step has memory and nothing can be copied away: the newest is lost."""
+        self.scheduler.lose(next(reversed(self.scheduler.running.values())))
 
     def missing(self, request: Request, stop: int) -> tuple[int, list[Lend]]:
         """Tokens of a request, up to ``stop``, that have memory; and what to copy for the rest."""

@@ -59,7 +59,8 @@ class Distributed:
         host_tokens: tokens of a lender that computes no requests: host memory, and the attention
             over it on the host's cores; 0 for none.
         beat_s: s between two words of an instance on how it is.
-        timeout_s: s of silence after which an instance is lost.
+        timeout_s: s of silence after which an instance is lost; more than its longest step. One
+            that has died is noticed at once.
     """
 
     instances: int = 2
@@ -69,7 +70,7 @@ class Distributed:
     max_lenders: int = 4
     host_tokens: int = 0
     beat_s: float = 1.0
-    timeout_s: float = 10.0
+    timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         check_block_size("kv.distributed.block_size", self.block_size)
