@@ -177,6 +177,14 @@ class Instance:
             self.parent.send({"kind": "beat", "beat": message})
             self._told, self._spoke = beat, now
 
+    def _add(self, engine: BorrowingEngine, request: Request) -> None:
+        """Queue a request; an instance may have been lost since it was let in."""
+        try:
+            with self._lock:
+                engine.scheduler.add(request)
+        except ServeError as cause:
+            self._tell(engine, [], [{"kind": "refused", "id": request.id, "message": str(cause)}])
+
     def handle(self, message: Mapping[str, Any]) -> None:
         """Do what a message says.
 
@@ -196,8 +204,7 @@ class Instance:
         if engine is None:
             raise ServeError(f"message to a lender = {kind!r}: expected room or lost")
         if kind == "add":
-            with self._lock:
-                engine.scheduler.add(_request(message))
+            self._add(engine, _request(message))
         elif kind == "abort":
             with self._lock:
                 engine.abort(message["id"])
