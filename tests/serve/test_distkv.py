@@ -224,6 +224,16 @@ def test_a_host_lends_memory_and_computes_no_request(
         host.handle({"kind": "add"})
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"exact": True}, "exact"), ({"preempt": "swap"}, "preempt"), ({"parallel": {"tp": 2}}, "tp")],
+)
+def test_what_does_not_go_together_is_refused(model_dir, changes, named) -> None:
+    fields = {**job(model_dir).model_dump(mode="json"), **changes}
+    with pytest.raises(ServeError, match=named):
+        DistKVEngine(ServeJob.model_validate(fields))
+
+
 @pytest.mark.slow
 def test_a_context_of_all_memory_gives_the_tokens_of_one_engine(
     model_dir, random_model, engine_for, serve_all

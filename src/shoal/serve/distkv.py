@@ -84,6 +84,13 @@ class DistKVEngine:
             expected="recompute, and no host_tokens: kv.distributed.host_tokens is a lender",
             error=ServeError,
         )
+        require(
+            not job.exact,
+            "exact",
+            job.exact,
+            expected="false: what is summed in parts has other last bits than what is not",
+            error=ServeError,
+        )
         self.part, self.clock, self._lending = part, clock, lend
         self._open: dict[str, tuple[Request, int]] = {}
         self._counts = {"prompt": 0, "new": 0}

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from shoal.core.config import parse
-from shoal.core.errors import ServeError, ShoalError
+from shoal.core.errors import ServeError, ShoalError, require
 from shoal.core.parts import table
 from shoal.ir import Request, ServeJob
 from shoal.model import huggingface
@@ -93,6 +93,14 @@ class Instance:
             self.kv, cache, most = built.kv, runner.cache, limits.max_position
             runner.part = part_kernel(config, cache, batch=job.max_running)
             self.engine = BorrowingEngine(built, self.number, self._lock)
+        require(
+            cache.device.type == "cpu",
+            "kv.distributed",
+            str(cache.device),
+            expected="a model on CPUs: queries go to lenders through memory of the host",
+            hint="serve with kv = paged",
+            error=ServeError,
+        )
         self.form = {
             "model": job.model,
             "layers": config.num_layers,

@@ -150,8 +150,8 @@ class Lender:
         lock: threading.Lock,
         path: str,
     ) -> None:
-        self._form, self._kv, self._cache, self._kernel = form, kv, cache, kernel
-        self._heads, self._lock = heads, lock
+        self.form, self.kv, self.cache, self.kernel = form, kv, cache, kernel
+        self.heads, self.lock = heads, lock
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(path)
         self._listening.listen()
@@ -197,9 +197,9 @@ class _Session:
         self._lender, self._stream = lender, stream
         self._debtor = -1
         self._blocks = self._lengths = self._requests = torch.empty(0)
-        cache = lender._cache
+        cache = lender.cache
         store = cache.stores[0]
-        self._dtype, self._width = cache.dtype, int(lender._form["head_dim"])
+        self._dtype, self._width = cache.dtype, int(lender.form["head_dim"])
         self._layers = store.shape[0]
 
     def run(self) -> None:
@@ -207,7 +207,7 @@ class _Session:
         hello = self._stream.hear()
         wrong = {
             name: (hello["form"].get(name), value)
-            for name, value in self._lender._form.items()
+            for name, value in self._lender.form.items()
             if hello["form"].get(name) != value
         }
         if wrong:
@@ -227,13 +227,13 @@ class _Session:
                 self._words(self._stream.words(size))
 
     def _words(self, words: Mapping[str, Any]) -> None:
-        kv = self._lender._kv
+        kv = self._lender.kv
         if "reserve" in words:
-            with self._lender._lock:
+            with self._lender.lock:
                 blocks = kv.lend(self._debtor, int(words["reserve"]))
             self._stream.say({"blocks": blocks})
         elif "release" in words:
-            with self._lender._lock:
+            with self._lender.lock:
                 kv.take_back(self._debtor, words["release"])
         elif "tables" in words:
             self._plan(words["tables"], words["rows"])
@@ -242,8 +242,8 @@ class _Session:
 
     def _plan(self, tables: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Which blocks are seen by the rows of the queries to come."""
-        with self._lender._lock:
-            good = all(self._lender._kv.lends(self._debtor, table) for table in tables)
+        with self._lender.lock:
+            good = all(self._lender.kv.lends(self._debtor, table) for table in tables)
         if not good:
             raise ServeError("attention over blocks that are not lent to who asks")
         width = max(len(table) for table in tables)
@@ -251,36 +251,36 @@ class _Session:
             [[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32
         )
         self._requests = torch.tensor(rows)
-        tokens = torch.tensor([len(table) for table in tables]) * self._lender._cache.block_size
+        tokens = torch.tensor([len(table) for table in tables]) * self._lender.cache.block_size
         self._lengths = tokens[self._requests]
 
     def _attend(self, layer: int, size: int) -> None:
-        shape = (len(self._requests), self._lender._heads, self._width)
+        shape = (len(self._requests), self._lender.heads, self._width)
         query = torch.empty(shape, dtype=self._dtype)
         if size != query.numel() * query.element_size() or layer >= self._layers:
             raise ServeError(f"queries of {size} B for layer {layer}: expected {list(shape)}")
         self._stream.fill(raw(query))
-        sides = self._lender._cache.sides(layer)
-        record = self._lender._kernel(query, *sides, self._blocks, self._lengths, self._requests)
+        sides = self._lender.cache.sides(layer)
+        record = self._lender.kernel(query, *sides, self._blocks, self._lengths, self._requests)
         self._stream.send(_ATTEND, layer, raw(record))
 
     def _put(self, size: int) -> None:
         """Blocks, as many as there are numbers of them first."""
         count = int.from_bytes(self._stream.take(8), "little")
-        one = sum(s[:, :, 0].numel() * s.element_size() for s in self._lender._cache.blocks)
+        one = sum(s[:, :, 0].numel() * s.element_size() for s in self._lender.cache.blocks)
         if size != 8 + count * (8 + one):
             raise ServeError(f"{count} blocks in {size} B: expected {8 + count * (8 + one)} B")
         places = torch.empty(count, dtype=torch.int64)
         self._stream.fill(raw(places))
         found = []
-        for store in self._lender._cache.blocks:
+        for store in self._lender.cache.blocks:
             new = torch.empty((*store.shape[:2], count, store.shape[3]), dtype=store.dtype)
             self._stream.fill(raw(new))
             found.append(new)
-        with self._lender._lock:
-            if not self._lender._kv.lends(self._debtor, places.tolist()):
+        with self._lender.lock:
+            if not self._lender.kv.lends(self._debtor, places.tolist()):
                 raise ServeError("copies to blocks that are not lent to who sends them")
-            for store, new in zip(self._lender._cache.blocks, found, strict=True):
+            for store, new in zip(self._lender.cache.blocks, found, strict=True):
                 store.index_copy_(2, places, new)
         self._stream.say({"ok": True})
 
