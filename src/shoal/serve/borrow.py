@@ -117,7 +117,6 @@ class BorrowingEngine(Engine):
         self._borrower = Borrower(engine.scheduler, self.kv, instance)
         self._copies = _Copies(self.runner)
         self.runner.creditors = {}
-        self.lost_instances: list[int] = []
         # Tokens of all steps, those computed again too.
         self._computed = 0
 
@@ -198,8 +197,6 @@ class BorrowingEngine(Engine):
             for lend in finished:
                 self.kv.finish(lend)
             self._borrower.lose(instance)
-        if instance not in self.lost_instances:
-            self.lost_instances.append(instance)
 
     def beat(self) -> Beat:
         """See :meth:`~shoal.plan.batching.borrowing.Borrower.beat`."""
