@@ -237,6 +237,7 @@ def test_catalogue_has_every_system_once() -> None:
         21: "oneflow",
         22: "megatron",
         29: "redco",
+        39: "infinite_llm",
         40: "distserve",
         41: "gemm_forest",
         48: "dissect",

@@ -147,6 +147,9 @@ class PagedAttention:
     values [slots, K, d] as the cache keeps them: a tensor, or the tensors of its format. B, N and
     S may differ between calls.
 
+    Where ``partial``, the tokens are a part of what the queries see, and ``ready`` gives records
+    [.., H, d + 2] in fp32 that :func:`shoal.kernel.paged.partial.merge` puts together.
+
     Args:
         batch: requests.
         context: tokens each sees, on average.
@@ -158,6 +161,7 @@ class PagedAttention:
         format: text of the cache format, such as plain or bfp12-b32.
         device: where.
         queries: tokens of each request that ask.
+        partial: give what can be merged with other parts of the context.
     """
 
     op: ClassVar[str] = "paged_attention"
@@ -171,6 +175,7 @@ class PagedAttention:
     format: str = "plain"
     device: Device = "cpu"
     queries: int = 1
+    partial: bool = False
 
     @property
     def flops(self) -> float:

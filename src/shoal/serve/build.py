@@ -277,6 +277,7 @@ def engine_of(
     cost: StepCost | None = None,
     phase: PhasePart | None = None,
     zeros: Zeros | None = None,
+    runner_type: type[LocalRunner] = LocalRunner,
 ) -> tuple[Engine, Limits, LocalRunner]:
     """An engine for a model that is loaded, with its limits and its runner.
 
@@ -287,6 +288,7 @@ def engine_of(
         cost: seconds of a step, for ``preempt = auto``; measured where it is needed.
         phase: the scheduler of one phase, in the place of the job's.
         zeros: makes the tensors of the cache; they are in memory of this process without.
+        runner_type: of the runner.
 
     Raises:
         ShoalError: a part or a limit of the job cannot be.
@@ -322,10 +324,10 @@ def engine_of(
     )
     kernel = attention_kernel(job, model, cache)
     captured = None
-    if kernel is not None and cache.device.type == "cpu":
+    if kernel is not None and cache.device.type == "cpu" and runner_type is LocalRunner:
         captured = Captured(model, cache, kernel, job.max_position)
     adjust = Adjuster(Grammars(lambda: vocabulary(job, config)))
-    runner = LocalRunner(
+    runner = runner_type(
         model,
         cache,
         attention=kernel,

@@ -17,8 +17,6 @@ import os
 import select
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,17 +31,16 @@ from shoal.ir import Arrival, Limits, Output, Request, ServeJob
 from shoal.plan.batching.common import Queues
 from shoal.plan.batching.dispatch import LeastLoaded
 from shoal.plan.batching.paged import PagedBlocks
+from shoal.serve.child import Child
 from shoal.serve.phase import phase_choice
-from shoal.serve.spinning import spin_briefly
-from shoal.serve.wire import Decoder, encode, pack_params, unpack_output
+from shoal.serve.wire import pack_params, unpack_output
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.serve.profile import Shape
 
-__all__ = ["DisaggEngine", "Moved", "build_engine", "replay"]
+__all__ = ["DisaggEngine", "Moved", "build_engine", "packed", "replay"]
 
-_READ_BYTES = 2**20
 Role = Literal["prefill", "decode", "both"]
 
 
@@ -72,84 +69,6 @@ class _Open:
     front: int
     back: int | None = None
     held: bool = False
-
-
-class _Child:
-    """A process of one instance."""
-
-    def __init__(self, role: Role, number: int, message: Mapping[str, Any]) -> None:
-        self.name = f"{role} instance {number}"
-        self.role = role
-        own, theirs = socket.socketpair()
-        environment = {k: v for k, v in os.environ.items() if k != "SHOAL_API_KEY"}
-        spin_briefly(environment)
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "shoal.serve.phase", "--fd", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        except OSError as cause:
-            own.close()
-            raise ServeError(f"the {self.name} cannot be started ({cause})") from cause
-        finally:
-            theirs.close()
-        self.socket = own
-        self.decoder = Decoder()
-        self.ready: dict[str, Any] = {}
-        self.stats: dict[str, float] = {}
-        self.open = 0
-        self.heard = time.monotonic()
-        self.send(message)
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        try:
-            self.socket.sendall(encode(message))
-        except OSError:
-            raise self.died() from None
-
-    def receive(self) -> list[dict[str, Any]]:
-        """What is here; the end of the process is an error."""
-        try:
-            data = self.socket.recv(_READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            raise self.died()
-        self.heard = time.monotonic()
-        found = list(self.decoder.feed(data))
-        for message in found:
-            if message["kind"] == "failed":
-                raise ServeError(f"the {self.name} failed: {message['message']}")
-        return found
-
-    def answer(self, kind: str) -> dict[str, Any]:
-        """The next message of a kind; others, which are of requests that ended, are dropped."""
-        while True:
-            for message in self.receive():
-                if message["kind"] == kind:
-                    return message
-
-    def died(self) -> ServeError:
-        """It closed its end."""
-        try:
-            status: int | None = self.process.wait(timeout=2.0)
-        except subprocess.TimeoutExpired:
-            status = None
-        end = "closed its connection" if status is None else f"died (status {status})"
-        return ServeError(
-            f"the {self.name} (process {self.process.pid}) {end}; its requests are lost, and the "
-            "others are ended with it"
-        )
-
-    def close(self) -> None:
-        self.socket.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
 
 
 class DisaggEngine:
@@ -191,7 +110,7 @@ class DisaggEngine:
         self._recording = recording
         self._told: list[dict[str, Any]] = []
         self._counts = {"prompt": 0, "new": 0, "moved_bytes": 0}
-        self._children: list[_Child] = []
+        self._children: list[Child] = []
         memory = Path("/dev/shm")  # noqa: S108 - a directory of our own is made in it
         room = str(memory) if os.access(memory, os.W_OK) else None
         self._directory = Path(tempfile.mkdtemp(prefix="shoal-handover-", dir=room))
@@ -205,9 +124,8 @@ class DisaggEngine:
                 own = cores[place * threads : (place + 1) * threads] if pin else []
                 number = place - fronts if role == "decode" else place
                 self._children.append(
-                    _Child(
-                        role,
-                        number,
+                    Child(
+                        f"{role} instance {number}",
                         {
                             "kind": "start",
                             "job": job.model_copy(update={"threads": threads}).model_dump(
@@ -219,6 +137,7 @@ class DisaggEngine:
                             "directory": str(self._directory),
                             "cpus": own,
                         },
+                        role=role,
                     )
                 )
             self._meet(fronts)
@@ -260,7 +179,7 @@ class DisaggEngine:
             limits = Limits(max_running=1, max_step_tokens=1, max_position=most)
             self._refusing.append(Queues(kv, limits))
 
-    def _wait(self, done: Callable[[_Child], object], kind: str) -> None:
+    def _wait(self, done: Callable[[Child], object], kind: str) -> None:
         while waiting := [child for child in self._children if not done(child)]:
             readable, _, _ = select.select([child.socket for child in waiting], [], [])
             for child in waiting:
@@ -368,9 +287,9 @@ class DisaggEngine:
         place = self._dispatch.prompt(request.id, request.n_prompt)
         self._open[request.id] = _Open(request, place)
         self._counts["prompt"] += request.n_prompt
-        self._send(self._fronts[place], {**_packed(request), "kind": "add"})
+        self._send(self._fronts[place], {**packed(request), "kind": "add"})
 
-    def _send(self, child: _Child, message: Mapping[str, Any]) -> None:
+    def _send(self, child: Child, message: Mapping[str, Any]) -> None:
         if child.open == 0:
             child.heard = time.monotonic()
         child.open += 1
@@ -409,7 +328,7 @@ class DisaggEngine:
                 )
         return outputs
 
-    def _heard(self, child: _Child, message: Mapping[str, Any]) -> list[Output]:
+    def _heard(self, child: Child, message: Mapping[str, Any]) -> list[Output]:
         if message["kind"] == "fetched":
             self._fetched(message)
             return []
@@ -449,7 +368,7 @@ class DisaggEngine:
         self._send(
             self._backs[found.back],
             {
-                **_packed(request),
+                **packed(request),
                 "kind": "migrate",
                 "n_prompt": request.n_prompt,
                 "source": found.front,
@@ -519,7 +438,8 @@ class DisaggEngine:
         self.close()
 
 
-def _packed(request: Request) -> dict[str, Any]:
+def packed(request: Request) -> dict[str, Any]:
+    """What an instance is told of a request."""
     return {
         "id": request.id,
         "tokens": request.tokens,

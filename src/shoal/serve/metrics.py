@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from shoal.serve.client import EngineClient
 
-__all__ = ["METRICS", "Metrics", "Timer"]
+__all__ = ["DEBT_KEY", "METRICS", "Metrics", "Timer"]
 
 _PREFIX = "shoal:"
 _LABEL = "model_name"
@@ -29,6 +29,10 @@ _TTFT = "time_to_first_token_seconds"
 _ITL = "inter_token_latency_seconds"
 _ITL_OLDER = "time_per_output_token_seconds"
 _LATENCY = "e2e_request_latency_seconds"
+_DEBTS = "kv_debt_blocks"
+
+DEBT_KEY = "debt_blocks_"
+"""What the engine's stats begin with that say ``DEBTOR_CREDITOR``: blocks."""
 
 # Histograms of the parts of a request's time: name -> what they are.
 _TIMES = {
@@ -132,6 +136,7 @@ METRICS: tuple[str, ...] = tuple(
         "num_requests_open",
         "engine_up",
         "engine_restarts_total",
+        _DEBTS,
     )
 )
 """Names of all metrics."""
@@ -186,6 +191,19 @@ class _EngineCollector(Collector):
             "How often the engine was started again.",
             client.restarts,
         )
+
+        yield self._debts(stats)
+
+    def _debts(self, stats: Mapping[str, float]) -> Metric:
+        """Who uses how many cache blocks of whom, where instances lend each other memory."""
+        labels = [_LABEL, "debtor", "creditor"]
+        text = "Cache blocks that one instance uses of another."
+        found = GaugeMetricFamily(_PREFIX + _DEBTS, text, labels=labels)
+        for key, blocks in stats.items():
+            if key.startswith(DEBT_KEY):
+                debtor, creditor = key.removeprefix(DEBT_KEY).split("_")
+                found.add_metric([self._model, debtor, creditor], float(blocks))
+        return found
 
     def _one(self, name: str, kind: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily

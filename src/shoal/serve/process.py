@@ -52,6 +52,8 @@ def factory_of(job: ServeJob) -> str:
     """What builds the engine of a job: one that computes, or one made of several processes."""
     if job.parallel.world > 1:
         return "shoal.serve.workers:build_engine"
+    if job.kv.name == "distributed":
+        return "shoal.serve.distkv:build_engine"
     return DEFAULT_FACTORY if job.disagg is None else "shoal.serve.disagg:build_engine"
 
 
@@ -143,9 +145,9 @@ def serve(connection: socket.socket) -> None:
         while start is None:
             start = next(parent.receive(None), None)
         engine = _start(start, parent)
-        # An engine of several processes has work when one of them has something to say.
-        others: Sequence[socket.socket] = getattr(engine, "sockets", ())
         while True:
+            # An engine of several processes has work when one of them has something to say.
+            others: Sequence[socket.socket] = getattr(engine, "sockets", ())
             for message in parent.receive(0.0 if engine.busy else None, others):
                 _handle(engine, message, parent)
             if engine.busy:

@@ -164,15 +164,7 @@ class LocalRunner:
             contexts.append(Context(first, chunk.length, blocks))
         model, device = self.model, self.cache.device
         fed = torch.from_numpy(np.array((token, position, slot), dtype=np.int64)).to(device)
-        mixer = PagedAttention(
-            self.cache,
-            contexts,
-            fed[2],
-            model.weight.dtype,
-            self.attention,
-            prompts=self.prompts,
-            exact=self._exact,
-        )
+        mixer = self._mixer(contexts, fed[2])
         wanted = [place for place, chunk in enumerate(chunks) if chunk.yields]
         pooled = [place for place, chunk in enumerate(chunks) if chunk.request.params.pooling]
         places = [self._pooler.rows(chunks[place], last[place]) for place in pooled]
@@ -214,6 +206,18 @@ class LocalRunner:
         chosen, infos = choose(logits_RV, requests, scores_RV)
         tokens = {request.id: (new,) for request, new in zip(requests, chosen, strict=True)}
         return StepResult(tokens=tokens, infos=infos, vectors=vectors, failed=failed | unable)
+
+    def _mixer(self, contexts: list[Context], slots_N: Tensor) -> Mixer:
+        """Attention of the tokens of one step; see :class:`PagedAttention`."""
+        return PagedAttention(
+            self.cache,
+            contexts,
+            slots_N,
+            self.model.weight.dtype,
+            self.attention,
+            prompts=self.prompts,
+            exact=self._exact,
+        )
 
     def _check(self, chunk: Chunk) -> None:
         room = len(chunk.request.blocks) * self.cache.block_size

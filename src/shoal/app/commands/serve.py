@@ -17,7 +17,7 @@ _MAX_KEY_BYTES = 4096
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A Hugging Face model directory.")],
+    model: Annotated[str, typer.Argument(help="A Hugging Face model directory; or status.")],
     host: Annotated[
         str, typer.Option(help="Address to listen on; other machines' need a key.")
     ] = "127.0.0.1",
@@ -95,7 +95,9 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients until Ctrl-C.
 
-    The key can also be in the environment variable SHOAL_API_KEY.
+    The key can also be in the environment variable SHOAL_API_KEY. With status in the place of
+    a model: what the server at host and port does now, and which instance owes which how many
+    blocks of cache.
 
     **Examples**
 
@@ -112,7 +114,16 @@ def serve(
         shoal serve MODEL --replicas 4 --launcher ray --set launcher.address=auto
 
         shoal serve MODEL --tp 2 --pp 2
+
+        shoal serve MODEL --kv distributed --set kv.instances=3
+
+        shoal serve status --port 8000
     """
+    if model == "status" and not Path(model).exists():
+        from shoal.app.status import status
+
+        status(host, port, _key(api_key, api_key_file))
+        return
     from shoal.app.show import table
     from shoal.core.config import resolve
     from shoal.ir import ServeJob

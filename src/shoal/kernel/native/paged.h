@@ -39,7 +39,11 @@ struct Problem {
   int64_t pad;    // d up to whole vectors
   int64_t group;  // H / K
   bool half;      // queries and results in bf16, else in fp32
-  int64_t number() const { return half ? 2 : 4; }  // bytes of one of their numbers
+  // Results are records [N, H, d + 2] in fp32: the sum of weighted values, the largest score in
+  // powers of two, the sum of weights. Such parts of a context can be put together.
+  bool partial;
+  bool narrow() const { return half && !partial; }
+  int64_t result_bytes() const { return narrow() ? 2 * d : partial ? 4 * (d + 2) : 4 * d; }
 };
 
 inline int64_t block_of(const Problem& p, int64_t request, int64_t at) {
@@ -383,7 +387,7 @@ struct Bf16 {
       for (int64_t j = i, h = 0; h < 2 && j < p.d; j += 16, h++) {
         const __m512 z = _mm512_add_ps(_mm512_mul_ps(y[h], by), _mm512_setzero_ps());
         const __mmask16 mask = low16(p.d - j);
-        if (p.half)
+        if (p.narrow())
           _mm256_mask_storeu_epi16(out + 2 * j, mask, (__m256i)_mm512_cvtneps_pbh(z));
         else
           _mm512_mask_storeu_ps(out + 4 * j, mask, z);
@@ -520,8 +524,9 @@ struct Run : Work {
     for (int64_t g = item.first; g < item.last; g++)
       for (int64_t row = tile.row; row < tile.row + tile.rows; row++)
         for (int64_t j = 0; j < p.group; j++, records += record) {
-          const int64_t first = (row * p.heads + g * p.group + j) * p.d;
-          F::result(p, records + kHead, records[1], p.out + first * p.number());
+          char* to = p.out + (row * p.heads + g * p.group + j) * p.result_bytes();
+          F::result(p, records + kHead, p.partial ? 1.0f : records[1], to);
+          if (p.partial) std::memcpy(to + 4 * p.d, records, 2 * sizeof(float));
         }
   }
 
@@ -619,7 +624,7 @@ Problem problem_of(const int64_t* a) {
   p.table = (const void*)a[18], p.wide = a[19] == 8;
   p.seen = (const int64_t*)a[20], p.request = (const int64_t*)a[21];
   p.rows = a[22], p.requests = a[23], p.heads = a[24], p.kv_heads = a[25], p.d = a[26];
-  p.width = a[27], p.size = a[28], p.block = a[30];
+  p.width = a[27], p.size = a[28], p.block = a[30], p.partial = a[31] != 0;
   p.scale = float(1.4426950408889634 / std::sqrt(double(p.d)));
   p.group = p.heads / p.kv_heads;
   return p;

@@ -36,6 +36,8 @@ class Amx(Cpp):
             return "needs matrix tiles, which the operating system does not grant"
         if call.format != "plain":
             return f"reads a plain cache, and this one is {call.format}"
+        if call.partial:
+            return "gives whole results, and a part of a context is wanted"
         if call.head_dim % 32 or call.head_dim > _WIDEST:
             return f"takes heads of multiples of 32 up to {_WIDEST}, and these have {call.head_dim}"
         if call.queries < _FEWEST:

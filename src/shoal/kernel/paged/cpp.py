@@ -72,6 +72,8 @@ class Cpp(BaseKernel):
         return "paged" if plain else "paged_codes", "paged_attention"
 
     def _prepare(self, call: PagedAttention, *constants: object) -> Ready:
+        import torch
+
         from shoal.kernel.native import function
         from shoal.kernel.paged.common import checked, stored
 
@@ -119,6 +121,8 @@ class Cpp(BaseKernel):
             requests = None if requests_N is None else requests_N.contiguous()
             number = q.element_size()
             out = q.new_empty(q.shape)
+            if call.partial:
+                out = q.new_empty((len(q), heads, d + 2), dtype=torch.float32)
             arguments = array(
                 "q",
                 (
@@ -127,7 +131,7 @@ class Cpp(BaseKernel):
                     blocks.data_ptr(), blocks.element_size(), lengths.data_ptr(),
                     0 if requests is None else requests.data_ptr(),
                     len(q), len(blocks), heads, kv_heads, d, blocks.shape[1], size,
-                    len(stored(keys)[0]), block,
+                    len(stored(keys)[0]), block, int(call.partial),
                 ),
             )  # fmt: skip
             problem = attention(arguments)

@@ -32,6 +32,8 @@ class Library(BaseKernel):
     call_s: ClassVar[float] = 5e-5
 
     def _refuses(self, call: PagedAttention) -> str | None:
+        if call.partial:
+            return "gives whole results, and a part of a context is wanted"
         reason = kv_format(call.format).refuses(call.head_dim)
         return None if reason is None else f"cannot read a cache that {reason}"
 

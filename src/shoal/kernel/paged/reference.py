@@ -43,6 +43,7 @@ class Reference(BaseKernel):
         import torch
 
         from shoal.kernel.paged.common import checked, places, stored
+        from shoal.kernel.paged.partial import attend_part
 
         check = checked(call)
         form = kv_format(call.format)
@@ -62,6 +63,8 @@ class Reference(BaseKernel):
             room = blocks_BW.shape[1] * call.block_size
             num_blocks = len(stored(keys)[0]) // call.block_size
             out = torch.empty_like(q_NHd)
+            if call.partial:
+                out = q_NHd.new_empty((*q_NHd.shape[:2], call.head_dim + 2), dtype=wide)
             for row, seen in enumerate(lengths_N.tolist()):
                 request = row if requests_N is None else int(requests_N[row])
                 if not 0 <= request < len(blocks_BW):
@@ -87,6 +90,9 @@ class Reference(BaseKernel):
                     form.decode(*(part[slots_S] for part in stored(side))).to(wide)
                     for side in (keys, values)
                 )
+                if call.partial:
+                    out[row] = attend_part(q_NHd[row : row + 1], k_SKd, v_SKd)[0]
+                    continue
                 q_KGd = q_NHd[row].to(wide).view(call.kv_heads, group, -1)
                 weights_KGS = torch.einsum("kgd,skd->kgs", q_KGd * scale, k_SKd).softmax(-1)
                 mixed_KGd = torch.einsum("kgs,skd->kgd", weights_KGS, v_SKd)

@@ -44,6 +44,8 @@ class Triton(TritonKernel):
     step: int = 64
 
     def _refuses(self, call: PagedAttention) -> str | None:
+        if call.partial:
+            return "gives whole results, and a part of a context is wanted"
         form = kv_format(call.format)
         reason = form.refuses(call.head_dim)
         if reason is not None:

@@ -34,6 +34,7 @@ KV_MANAGERS = PartTable(
         "paged": "shoal.plan.batching.paged:Paged",
         "blockgroups": "shoal.plan.batching.blockgroups:BlockGroups",
         "contiguous": "shoal.plan.batching.contiguous:Contiguous",
+        "distributed": "shoal.plan.batching.distributed:Distributed",
         "slots": "shoal.plan.batching.slots:Slots",
     },
 )

@@ -14,7 +14,7 @@ from shoal.ir import Compacting, KVManager, Limits, Output, Preemption, Request,
 from shoal.ir.serving import FinishReason
 from shoal.plan.batching.recompute import Recomputing
 
-__all__ = ["Queues", "check_block_size", "extend_chain", "whole_blocks"]
+__all__ = ["Queues", "check_block_size", "extend_chain", "most_cached", "whole_blocks"]
 
 _DIGEST_BYTES = 16
 
@@ -58,6 +58,11 @@ def extend_chain(chain: list[bytes], request: Request, block_size: int, blocks: 
         chain.append(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
 
 
+def most_cached(request: Request, max_position: int) -> int:
+    """Most tokens of a request that ever lie in the cache; the last one never does."""
+    return min(request.n_prompt + request.params.max_tokens, max_position) - 1
+
+
 class Queues:
     """Requests that wait, in the order of their arrival, and those that run.
 
@@ -88,8 +93,7 @@ class Queues:
 
     def most_cached(self, request: Request) -> int:
         """Most tokens of a request that ever lie in the cache; the last one never does."""
-        longest = request.n_prompt + request.params.max_tokens
-        return min(longest, self.limits.max_position) - 1
+        return most_cached(request, self.limits.max_position)
 
     def add(self, request: Request) -> None:
         """See :class:`~shoal.ir.serving.Scheduler`."""
@@ -191,6 +195,15 @@ class Queues:
             if finish is not None:
                 self._forget(request, keep=True)
         return outputs
+
+    def lose(self, request: Request) -> None:
+        """What the cache held of a request is gone: it waits again, before all others."""
+        if self.running.pop(request.id, None) is None:
+            return
+        self.preemption.take(request)
+        request.state = "waiting"
+        request.preemptions += 1
+        self.waiting.appendleft(request)
 
     def _forget(self, request: Request, *, keep: bool) -> None:
         self.running.pop(request.id, None)

@@ -209,7 +209,7 @@ class FairScheduler(FcfsScheduler):
                 victim = next(reversed(self.running.values()))
                 if victim.priority <= request.priority:
                     break
-                self._preempt(victim)
+                self.lose(victim)
                 displaced.append(victim)
                 room += 1
             if needed > kv.num_free or room <= 0 or budget <= 0:

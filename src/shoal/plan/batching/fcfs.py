@@ -220,7 +220,7 @@ class FcfsScheduler(Queues):
             # Whoever is preempted here came later, so it has no chunk in this step yet.
             while stop > held * size and not kv.allocate(request, stop):
                 victim = next(reversed(self.running.values()))
-                self._preempt(victim)
+                self.lose(victim)
                 preempted.append(victim)
                 if victim is request:
                     break
@@ -229,13 +229,6 @@ class FcfsScheduler(Queues):
                     self.preemption.wait(request.blocks[held:])
                 chunks.append(Chunk(request, start, 1))
         return chunks
-
-    def _preempt(self, request: Request) -> None:
-        del self.running[request.id]
-        self.preemption.take(request)
-        request.state = "waiting"
-        request.preemptions += 1
-        self.waiting.appendleft(request)
 
     def _cut(
         self, prompts: list[Chunk], request: Request, left: int, budget: int, *, empty: bool

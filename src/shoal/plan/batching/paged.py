@@ -178,16 +178,7 @@ class PagedBlocks:
         """See :class:`~shoal.ir.serving.KVManager`."""
         # The end of a prefix is of use to fewer requests than its start: it goes first.
         for block in reversed(request.blocks):
-            self._holders[block] -= 1
-            if self._holders[block]:
-                continue
-            self._copies.pop(block, None)
-            if self._digests[block] is not None:
-                self._forgotten[block] = None
-            elif block in self.in_flight:
-                self._free.appendleft(block)
-            else:
-                self._free.append(block)
+            self._leave(block)
         request.blocks = []
         request.n_computed = 0
         for book in (self._chains, self._offered, self._matched):
@@ -240,10 +231,23 @@ class PagedBlocks:
         assert set(self._copies) <= held, "a block is copied for nobody"
 
     def _take(self) -> int:
-        """A block for one holder; there must be one."""
+        """A block for one holder; there must be one that can be given out."""
         block = self._free.pop() if self._free else self._evict()
         self._holders[block] = 1
         return block
+
+    def _leave(self, block: int) -> None:
+        """One holder less."""
+        self._holders[block] -= 1
+        if self._holders[block]:
+            return
+        self._copies.pop(block, None)
+        if self._digests[block] is not None:
+            self._forgotten[block] = None
+        elif block in self.in_flight:
+            self._free.appendleft(block)
+        else:
+            self._free.append(block)
 
     def _evict(self) -> int:
         block, _ = self._forgotten.popitem(last=False)

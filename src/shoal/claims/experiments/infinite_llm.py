@@ -1,0 +1,242 @@
+"""[39] Infinite-LLM: is memory that instances lend each other worth its traffic?
+
+- The longest context that three capped instances serve beside that of a lone one, and beside what
+  the books say: the own blocks and all that the others lend.
+- One request of 6 K tokens and 40 short ones: instances that lend beside instances that do not,
+  where the long one must give way to the short ones that grow beside it and is computed again. A
+  tensor-parallel engine of three ranks serves the same once, for the record.
+- What goes over the wire for a generated token beside the keys and values that stay where they are.
+
+The A/A run does not lend. The quick run has its instances in one process, since it counts only.
+
+Source: Lin et al., Infinite-LLM: Efficient LLM Service for Long Context with DistAttention and
+Distributed KVCache, 2024.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shoal.claims.experiments.infinite_llm_runs import Ran
+
+__all__ = ["InfiniteLLM"]
+
+_APART = "instances that do not lend"
+
+
+@part
+class InfiniteLLM:
+    """Contexts longer than an instance, and short requests beside a long one.
+
+    Args:
+        layers: of the model.
+        hidden: its width.
+        room: tokens of an instance's cache where contexts are measured.
+        kv_tokens: tokens of an instance's cache where throughput is.
+        long: tokens of the long prompt.
+        long_new: tokens that it generates.
+        shorts: short requests.
+        short: tokens of each of their prompts.
+        short_new: tokens that each generates.
+        rounds: timed pairs.
+    """
+
+    layers: int = 6
+    hidden: int = 384
+    room: int = 1024
+    kv_tokens: int = 7680
+    long: int = 6000
+    long_new: int = 144
+    shorts: int = 40
+    short: int = 64
+    short_new: int = 256
+    rounds: int = 4
+
+    rows: ClassVar[tuple[int, ...]] = (39,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="longest_context",
+            unit="x",
+            statistic="ratio",
+            comparison=">=",
+            threshold=2.5,
+            baseline="a lone instance",
+            evidence="mechanism",
+            paper="contexts 2 to 19x longer",
+        ),
+        Metric.counted(
+            "longest_context_off", "<=", 0.0, "own and lent blocks", evidence="mechanism"
+        ),
+        Metric.counted("wrong_tokens", "<=", 0.0, "one engine", evidence="mechanism"),
+        Metric(
+            name="moved_bytes",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.02,
+            baseline="moving the keys and values",
+            evidence="mechanism",
+        ),
+        Metric.speedup(
+            "throughput", 1.2, _APART, evidence="mechanism", paper="1.03 to 2.4x throughput"
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "long", "long_new", "shorts", "short", "short_new"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.infinite_llm.{name}", value, expected="1 or more")
+        for name in ("room", "kv_tokens"):
+            value = getattr(self, name)
+            require(value >= 512, f"claim.infinite_llm.{name}", value, expected="512 or more")
+        require(self.rounds >= 2, "claim.infinite_llm.rounds", self.rounds, expected="2 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """The engine needs torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Measure contexts and count bytes; then, unless it is quick, time both."""
+        metrics: dict[str, Paired] = {}
+        details: dict[str, JsonValue] = {}
+        with ExitStack() as stack:
+            self._contexts(context, stack, metrics, details, quick=quick, lend=not as_baseline)
+        profile = ""
+        if not quick:
+            profile = self._throughput(context, metrics, details, as_baseline=as_baseline)
+        return Samples(metrics=metrics, details=details, profile=profile)
+
+    def _model(self, context: Context, *, quick: bool) -> Path:
+        from shoal.claims.experiments.infinite_llm_runs import model_of
+        from shoal.model import huggingface
+
+        where = context.work_dir / ("small" if quick else "model")
+        if not where.exists():
+            shape = (2, 128) if quick else (self.layers, self.hidden)
+            huggingface.write(where, model_of(*shape, context.seed))
+        return where
+
+    def _contexts(
+        self,
+        context: Context,
+        stack: ExitStack,
+        metrics: dict[str, Paired],
+        details: dict[str, JsonValue],
+        *,
+        quick: bool,
+        lend: bool,
+    ) -> None:
+        from shoal.claims.experiments import infinite_llm_runs as runs
+        from shoal.model import huggingface
+
+        where = self._model(context, quick=quick)
+        served = runs.job(where, 512 if quick else self.room)
+        if quick:
+            near = runs.Near(served, context.work_dir / f"near{lend}", lend=lend)
+            stack.callback(near.close)
+            own, lent, size, ledger = near.own, near.lent, near.ledger.block_size, near.ledger
+        else:
+            engine = stack.enter_context(runs.DistKVEngine(served, lend=lend))
+            own, lent = engine.capacity(0)
+            size, ledger = engine.block_size, engine.ledger
+        most = runs.longest(ledger, own, lent, 100 * own * size)
+        # Its last token is never kept.
+        made = runs.requests(context.seed, (most - 31, 32))
+        again = runs.requests(context.seed, (most - 31, 32))
+        ran = near.serve(made) if quick else runs.serve(engine, made)
+        want = runs.alone(huggingface.read(where), again)
+        wrong = sum(a != b for a, b in zip(ran.tokens[0], want[0], strict=True))
+        alone = own * size
+        kept = -(-own // 20)  # a twentieth of an instance is not lent
+        said = min(3 * own, own + 2 * (own - kept)) * size
+        stats = ran.stats
+        metrics["longest_context"] = Paired(method=(float(most),), baseline=(float(alone),))
+        metrics["longest_context_off"] = Paired(method=(float(abs(most - said)),))
+        metrics["wrong_tokens"] = Paired(method=(float(wrong),))
+        helped = stats["helped_tokens_total"] or 1.0
+        # Without lending every key and value would have to come here.
+        spared = stats["spared_bytes_total"] or 1.0
+        moved = stats["helped_bytes_total"] or 1.0
+        metrics["moved_bytes"] = Paired(method=(moved / helped,), baseline=(spared / helped,))
+        details["contexts"] = {
+            "longest_tokens": most,
+            "alone_tokens": alone,
+            "decode_tokens_with_help": stats["helped_tokens_total"],
+            "bytes_a_token": moved / helped,
+            "keys_and_values_a_token": spared / helped,
+            "blocks_moved": stats["blocks_moved"],
+        }
+
+    def _throughput(
+        self,
+        context: Context,
+        metrics: dict[str, Paired],
+        details: dict[str, JsonValue],
+        *,
+        as_baseline: bool,
+    ) -> str:
+        ours, apart = context.remember("runs", lambda: self._timed(context, details))
+        taken = apart if as_baseline else ours
+        metrics["throughput"] = Paired(
+            method=tuple(one.seconds for one in taken),
+            baseline=tuple(one.seconds for one in apart),
+        )
+        names = ("preemptions_total", "steps_total", "step_seconds_total", "blocks_moved")
+        told = []
+        for name, runs in (("lending", ours), ("apart", apart)):
+            details[name] = {
+                "seconds": [round(one.seconds, 3) for one in runs],
+                "tokens_per_s": [round(one.rate, 1) for one in runs],
+                **{key: [round(one.stats.get(key, 0.0), 3) for one in runs] for key in names},
+            }
+            first = runs[0]
+            told.append(
+                f"{name}: {first.seconds:.1f} s, {first.stats['preemptions_total']:.0f} requests "
+                f"gave way, {first.stats['tokens_computed_total']:.0f} tokens computed for "
+                f"{sum(map(len, first.tokens))} new ones"
+            )
+        return "; ".join(told)
+
+    def _timed(
+        self, context: Context, details: dict[str, JsonValue]
+    ) -> tuple[list[Ran], list[Ran]]:
+        from shoal.claims.experiments import infinite_llm_runs as runs
+        from shoal.core.measure import check_quiet
+
+        where = self._model(context, quick=False)
+        served = runs.job(where, self.kv_tokens)
+        shapes = [(self.short, self.short_new)] * self.shorts
+        shapes.append((self.long, self.long_new))
+        ours: list[Ran] = []
+        apart: list[Ran] = []
+        check_quiet(wait_s=60.0)
+        with runs.DistKVEngine(served) as lending, runs.DistKVEngine(served, lend=False) as others:
+            for turn in range(self.rounds):
+                context.progress("throughput", 0.3 + 0.6 * turn / self.rounds)
+                pair = [(ours, lending), (apart, others)]
+                for found, engine in pair if turn % 2 == 0 else reversed(pair):
+                    found.append(runs.serve(engine, runs.requests(context.seed + turn, *shapes)))
+        context.progress("tensor parallel", 0.95)
+        split = runs.job(where, 3 * self.kv_tokens, kv="paged", parallel={"tp": 3})
+        ran = runs.ranked(split, runs.requests(context.seed, *shapes))
+        details["tensor_parallel"] = {"seconds": ran.seconds, "tokens_per_s": ran.rate}
+        same = [
+            sum(a == b for a, b in zip(one.tokens, other.tokens, strict=True))
+            for one, other in zip(ours, apart, strict=True)
+        ]
+        details["requests_with_equal_tokens"] = [*same]
+        return ours, apart

@@ -1,0 +1,239 @@
+"""What claim [39] Infinite-LLM runs: instances that lend each other memory, or do not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.core.errors import ServeError
+from shoal.core.random import generator
+from shoal.ir import Request, SamplingParams, ServeJob
+from shoal.plan.batching.ledger import Beat, Ledger
+from shoal.serve.distkv import DistKVEngine, EvenCost
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Transformer
+    from shoal.serve.engine import Engine
+
+__all__ = [
+    "DistKVEngine",
+    "Near",
+    "Ran",
+    "alone",
+    "job",
+    "longest",
+    "model_of",
+    "ranked",
+    "requests",
+    "serve",
+    "served_apart",
+]
+
+_VOCAB = 4096
+
+
+def model_of(layers: int, hidden: int, seed: int) -> Transformer:
+    """Random weights, logits well apart, room for long contexts."""
+    from shoal.model.config import ModelConfig
+    from shoal.model.initialise import init_weights
+    from shoal.model.transformer import Transformer
+
+    config = ModelConfig(
+        family="llama",
+        vocab_size=_VOCAB,
+        hidden=hidden,
+        num_layers=layers,
+        num_heads=hidden // 64,
+        num_kv_heads=max(1, hidden // 128),
+        head_dim=64,
+        ffn_hidden=3 * hidden,
+        max_position=16384,
+        initializer_range=0.1,
+        tied=True,
+    )
+    model = Transformer(config)
+    init_weights(model, seed=seed)
+    return model
+
+
+def job(model: Path, kv_tokens: int, **changes: Any) -> ServeJob:
+    """Three instances, a thread each; nothing is found in a cache."""
+    fields = {
+        "model": str(model),
+        "precision": "fp32",
+        "threads": 1,
+        "kv": {"name": "distributed", "instances": 3, "prefix_reuse": False},
+        "kv_tokens": kv_tokens,
+        "max_running": 64,
+        "max_step_tokens": 512,
+    }
+    return ServeJob.model_validate({**fields, **changes})
+
+
+def requests(seed: int, *shapes: tuple[int, int]) -> list[Request]:
+    """Requests of so many random prompt tokens and new ones."""
+    made = []
+    for number, (length, new) in enumerate(shapes):
+        source = generator(seed, purpose="infinite_llm", index=number)
+        prompt = source.integers(0, _VOCAB, length).tolist()
+        made.append(Request(f"r{number}", prompt, length, SamplingParams(max_tokens=new)))
+    return made
+
+
+def longest(ledger: Ledger, own: int, lent: int, limit: int) -> int:
+    """Most tokens that a request may keep in the caches, as requests are let in or refused."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            ledger.require_room("probe", middle, own, lent)
+            low = middle
+        except ServeError:
+            high = middle - 1
+    return low
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What serving some requests gave.
+
+    Args:
+        seconds: from the first to the last.
+        tokens: new ones of each.
+        stats: counters of all instances afterwards, less those of before.
+    """
+
+    seconds: float
+    tokens: list[list[int]]
+    stats: dict[str, float]
+
+    @property
+    def rate(self) -> float:
+        """New tokens per s."""
+        return sum(map(len, self.tokens)) / self.seconds
+
+
+def serve(engine: DistKVEngine, made: Sequence[Request]) -> Ran:
+    """All requests at once, until the last has ended."""
+    before = engine.stats()
+    began = time.perf_counter()
+    for request in made:
+        engine.add(request)
+    while engine.num_open:
+        engine.step(1.0)
+    seconds = time.perf_counter() - began
+    after = engine.stats()
+    told = engine.told()
+    if told or engine.losses:
+        raise ServeError(f"requests were refused or instances lost: {told} {engine.losses}")
+    moved = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return Ran(seconds, [one.tokens[one.n_prompt :] for one in made], moved)
+
+
+def served_apart(engine: Engine, made: Sequence[Request]) -> Ran:
+    """The same by one engine, such as one of ranks."""
+    began = time.perf_counter()
+    for request in made:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    tokens = [one.tokens[one.n_prompt :] for one in made]
+    return Ran(time.perf_counter() - began, tokens, dict(engine.stats()))
+
+
+def alone(model: Transformer, made: Sequence[Request]) -> list[list[int]]:
+    """The tokens of one engine that has room for all."""
+    from shoal.serve.build import engine_of, prepare
+
+    room = sum(len(one.tokens) + one.params.max_tokens + 16 for one in made)
+    single = ServeJob.model_validate(
+        {"model": "random", "precision": "fp32", "threads": 1, "kv_tokens": room}
+    )
+    engine, _, _ = engine_of(single, prepare(single, model))
+    return served_apart(engine, made).tokens
+
+
+def ranked(split: ServeJob, made: Sequence[Request]) -> Ran:
+    """The same by an engine of tensor-parallel ranks."""
+    from shoal.model import huggingface
+    from shoal.serve.workers import ranked_engine
+
+    engine = ranked_engine(split, huggingface.read_config(Path(split.model)))
+    try:
+        return served_apart(engine, made)
+    finally:
+        engine.close()
+
+
+class _Said:
+    """What stands at the other end of an instance in this process."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.messages.append(dict(message))
+
+
+class Near:
+    """Instances in this process, for counts: their blocks and queries go over sockets as ever.
+
+    Args:
+        served: what, by how many.
+        directory: for their sockets.
+        lend: False for each on its own.
+    """
+
+    def __init__(self, served: ServeJob, directory: Path, *, lend: bool = True) -> None:
+        from shoal.serve.distkv_instance import Instance
+
+        directory.mkdir(parents=True, exist_ok=True)
+        words = {"job": served.model_dump(mode="json", exclude_none=True)}
+        count = int(served.kv.options["instances"])
+        self.instances = []
+        for number in range(count):
+            start = {**words, "instance": number, "directory": str(directory)}
+            self.instances.append(Instance(start, _Said()))  # type: ignore[arg-type]
+        self.lend = lend
+        own = self.instances[0].kv
+        self.own, self.lent = own.num_blocks, 0
+        if lend:
+            paths = [[one.number, str(directory / f"lender{one.number}")] for one in self.instances]
+            self.lent = (count - 1) * (own.num_blocks - own.watermark)
+            for one in self.instances:
+                others = [pair for pair in paths if pair[0] != one.number]
+                one.handle({"kind": "peers", "paths": others})
+                one.handle({"kind": "room", "blocks": self.lent})
+        self.ledger = Ledger(count, own.block_size, EvenCost())
+
+    def serve(self, made: Sequence[Request]) -> Ran:
+        """All by the first instance, which borrows from the others."""
+        engine = self.instances[0].engine
+        assert engine is not None
+        began = time.perf_counter()
+        for request in made:
+            engine.scheduler.add(request)
+        while engine.busy:
+            engine.step()
+            if self.lend:
+                self.advise()
+        tokens = [one.tokens[one.n_prompt :] for one in made]
+        return Ran(time.perf_counter() - began, tokens, engine.stats())
+
+    def close(self) -> None:
+        """Leave no socket open."""
+        for one in self.instances:
+            one.close()
+
+    def advise(self) -> None:
+        """What the ledger proposes."""
+        for one in self.instances:
+            assert one.engine is not None
+            beat: Beat = one.engine.beat()
+            self.ledger.beat(beat, 0.0)
+        for debt in self.ledger.loans():
+            loans = [[debt.creditor, debt.blocks]]
+            self.instances[debt.debtor].handle({"kind": "loans", "loans": loans})

@@ -1,0 +1,256 @@
+"""Who owes whom how many blocks, and who should lend to whom: advice, not orders.
+
+Each instance says at times how it is (:class:`Beat`). From that the ledger keeps the debts, and
+proposes loans: the instance that gains most throughput by room, and the lenders that lose least
+by attending for it, as long as the sum improves. What it knows may be old. So a lender may refuse
+what was proposed, and nobody holds a lock; the debtor's next word corrects the ledger.
+
+Nothing here reads a clock: ``now`` is an argument.
+
+Source: Lin et al., Infinite-LLM, 2024, sections 4.2 and 4.3 (gManager, debt ledger, placement).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from shoal.core.errors import ServeError
+from shoal.ir import StepCost
+
+__all__ = ["Beat", "Debt", "Ledger", "throughput"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """How an instance is.
+
+    Args:
+        instance: which.
+        lendable: blocks that it would lend now.
+        short: blocks that its next request lacks; 0 if nobody waits for room.
+        waiting: tokens of that request.
+        ahead: blocks that those that run will soon lack.
+        contexts: tokens of each request that runs.
+        borrowed: creditor -> blocks of it that this one has.
+        node: instances of the same node are preferred.
+    """
+
+    instance: int
+    lendable: int = 0
+    short: int = 0
+    waiting: int = 0
+    ahead: int = 0
+    contexts: tuple[int, ...] = ()
+    borrowed: Mapping[int, int] = field(default_factory=dict)
+    node: str = ""
+
+
+class Debt(NamedTuple):
+    """Blocks that one instance has of another, or should have, or should give back."""
+
+    debtor: int
+    creditor: int
+    blocks: int
+
+
+def throughput(cost: StepCost, contexts: Sequence[int], attended: int = 0) -> float:
+    """Tokens per s of an instance that generates for requests of these contexts.
+
+    Args:
+        cost: of its steps.
+        contexts: tokens of each request.
+        attended: tokens that others ask it to attend to in every step, too.
+    """
+    if not contexts:
+        return 0.0
+    first, *others = contexts
+    return len(contexts) / cost.seconds([(first + attended, 1), *((one, 1) for one in others)])
+
+
+class Ledger:
+    """The books of all debts, and advice on new ones.
+
+    Args:
+        instances: numbered from 0; a lender without requests is one of them.
+        block_size: tokens of a block.
+        cost: seconds of a step, the same on all.
+        timeout_s: s of silence after which an instance is lost.
+        max_lenders: most lenders of one loan.
+    """
+
+    def __init__(
+        self,
+        instances: int,
+        block_size: int,
+        cost: StepCost,
+        *,
+        timeout_s: float = 10.0,
+        max_lenders: int = 4,
+    ) -> None:
+        self.block_size, self.cost = block_size, cost
+        self.timeout_s, self.max_lenders = timeout_s, max_lenders
+        self._beats = {number: Beat(instance=number) for number in range(instances)}
+        self._heard: dict[int, float] = {}
+
+    @property
+    def instances(self) -> Collection[int]:
+        """Those that are not lost."""
+        return self._beats.keys()
+
+    def beat(self, beat: Beat, now: float) -> None:
+        """An instance says how it is; who was lost stays lost."""
+        if beat.instance in self._beats:
+            self._beats[beat.instance] = beat
+            self._heard[beat.instance] = now
+
+    def silent(self, now: float) -> list[int]:
+        """Instances that have not been heard for too long; those never heard are just starting."""
+        return [one for one in self._beats if now - self._heard.get(one, now) > self.timeout_s]
+
+    def lose(self, instance: int) -> list[int]:
+        """Strike an instance out; its debtors, whose requests there are to be computed again."""
+        debtors = [debt.debtor for debt in self.debts if debt.creditor == instance]
+        self._beats.pop(instance, None)
+        return debtors
+
+    @property
+    def debts(self) -> list[Debt]:
+        """All debts between instances that are not lost."""
+        return [
+            Debt(debtor, creditor, blocks)
+            for debtor, beat in self._beats.items()
+            for creditor, blocks in sorted(beat.borrowed.items())
+            if blocks and creditor in self._beats
+        ]
+
+    def balances(self) -> dict[int, int]:
+        """What each has lent less what it has borrowed; they add up to nothing."""
+        found = dict.fromkeys(self._beats, 0)
+        for debt in self.debts:
+            found[debt.debtor] -= debt.blocks
+            found[debt.creditor] += debt.blocks
+        return found
+
+    def require_room(self, request: str, n_tokens: int, own: int, lent: int) -> None:
+        """Refuse a request that not all memory together holds.
+
+        Args:
+            request: its id.
+            n_tokens: most that it ever keeps.
+            own: blocks of its instance.
+            lent: blocks that others would lend it.
+
+        Raises:
+            ServeError: it says how many blocks are missing.
+        """
+        need = -(-n_tokens // self.block_size)
+        if need > own + lent:
+            raise ServeError(
+                f"request {request}: {n_tokens} tokens to keep in the cache need {need} blocks: "
+                f"expected at most {own + lent}, the {own} of its instance and {lent} that others "
+                f"lend; {need - own - lent} blocks are missing: shorten it, or serve with more "
+                "kv_tokens or more instances"
+            )
+
+    def proposed(self, debtor: int) -> None:
+        """A loan was proposed: until the debtor's next word it wants no more."""
+        beat = self._beats[debtor]
+        self._beats[debtor] = replace(beat, short=0, ahead=0)
+
+    def recalls(self) -> list[Debt]:
+        """Debts to end, so that nobody both lends and borrows.
+
+        It can come to that when two act on old news. Of such an instance's loans as many blocks
+        are called back as it has borrowed itself; the smallest loans first.
+        """
+        found = []
+        for instance, beat in self._beats.items():
+            excess = sum(beat.borrowed.values())
+            loans = sorted(
+                (debt for debt in self.debts if debt.creditor == instance),
+                key=lambda debt: debt.blocks,
+            )
+            for debt in loans:
+                if excess <= 0:
+                    break
+                found.append(debt)
+                excess -= debt.blocks
+        # Of two that owe each other only one need give back.
+        pairs: set[frozenset[int]] = set()
+        kept = []
+        for debt in sorted(found, key=lambda debt: debt.blocks):
+            pair = frozenset((debt.debtor, debt.creditor))
+            if pair not in pairs:
+                pairs.add(pair)
+                kept.append(debt)
+        return kept
+
+    def loans(self) -> list[Debt]:
+        """Loans to propose now, the one that gains most throughput first."""
+        beats = self._beats
+        free = {one: beat.lendable for one, beat in beats.items()}
+        attended = dict.fromkeys(beats, 0)
+        for debt in self.debts:
+            attended[debt.creditor] += debt.blocks * self.block_size
+        lending = {debt.creditor for debt in self.debts}
+        wanting = [
+            (self._gain(beat), beat)
+            for beat in beats.values()
+            if beat.short + beat.ahead and beat.instance not in lending
+        ]
+        wanting.sort(key=lambda pair: (-pair[0], pair[1].instance))
+        found: list[Debt] = []
+        for gain, beat in wanting:
+            # Who will borrow in this round does not lend in it.
+            others = {one: left for one, left in free.items() if one != beat.instance and left}
+            chosen = self._cheapest(beat, others, attended)
+            need = beat.short + beat.ahead
+            if sum(debt.blocks for debt in chosen) < (beat.short or 1):
+                continue  # even all together do not let the next one in
+            worse = sum(self._worse(debt, attended[debt.creditor]) for debt in chosen)
+            if need and gain > worse:
+                for debt in chosen:
+                    free[debt.creditor] -= debt.blocks
+                    attended[debt.creditor] += debt.blocks * self.block_size
+                free[beat.instance] = 0
+                found += chosen
+        return found
+
+    def _gain(self, beat: Beat) -> float:
+        """Tokens per s more by one more request, of which the loan's part is attended elsewhere.
+
+        Room for those that run is worth any price: who gives way is computed again.
+        """
+        if not beat.short:
+            return math.inf
+        here = max(1, beat.waiting - beat.short * self.block_size)
+        return throughput(self.cost, (*beat.contexts, here)) - throughput(self.cost, beat.contexts)
+
+    def _worse(self, debt: Debt, attended: int) -> float:
+        """Tokens per s that a lender loses by a loan."""
+        contexts = self._beats[debt.creditor].contexts
+        more = attended + debt.blocks * self.block_size
+        before = throughput(self.cost, contexts, attended)
+        return before - throughput(self.cost, contexts, more)
+
+    def _cheapest(
+        self, beat: Beat, free: Mapping[int, int], attended: Mapping[int, int]
+    ) -> list[Debt]:
+        """Lenders for what an instance wants: near ones first, then those that lose least."""
+        left, chosen = beat.short + beat.ahead, []
+        known = {one for one, blocks in beat.borrowed.items() if blocks}
+
+        def rank(one: int) -> tuple[bool, bool, float, int]:
+            offer = Debt(beat.instance, one, min(left, free[one]))
+            share = self._worse(offer, attended[one]) / offer.blocks
+            return self._beats[one].node != beat.node, one not in known, share, one
+
+        for one in sorted(free, key=rank)[: self.max_lenders]:
+            if left <= 0:
+                break
+            chosen.append(Debt(beat.instance, one, min(left, free[one])))
+            left -= chosen[-1].blocks
+        return chosen
