@@ -6,10 +6,10 @@ while there is work), runs one step, and sends what the step gave, again and aga
 its parent does.
 
 Messages in: ``start`` (factory, job), ``add`` (id, tokens, params, priority, adapter, salt,
-fork_of), ``abort`` (id), ``ping`` (number). Messages out: ``ready`` (what the model is), ``outputs``,
-``refused`` (a request that cannot be served, with the reason), ``vector`` (of a text), ``began``
-(ids, and when their first step began), ``pong`` (number, stats), ``failed`` (why the process
-ends).
+fork_of), ``abort`` (id), ``ping`` (number). Messages out: ``ready`` (what the model is),
+``outputs``, ``refused`` (a request that cannot be served, with the reason), ``vector`` (of a
+text), ``began`` (ids, and when their first step began), ``pong`` (number, stats), ``failed`` (why
+the process ends).
 """
 
 from __future__ import annotations
