@@ -308,7 +308,9 @@ def simulate_ahead(
             seen.busy_s += result.seconds / stages
             under_way.append((end, step, result))
         if not under_way:
-            now = max(now, arrivals[place].at)
+            if place == len(arrivals):
+                break
+            now = arrivals[place].at
             continue
         # Whoever comes while steps are under way may join the next one, if there is room for one.
         soon = arrivals[place].at if place < len(arrivals) else math.inf
