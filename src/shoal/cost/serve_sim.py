@@ -97,10 +97,12 @@ class Simulation:
     Args:
         served: every request, in the order of arrival.
         steps: every step.
+        engines: that served side by side.
     """
 
     served: list[Served] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    engines: int = 1
 
     def quantities(self) -> dict[str, float]:
         """See :func:`quantities`."""

@@ -22,6 +22,7 @@ from shoal.cost.rates import Rates
 from shoal.cost.serve_sim import Simulation, simulate
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.fitted import Fitted
+from shoal.cost.step_cost.lent import Lent
 from shoal.cost.step_cost.roofline import (
     BYTES,
     Roofline,
@@ -43,6 +44,8 @@ from shoal.ir import (
     ServePlan,
     StepCost,
 )
+from shoal.plan.batching.distributed import Distributed
+from shoal.plan.lending import simulate_lending
 
 __all__ = [
     "alternatives",
@@ -65,6 +68,8 @@ RUNTIME_BYTES = {"cpu": 0.45e9, "gpu": 1.5e9}
 SPREAD = {"declared": 0.6, "emulated": 0.6, "probed": 0.4, "fitted": 0.1}
 # Positions below which it is not worth serving a model that has more.
 SHORTEST = 512
+# A message to a process of the same host and its answer, s.
+HOP_S = 1e-4
 # Beyond this share of the time in steps the server is never idle.
 BUSY = 0.95
 
@@ -249,6 +254,8 @@ def plan_serve(
     link = host_link(machine, shape, precision, _block_size(job))
 
     def simulated(cost: StepCost) -> Simulation:
+        if concrete.kv.name == "distributed":
+            return _lending(concrete, cost, arrivals, link)
         scheduler = build_scheduler(concrete, link=link, cost=cost)
         return simulate(scheduler, cost, arrivals, link=link)
 
@@ -274,6 +281,25 @@ def plan_serve(
         why=_why(concrete, estimate, seen, arrivals, memory, most),
         notes=(sentence(arrivals, seed=job.seed), *_seen(concrete, seen), *notes),
     )
+
+
+def _lending(
+    job: ServeJob, cost: StepCost, arrivals: Sequence[Arrival], link: HostLink
+) -> Simulation:
+    """Instances that lend each other memory, each with ``kv_tokens`` of its own."""
+    part = table("kv").build(job.kv, where="kv")
+    assert isinstance(part, Distributed)
+    assert job.kv_tokens is not None
+    assert job.max_position is not None
+    limits = Limits(
+        max_running=job.max_running,
+        max_step_tokens=job.max_step_tokens,
+        max_position=job.max_position,
+    )
+    block_s = link.copy_s + link.block_bytes / link.bytes_per_s
+    lent = Lent(cost=cost, layers=link.layers, hop_s=HOP_S, block_s=block_s)
+    scheduler = table("scheduler").build(job.scheduler, where="scheduler")
+    return simulate_lending(part, job.kv_tokens, scheduler, limits, lent, arrivals)
 
 
 def _memory(
@@ -409,7 +435,7 @@ def _why(
 ) -> str:
     """What binds, in a sentence."""
     served = seen.quantities()
-    busy = sum(step.seconds for step in seen.steps) / served["total_s"]
+    busy = sum(step.seconds for step in seen.steps) / served["total_s"] / seen.engines
     room = f"{sum(memory.values()) / 1e9:.1f} of {most / 1e9:.1f} GB are filled"
     bound = (
         f"{_BOUND[estimate.bound]} binds a decode step of {estimate.tokens:.0f} requests, "
