@@ -110,7 +110,7 @@ def operations(scheduler: Any, kv: Any, preempt: Any, count: int, seed: int) -> 
             check(built)
         if draw.random() < 0.1 and built.running:
             victim = draw.choice(list(built.running.values()))
-            built._preempt(victim)
+            built.lose(victim)
             preempted += 1
             check(built)
         step = built.plan(float(number))
@@ -228,7 +228,7 @@ def test_a_request_that_comes_back_sends_only_what_is_new() -> None:
     sent = []
     for turn in range(12):
         if turn in (3, 6, 7):
-            built._preempt(one)
+            built.lose(one)
         step = built.plan(0.0)
         sent += [(t.kind, sum(c.num_blocks for c in t.copies)) for t in step.transfers]
         built.commit(step, memory.execute(step), 0.0)
@@ -294,7 +294,7 @@ def test_auto_takes_what_is_faster() -> None:
         for _ in range(3):
             step = built.plan(0.0)
             built.commit(step, memory.execute(step), 0.0)
-        built._preempt(one)
+        built.lose(one)
         return len(built.plan(0.0).transfers)
 
     assert sent() == 2

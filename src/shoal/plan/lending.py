@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.core.errors import ServeError, require
-from shoal.cost.serve_sim import Predicted, Served, quantities, request_of
+from shoal.cost.serve_sim import Predicted, Served, Simulation, StepRecord, request_of
 from shoal.cost.step_cost.lent import Lent
 from shoal.ir import Arrival, KVManager, Limits, Request, Scheduler, SchedulerPart, Step
 from shoal.plan.batching.borrowing import Borrower
@@ -29,26 +29,20 @@ _PAUSE_S = 2e-3
 
 
 @dataclass
-class LendingSimulation:
-    """What a simulation saw.
+class LendingSimulation(Simulation):
+    """What a simulation saw; ``served`` are requests that were let in.
 
     Args:
-        served: every request that was let in, in the order of arrival.
         refused: ids of those that all memory together would not hold.
         blocks_moved: copies to lenders.
         helped_tokens: tokens that were generated with parts of their contexts elsewhere.
         tokens_computed: tokens of all steps, those computed again too.
     """
 
-    served: list[Served] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     blocks_moved: int = 0
     helped_tokens: int = 0
     tokens_computed: int = 0
-
-    def quantities(self) -> dict[str, float]:
-        """See :func:`~shoal.cost.serve_sim.quantities`."""
-        return quantities(self.served)
 
 
 class _Instance:
@@ -245,8 +239,14 @@ def _run(world: _World, arrivals: Sequence[Arrival], limits: Limits) -> None:
             world.advise(now)
             planned, waited = world.plan(one, now)
             if planned.chunks:
-                world.seen.tokens_computed += planned.num_tokens
-                push(now + waited + world.seconds(one, planned), who, planned)
+                tokens, preempted = planned.num_tokens, len(planned.preempted)
+                seconds = waited + world.seconds(one, planned)
+                world.seen.tokens_computed += tokens
+                world.seen.steps.append(
+                    StepRecord(now, seconds, len(planned.chunks), tokens, preempted)
+                )
+                world.seen.busy_s += seconds / len(world.instances)
+                push(now + seconds, who, planned)
             elif one.busy and (one.flights or any(other.busy for other in world.instances)):
                 push(max(now + _PAUSE_S, events[0][0] if events else now), who)
             else:

@@ -24,6 +24,7 @@ from shoal.cost.serve_fleet import Instance, simulate_fleet
 from shoal.cost.serve_sim import Simulation, simulate, simulate_ahead
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.fitted import Fitted
+from shoal.cost.step_cost.lent import Lent
 from shoal.cost.step_cost.roofline import BYTES, Roofline
 from shoal.cost.step_cost.sharded import Sharded
 from shoal.cost.workloads.describe import sentence
@@ -42,6 +43,8 @@ from shoal.ir import (
 )
 from shoal.plan.batching.ahead import Ahead, Open
 from shoal.plan.batching.balanced import Balanced
+from shoal.plan.batching.distributed import Distributed
+from shoal.plan.lending import simulate_lending
 from shoal.plan.serving_choices import check_split, splits
 from shoal.plan.serving_memory import (
     FILL,
@@ -67,6 +70,8 @@ __all__ = [
 SPREAD = {"declared": 0.6, "emulated": 0.6, "probed": 0.4, "fitted": 0.1}
 # Positions below which it is not worth serving a model that has more.
 SHORTEST = 512
+# A message to a process of the same host and its answer, s.
+HOP_S = 1e-4
 # Beyond this share of the time in steps the server is never idle.
 BUSY = 0.95
 
@@ -190,6 +195,8 @@ def foretell(
     """
     link = host_link(machine, resolve(job.model), job.precision, block_size(job))
     split = job.parallel
+    if job.kv.name == "distributed":
+        return _lending(job, cost, arrivals, link)
     if job.replicas > 1:
         balancer = table("balancer").build(job.balancer, where="balancer").build()
         replicas = [Instance(build_scheduler(job, cost=cost), cost) for _ in range(job.replicas)]
@@ -316,6 +323,25 @@ def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], Shard
         return Sharded(roofline, tp, pp, inside)
 
     return cost
+
+
+def _lending(
+    job: ServeJob, cost: StepCost, arrivals: Sequence[Arrival], link: HostLink
+) -> Simulation:
+    """Instances that lend each other memory, each with ``kv_tokens`` of its own."""
+    part = table("kv").build(job.kv, where="kv")
+    assert isinstance(part, Distributed)
+    assert job.kv_tokens is not None
+    assert job.max_position is not None
+    limits = Limits(
+        max_running=job.max_running,
+        max_step_tokens=job.max_step_tokens,
+        max_position=job.max_position,
+    )
+    block_s = link.copy_s + link.block_bytes / link.bytes_per_s
+    lent = Lent(cost=cost, layers=link.layers, hop_s=HOP_S, block_s=block_s)
+    scheduler = table("scheduler").build(job.scheduler, where="scheduler")
+    return simulate_lending(part, job.kv_tokens, scheduler, limits, lent, arrivals)
 
 
 def _threads(job: ServeJob, machine: Machine) -> int:
