@@ -70,14 +70,14 @@ class Tape:
         return bool(self._play(self._at, len(self._calls)) < 0)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what PyTorch is asked for, and gives tensors that stay where they are.
 
     What is not used any more serves the next of its size, as in every layer.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_Call] = []
         self.kept: list[object] = []
         self.foreign: str | None = None
