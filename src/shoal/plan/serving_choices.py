@@ -53,6 +53,8 @@ def alternatives(job: ServeJob, max_position: int | None = None) -> list[ServeJo
     found = []
     for scheduler in _choices("scheduler", job.scheduler.name):
         for kv in _choices("kv", job.kv.name):
+            if kv == "distributed" and kv != job.kv.name:
+                continue  # further engines with memory of their own are no choice for this one
             changes: dict[str, object] = {}
             if scheduler != job.scheduler.name:
                 changes["scheduler"] = scheduler

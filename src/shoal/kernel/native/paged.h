@@ -456,7 +456,7 @@ struct Work {
         total += (tiles[i].seen + kStep - 1) / kStep * step_cost(items.back());
       }
     // A thread that has less than some tens of microseconds to do is not worth its waking.
-    threads = std::clamp<int64_t>(total / 128, 1, threads);
+    threads = std::clamp<int64_t>(total / 32, 1, threads);
     for (Item& item : items)
       if (owner(item, 0) != owner(item, tiles[item.tile].chunks() - 1)) {
         item.place = kept;
