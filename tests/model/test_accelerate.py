@@ -56,6 +56,17 @@ def test_is_the_same_model(family, dtype):
     assert torch.allclose(logits(fast, rows=some), found[some], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [[22, 3], [0], []])
+def test_no_more_is_computed_than_the_rows_that_are_wanted(family, rows):
+    plain = model(family)
+    seen = []
+    plain.blocks[-1].mlp.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    found = logits(plain, rows=torch.tensor(rows, dtype=torch.int64))
+    assert seen == [len(rows)] * bool(rows)
+    assert torch.allclose(found, logits(plain)[rows], atol=1e-5)
+
+
 def test_wanted_backends_are_taken_and_equal():
     plain = model("qwen3")
     slow = accelerate(

@@ -247,10 +247,9 @@ class Attention(nn.Module):
         return mixed
 
     def flat(self, x_ND: Tensor, turn: Turn, mixer: Mixer) -> Tensor:
-        """Tokens of any sequences side by side; ``mixer`` knows what each of them sees."""
+        """What tokens of any sequences see [N, H d], before ``o_proj``; ``mixer`` knows it."""
         q, k, v = turn(self, self.qkv_proj(x_ND))
-        mixed: Tensor = self.o_proj(mixer(self.layer, q, k, v).reshape(len(x_ND), -1))
-        return mixed
+        return mixer(self.layer, q, k, v).reshape(len(x_ND), -1)
 
     def _project(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values."""

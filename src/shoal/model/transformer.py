@@ -68,11 +68,30 @@ class Block(nn.Module):
         return x + branch if drop is None else drop.add(x, branch, self.layer, site)
 
     def flat(
-        self, x_ND: Tensor, branch_ND: Tensor | None, turn: Turn, mixer: Mixer
+        self,
+        x_ND: Tensor,
+        branch_ND: Tensor | None,
+        turn: Turn,
+        mixer: Mixer,
+        rows_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The same for tokens of any sequences side by side; what is left to add comes last."""
+        """The same for tokens of any sequences side by side; what is left to add comes last.
+
+        Args:
+            x_ND: the stream; may change.
+            branch_ND: what is left to add to it.
+            turn: how queries and keys are rotated.
+            mixer: keeps the keys and values, and knows what each token sees.
+            rows_R: tokens that are needed further on; all, if not given. Of the others this block
+                needs no more than their keys and values.
+        """
         x_ND, normed = self.attention_norm.after(x_ND, branch_ND)
-        mixed = self.attention.flat(normed, turn, mixer)
+        seen = self.attention.flat(normed, turn, mixer)
+        if rows_R is not None:
+            x_ND, normed, seen = x_ND[rows_R], normed[rows_R], seen[rows_R]
+            if not len(rows_R):
+                return x_ND, x_ND
+        mixed = self.attention.o_proj(seen)
         if self.parallel:
             return x_ND, mixed + self.mlp(normed)
         x_ND, normed = self.mlp_norm.after(x_ND, mixed)
@@ -199,24 +218,30 @@ class Transformer(nn.Module):
         Returns:
             [R, D], in the dtype of the weights.
         """
-        return self.finished(*self.through(self.embed(tokens_N), position_N, mixer), rows_R)
+        return self.finished(*self.through(self.embed(tokens_N), position_N, mixer, rows_R))
 
     def through(
-        self, x_ND: Tensor, position_N: Tensor, mixer: Mixer
-    ) -> tuple[Tensor, Tensor | None]:
-        """Tokens side by side through all blocks; what is left to add comes last."""
+        self, x_ND: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens side by side through all blocks, of which there is one; what is left to add last.
+
+        Args:
+            x_ND: the stream; may change.
+            position_N: place of each token in its sequence.
+            mixer: keeps the keys and values, and knows what each token sees.
+            rows_R: tokens that are needed behind the blocks; all, if not given.
+        """
         branch_ND: Tensor | None = None
         turn = self.turn(position_N, x_ND.dtype)
-        for block in self.blocks:
-            x_ND, branch_ND = block.flat(x_ND, branch_ND, turn, mixer)  # type: ignore[operator]
+        last = len(self.blocks) - 1
+        for place, block in enumerate(self.blocks):
+            needed = rows_R if place == last else None
+            x_ND, branch_ND = block.flat(x_ND, branch_ND, turn, mixer, needed)  # type: ignore[operator]
+        assert branch_ND is not None
         return x_ND, branch_ND
 
-    def finished(
-        self, x_ND: Tensor, branch_ND: Tensor | None, rows_R: Tensor | None = None
-    ) -> Tensor:
-        """Normalised states [R, D] of the rows that are wanted, behind the last block."""
-        if rows_R is not None:
-            x_ND, branch_ND = x_ND[rows_R], None if branch_ND is None else branch_ND[rows_R]
+    def finished(self, x_ND: Tensor, branch_ND: Tensor) -> Tensor:
+        """Normalised states behind the last block."""
         _, normed = self.norm.after(x_ND, branch_ND)
         return normed
 

@@ -65,6 +65,7 @@ class Captured:
         self, model: Transformer, cache: PagedCache, attention: Ready, longest: int
     ) -> None:
         self._model, self._cache, self._attention = model, cache, attention
+        self._weight = model.weight  # a look-up of every module is saved in every step
         self._width = -(-longest // cache.block_size)
         self._seen: set[int] = set()
         self._inputs: dict[int, _Inputs] = {}
@@ -85,7 +86,7 @@ class Captured:
             self._seen.add(rows)
             return None
         if rows not in self._inputs:
-            self._inputs[rows] = _Inputs(rows, self._width, self._model.weight)
+            self._inputs[rows] = _Inputs(rows, self._width, self._weight)
         inputs = self._inputs[rows]
         inputs.write(chunks, self._cache.block_size)
         self._embed(inputs)
@@ -95,7 +96,7 @@ class Captured:
         return tape.result if tape.play() else None
 
     def _embed(self, inputs: _Inputs) -> None:
-        torch.index_select(self._model.weight, 0, inputs.fed[0], out=inputs.x_ND)
+        torch.index_select(self._weight, 0, inputs.fed[0], out=inputs.x_ND)
 
     def _record(self, inputs: _Inputs) -> Tensor:
         """Compute a step, and keep what was asked if that gives the same again."""

@@ -156,12 +156,12 @@ class PartModel:
             x_ND = self._table.look_up(tokens_N, sp=False)
         else:
             x_ND = self.boundary.take(self.ticket, len(tokens_N))
-        x_ND, branch_ND = self.local.through(x_ND, position_N, mixer)
+        needed = rows_R if self.boundary.last else None
+        x_ND, branch_ND = self.local.through(x_ND, position_N, mixer, needed)
         if not self.boundary.last:
-            assert branch_ND is not None
             self.boundary.send(self.ticket, x_ND + branch_ND)
             return None
-        return self.local.finished(x_ND, branch_ND, rows_R)
+        return self.local.finished(x_ND, branch_ND)
 
     def logits(self, hidden_RD: Tensor) -> Tensor | None:
         """Scores [R, V] on the first rank of the stage, of all ranks' rows of the vocabulary."""
