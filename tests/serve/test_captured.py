@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from shoal.core.native import cpu_flags  # noqa: E402
 from shoal.ir import SamplingParams  # noqa: E402
 from shoal.model.accelerate import accelerate  # noqa: E402
+from shoal.model.lowbit import LowBitLinear  # noqa: E402
 
 pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="kernels want AVX-512")
 
@@ -70,6 +71,30 @@ def test_the_same_tokens(family, dtype, fields, engines, serve_all):
     captured = records.runner._captured
     assert captured.reason == ""
     assert len(captured._tapes) >= 3
+
+
+@pytest.mark.parametrize("text", ["int8-channel", "int4-g32"])
+def test_weights_of_few_bits_too(text, random_model, engine_for, serve_all):
+    wanted = {"linear": "cpp", "linear_lowbit": "anybit"}
+
+    def engine():
+        model = random_model("llama", dtype=torch.bfloat16)
+        for block in model.blocks:
+            for owner, name in (
+                (block.attention, "qkv_proj"),
+                (block.attention, "o_proj"),
+                (block.mlp, "gate_up_proj"),
+                (block.mlp, "down_proj"),
+            ):
+                setattr(owner, name, LowBitLinear.from_linear(getattr(owner, name), text))
+        return engine_for(accelerate(model, wanted, positions=512), kernel=KERNELS)
+
+    records, plain = engine(), engine()
+    plain.runner._captured = None
+    prompts, params = asked()
+    assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
+    assert records.runner._captured.reason == ""
+    assert records.runner._captured._tapes
 
 
 def test_what_cannot_be_recorded_is_computed(engines, serve_all):

@@ -55,7 +55,7 @@ class Captured:
     """Scores of single tokens, by recorded steps of a model.
 
     Args:
-        model: whole, in this process.
+        model: whole, in this process; its weights stay where they are.
         cache: its own.
         attention: kernel of ``paged_attention`` for single tokens.
         longest: most tokens of a request.

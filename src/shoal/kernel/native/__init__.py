@@ -20,7 +20,7 @@ from typing import Any
 from shoal.core.measure import num_cores
 from shoal.core.native import build
 
-__all__ = ["FLAGS", "build_all", "function", "library", "recorded_by"]
+__all__ = ["FLAGS", "build_all", "declared", "function", "library", "recorded_by"]
 
 FLAGS = ("-fopenmp", "-ffp-contract=fast")
 
@@ -123,7 +123,11 @@ def function(name: str, symbol: str, arguments: str, result: str = "") -> Callab
             an array.
         result: the same, or empty.
     """
-    found = getattr(library(name), symbol)
+    return declared(getattr(library(name), symbol), arguments, result)
+
+
+def declared(found: Any, arguments: str, result: str = "") -> Callable[..., Any]:
+    """A function of C whose types are these, and of whose calls is told; see :func:`function`."""
     found.argtypes = [_TYPES[letter] for letter in arguments]
     found.restype = _TYPES[result] if result else None
     arrays = "a" in arguments

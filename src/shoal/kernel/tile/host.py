@@ -14,7 +14,6 @@ Computation, 2025, section 7; the recipe for AVX-512 is ours.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -219,16 +218,13 @@ def build_host(
     import torch  # noqa: F401 - brings the OpenMP runtime that the library shares
 
     from shoal.core.native import build
-    from shoal.kernel.native import FLAGS
+    from shoal.kernel.native import FLAGS, declared
 
     tiles = has_tiles() if tiles is None else tiles
     text = host_source(programs, unpack=unpack, tiles=tiles)
     library = build(text, name=f"tile-{name}", flags=FLAGS)
     out: dict[str, Callable[..., Any]] = {}
     for program in programs:
-        function = getattr(library, program.name)
-        function.argtypes = [ctypes.c_void_p] * len(program.pointers)
-        function.argtypes += [ctypes.c_int64] * len(program.scalars)
-        function.restype = None
-        out[program.name] = function
+        letters = "p" * len(program.pointers) + "l" * len(program.scalars)
+        out[program.name] = declared(getattr(library, program.name), letters)
     return out
