@@ -49,3 +49,24 @@ def test_a_tensor_is_no_view(shape: tuple[int, ...]) -> None:
     assert found.untyped_storage().nbytes() == found.numel() * 4
     found.fill_(2)
     assert float(found.sum()) == 2 * found.numel()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "large"),
+    [
+        (100, 0),
+        (1 << 20, 0),
+        (2 << 20, 2 << 20),
+        ((2 << 20) + 4096, 2 << 20),
+        (1024 * 2816 * 2, 6 << 20),
+        (5632 * 1024 * 2, 12 << 20),
+        (9 << 20, 10 << 20),
+        (5 << 20, 4 << 20),
+    ],
+)
+def test_large_pages_are_filled_but_for_a_little(nbytes: int, large: int) -> None:
+    assert pages.large_bytes(nbytes) == large
+    room = pages.room(nbytes)
+    assert len(room) == nbytes
+    assert room.data_ptr() % ((2 << 20) if large else 64) == 0
+    assert room.untyped_storage().nbytes() >= max(nbytes, large)

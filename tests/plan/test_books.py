@@ -28,6 +28,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "fcfs": [{}, {"chunked": False}],
     "fair": [{"policy": "uniform", "frequency": 0.3}],
     "paged": [{"block_size": 4}, {"block_size": 3, "prefix_reuse": False}],
+    "distributed": [{"block_size": 4}],
     "blockgroups": [{"block_size": 4, "init": 4}],
     "contiguous": [{"block_size": 4}],
     "slots": [{"block_size": 4, "max_len": 40}],
@@ -63,6 +64,7 @@ class Books:
             books, LIMITS, host_tokens=host, link=LINK, cost=COST
         )
         self.built: Any = SCHEDULERS.build(scheduler).build(books, LIMITS, preemption)
+        self.calm = scheduler["name"] in CALM
         self.memory = Memory(books.block_size, seed)
         self.stems = [[self.draw.randrange(9) for _ in range(20)] for _ in range(3)]
         self.ended: list[list[int]] = []
@@ -104,8 +106,8 @@ class Books:
 
     def preempt(self) -> None:
         """Take the cache of somebody who did not expect it."""
-        if self.built.running and hasattr(self.built, "_preempt"):
-            self.built._preempt(self.draw.choice(list(self.built.running.values())))
+        if self.built.running and not self.calm:
+            self.built.lose(self.draw.choice(list(self.built.running.values())))
             self.preempted += 1
             self.check()
 
@@ -175,7 +177,7 @@ def test_ten_thousand_random_operations(names: tuple[str, str, str]) -> None:
     scheduler, kv, _ = names
     preempts = scheduler not in CALM
     assert (seen["preempted"] > 10) == preempts
-    assert (seen["prefix_hit_tokens"] > 100) == (kv == "paged")
+    assert (seen["prefix_hit_tokens"] > 100) == (kv in ("paged", "distributed"))
     if kv == "paged":
         assert (seen["forks"] > 10) == preempts
         assert (seen["blocks_copied"] > 5) == preempts

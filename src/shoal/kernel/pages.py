@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["empty", "mapped", "populate", "room", "until_gone"]
+__all__ = ["empty", "large_bytes", "mapped", "populate", "room", "until_gone"]
 
 _PAGE, _LINE = 2 << 20, 64
 
@@ -32,20 +32,27 @@ def _advise() -> Callable[[int, int, int], int] | None:
     return function
 
 
+def large_bytes(nbytes: int) -> int:
+    """Bytes of the large pages for so many bytes: the last one too, if little of it is left over."""
+    rest = -nbytes % _PAGE
+    return nbytes + rest if rest <= nbytes // 8 else nbytes // _PAGE * _PAGE
+
+
 def room(nbytes: int) -> Tensor:
     """Memory for what is written once and then read from its first byte to its last, uint8.
 
-    A wish: where the system does not grant large pages, nothing changes but speed. What does
-    not fill one begins with a line of the cache, and lies where it may.
+    A wish: where the system does not grant large pages, nothing changes but speed. What fills
+    none begins with a line of the cache, and lies where it may.
     """
     import torch
 
-    unit = _PAGE if nbytes >= _PAGE else _LINE
-    whole = torch.empty(nbytes + unit, dtype=torch.uint8)
+    large = large_bytes(nbytes)
+    unit = _PAGE if large else _LINE
+    whole = torch.empty(max(nbytes, large) + unit, dtype=torch.uint8)
     first = -whole.data_ptr() % unit
     advise = _advise()
-    if advise is not None and nbytes >= _PAGE:
-        advise(whole.data_ptr() + first, nbytes // _PAGE * _PAGE, mmap.MADV_HUGEPAGE)
+    if advise is not None and large:
+        advise(whole.data_ptr() + first, large, mmap.MADV_HUGEPAGE)
     return whole[first : first + nbytes]
 
 
