@@ -33,7 +33,7 @@ def _advise() -> Callable[[int, int, int], int] | None:
 
 
 def large_bytes(nbytes: int) -> int:
-    """Bytes of the large pages for so many bytes: the last one too, if little of it is left over."""
+    """Bytes of the large pages for so many bytes: the last one too, if they nearly fill it."""
     rest = -nbytes % _PAGE
     return nbytes + rest if rest <= nbytes // 8 else nbytes // _PAGE * _PAGE
 
