@@ -312,6 +312,7 @@ class Creditor:
             raise LenderLostError(instance, str(cause)) from cause
         self.stream = Stream(connection)
         self._planned: object = None
+        self._due = 0  # answers that were asked for and not fetched
         try:
             self._say({"instance": own, "form": form})
             self._hear()
@@ -342,11 +343,13 @@ class Creditor:
 
     def ask(self, layer: int, q_NHd: Tensor) -> None:
         """Send the queries of a layer; the answer is fetched by :meth:`answer`."""
+        self._settle()
         view = raw(q_NHd)
         try:
             self.stream.send(_ATTEND, layer, view)
         except OSError as cause:
             raise LenderLostError(self.instance, str(cause)) from cause
+        self._due += 1
         self.stream.bytes_out += view.nbytes
 
     def answer(self, record: Tensor) -> None:
@@ -361,6 +364,7 @@ class Creditor:
             self.stream.fill(view)
         except (EOFError, OSError, ServeError) as cause:
             raise LenderLostError(self.instance, str(cause)) from cause
+        self._due -= 1
         self.stream.bytes_in += view.nbytes
 
     def put(self, cache: PagedCache, blocks: Sequence[int], targets: Sequence[int]) -> int:
@@ -386,7 +390,18 @@ class Creditor:
         except OSError as cause:
             raise LenderLostError(self.instance, str(cause)) from cause
 
+    def _settle(self) -> None:
+        """Read past answers that nobody fetched: a step ended when another lender was lost."""
+        try:
+            for _ in range(self._due):
+                _, _, size = self.stream.head()
+                self.stream.take(size)
+        except (EOFError, OSError, ServeError) as cause:
+            raise LenderLostError(self.instance, str(cause)) from cause
+        self._due = 0
+
     def _hear(self) -> dict[str, Any]:
+        self._settle()
         try:
             words = self.stream.hear()
         except (EOFError, OSError) as cause:

@@ -83,7 +83,8 @@ class Packed:
         self._longest = max(len(prompt) for prompt in prompts)
         self._cache = PagedCache(model.config, len(prompts), self._longest)
         self._rows: list[int] = []
-        for block in model.blocks:
+        # The last block goes on with the rows that are wanted, padded or not.
+        for block in model.blocks[:-1]:
             for module in block.modules():
                 if isinstance(module, DispatchedLinear):
                     module.register_forward_hook(self._count)
