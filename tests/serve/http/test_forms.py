@@ -131,13 +131,18 @@ def test_calls_that_a_model_chose_to_make(openai_client):
     assert (call.function.name, call.function.arguments) == ("time", '{"zone": "é"}')
     assert "Let me see. " in choice.message.content
     assert '{"name": NAME' in choice.message.content  # is no call
-    texts, names = [], []
+    texts, made = [], {}
     for chunk in openai_client.chat.completions.create(stream=True, **options):
         delta = chunk.choices[0].delta
         texts.append(delta.content or "")
-        names += [call.function.name for call in delta.tool_calls or []]
+        # Arguments come in as many pieces as the engine had steps for them.
+        for call in delta.tool_calls or []:
+            pieces = made.setdefault(call.index, ["", ""])
+            pieces[0] += call.function.name or ""
+            pieces[1] += call.function.arguments or ""
     assert "".join(texts) == choice.message.content
-    assert names == [call.function.name for call in choice.message.tool_calls]
+    calls = [one.function for one in choice.message.tool_calls]
+    assert list(made.values()) == [[call.name, call.arguments] for call in calls]
     # Where nothing may be called, the text is text.
     (choice,) = openai_client.chat.completions.create(**options, tool_choice="none").choices
     assert choice.message.tool_calls is None
