@@ -124,22 +124,15 @@ def test_a_full_cache_computes_again_and_still_finishes() -> None:
 
 @pytest.mark.parametrize("name", ["fcfs", "static"])
 def test_the_steps_are_those_of_a_loop_on_a_real_clock(name: str) -> None:
-    """The engine's loop with a runner that sleeps plans the same steps."""
+    """The engine's loop plans the same steps, whatever the time is."""
     arrivals = workload(12)
     virtual = Recording(scheduler(name))
     seen = simulate(virtual, LINE, arrivals)
 
-    class Sleeping:
-        """A runner that takes its time and computes nothing."""
-
-        def execute(self, step: Step) -> StepResult:
-            time.sleep(1e-5)
-            return Predicted(LINE).execute(step)
-
     real = Recording(scheduler(name))
     for index, arrival in enumerate(arrivals):
         real.add(request_of(str(index), arrival))
-    runner = Sleeping()
+    runner = Predicted(LINE)
     while step := real.plan(time.monotonic()):
         real.commit(step, runner.execute(step), time.monotonic())
     assert virtual.steps == real.steps

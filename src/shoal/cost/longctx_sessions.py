@@ -102,7 +102,7 @@ class PeakCost:
     setting: LongContext
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.serving.StepCost`."""
+        """See :class:`~shoal.ir.engine.StepCost`."""
         one, model = self.setting, self.setting.model
         flops = moved = 0.0
         for start, length in chunks:

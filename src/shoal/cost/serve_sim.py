@@ -132,7 +132,7 @@ class Predicted:
         self._ends: dict[int, float] = {}
 
     def execute(self, step: Step) -> StepResult:
-        """See :class:`~shoal.ir.serving.Runner`.
+        """See :class:`~shoal.ir.engine.Runner`.
 
         Raises:
             ServeError: something is copied, and there is no link.

@@ -1,5 +1,18 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
+from shoal.ir.engine import (
+    Compacting,
+    Forking,
+    KVManager,
+    KVPart,
+    Preemption,
+    PreemptPart,
+    QueuedRunner,
+    Runner,
+    Scheduler,
+    SchedulerPart,
+    StepCost,
+)
 from shoal.ir.estimate import Estimate, Interval
 from shoal.ir.job import (
     CheckpointPolicy,
@@ -22,25 +35,14 @@ from shoal.ir.schedule import Event, LinkModel, Op, OpCosts, Schedule, ScheduleP
 from shoal.ir.serving import (
     Arrival,
     Chunk,
-    Compacting,
     Copy,
-    Forking,
     HostLink,
     InFlight,
-    KVManager,
-    KVPart,
     Limits,
     Output,
-    Preemption,
-    PreemptPart,
-    QueuedRunner,
     Request,
-    Runner,
     SamplingParams,
-    Scheduler,
-    SchedulerPart,
     Step,
-    StepCost,
     StepResult,
     TokenInfo,
     Transfer,

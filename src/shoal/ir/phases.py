@@ -2,7 +2,7 @@
 
 A request is computed up to its first token by a prefill instance, which then holds its keys
 and values; a decode instance fetches them and goes on. Both are schedulers like any other
-(:mod:`shoal.ir.serving`), with one thing more. Engine and simulator drive the same objects.
+(:mod:`shoal.ir.engine`), with one thing more. Engine and simulator drive the same objects.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-from shoal.ir.serving import KVManager, Limits, Request, Scheduler
+from shoal.ir.engine import KVManager, Scheduler
+from shoal.ir.serving import Limits, Request
 
 __all__ = ["Dispatcher", "Fetching", "Handing", "PhasePart"]
 

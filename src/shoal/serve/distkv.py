@@ -41,7 +41,7 @@ class EvenCost:
     """A step's seconds when nothing was measured: weights once, then tokens and contexts."""
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.serving.StepCost`; only ratios matter."""
+        """See :class:`~shoal.ir.engine.StepCost`; only ratios matter."""
         return 1.0 + sum(0.02 * length + 2e-5 * start for start, length in chunks)
 
 

@@ -15,13 +15,9 @@ Source: Lin et al., Infinite-LLM, 2024, section 4.2.
 
 from __future__ import annotations
 
-import argparse
-import os
-import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +26,7 @@ from typing import Any
 import torch
 
 from shoal.core.config import parse
-from shoal.core.errors import ServeError, ShoalError, require
+from shoal.core.errors import ServeError, require
 from shoal.core.parts import table
 from shoal.ir import Request, ServeJob
 from shoal.model import huggingface
@@ -40,9 +36,10 @@ from shoal.serve.borrow import BorrowingEngine
 from shoal.serve.build import DTYPES, concrete, engine_of, load_model
 from shoal.serve.cache import PagedCache, token_bytes
 from shoal.serve.distattn import DistRunner, part_kernel
+from shoal.serve.instance import main_of, request_of
 from shoal.serve.lender import Lender
-from shoal.serve.process import Connection, die_with_parent
-from shoal.serve.wire import pack_output, unpack_params
+from shoal.serve.process import Connection
+from shoal.serve.wire import pack_output
 
 __all__ = ["Instance", "main"]
 
@@ -212,7 +209,7 @@ class Instance:
         if engine is None:
             raise ServeError(f"message to a lender = {kind!r}: expected room or lost")
         if kind == "add":
-            self._add(engine, _request(message))
+            self._add(engine, request_of(message, message["n_prompt"]))
         elif kind == "abort":
             with self._lock:
                 engine.abort(message["id"])
@@ -233,46 +230,15 @@ class Instance:
             )
 
 
-def _request(message: Mapping[str, Any]) -> Request:
-    return Request(
-        id=message["id"],
-        tokens=list(message["tokens"]),
-        n_prompt=message["n_prompt"],
-        params=unpack_params(message["params"]),
-        arrival=time.monotonic(),
-        priority=message["priority"],
-        adapter=message["adapter"],
-        salt=message["salt"],
-    )
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Take over the socket that the command line names, and serve."""
-    parser = argparse.ArgumentParser(prog="shoal.serve.distkv_instance", description=__doc__)
-    parser.add_argument("--fd", required=True, type=int, help="the inherited socket")
-    options = parser.parse_args(arguments)
-    die_with_parent()
+    """See :func:`~shoal.serve.instance.main_of`."""
     sys.setswitchinterval(_SWITCH_S)
-    with socket.socket(fileno=options.fd) as raw:
-        parent = Connection(raw)
-        try:
-            start: Mapping[str, Any] | None = None
-            while start is None:
-                start = next(iter(parent.receive(None)), None)
-            if start["cpus"]:
-                os.sched_setaffinity(0, start["cpus"])
-            Instance(start, parent).run()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            return 0  # nobody is left to compute for
-        except Exception as cause:
-            known = isinstance(cause, ShoalError)
-            reason = str(cause) if known else f"{type(cause).__name__}: {cause}"
-            parent.tell_end(reason, known)
-            if known:
-                return 2
-            traceback.print_exc()
-            return 1
-    return 0
+    return main_of(
+        lambda start, parent: Instance(start, parent).run(),
+        "shoal.serve.distkv_instance",
+        __doc__,
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -17,22 +17,19 @@ blocks), ``fetched`` (id, bytes, seconds), ``dropped`` (id, of a request that wa
 
 from __future__ import annotations
 
-import argparse
-import os
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shoal.core.config import parse
-from shoal.core.errors import ServeError, ShoalError
+from shoal.core.errors import ServeError
 from shoal.core.parts import Choice, table
-from shoal.ir import Fetching, Handing, Output, Phase, Request, ServeJob
-from shoal.serve.process import Connection, die_with_parent
-from shoal.serve.wire import pack_output, unpack_params
+from shoal.ir import Fetching, Handing, Output, Phase, ServeJob
+from shoal.serve.instance import main_of, request_of
+from shoal.serve.process import Connection
+from shoal.serve.wire import pack_output
 
 if TYPE_CHECKING:
     from shoal.serve.engine import Engine
@@ -183,9 +180,9 @@ class Instance:
     def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message.get("kind")
         if kind == "add":
-            self.engine.add(_request(message, len(message["tokens"])))
+            self.engine.add(request_of(message, len(message["tokens"])))
         elif kind == "migrate":
-            request = _request(message, message["n_prompt"])
+            request = request_of(message, message["n_prompt"])
             self._sources[request.id] = message["source"], message["blocks"]
             self.engine.scheduler.add(request)
         elif kind == "release":
@@ -223,45 +220,11 @@ def _token_bytes(runner: LocalRunner) -> int:
     return runner.cache.nbytes // (runner.cache.num_blocks * runner.cache.block_size)
 
 
-def _request(message: Mapping[str, Any], n_prompt: int) -> Request:
-    return Request(
-        id=message["id"],
-        tokens=list(message["tokens"]),
-        n_prompt=n_prompt,
-        params=unpack_params(message["params"]),
-        arrival=time.monotonic(),
-        priority=message["priority"],
-        adapter=message["adapter"],
-        salt=message["salt"],
-    )
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Take over the socket that the command line names, and serve."""
-    parser = argparse.ArgumentParser(prog="shoal.serve.phase", description=__doc__)
-    parser.add_argument("--fd", required=True, type=int, help="the inherited socket")
-    options = parser.parse_args(arguments)
-    die_with_parent()
-    with socket.socket(fileno=options.fd) as raw:
-        parent = Connection(raw)
-        try:
-            start: Mapping[str, Any] | None = None
-            while start is None:
-                start = next(iter(parent.receive(None)), None)
-            if start["cpus"]:
-                os.sched_setaffinity(0, start["cpus"])
-            Instance(start, parent).run()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            return 0  # nobody is left to compute for
-        except Exception as cause:
-            known = isinstance(cause, ShoalError)
-            reason = str(cause) if known else f"{type(cause).__name__}: {cause}"
-            parent.tell_end(reason, known)
-            if known:
-                return 2
-            traceback.print_exc()
-            return 1
-    return 0
+    """See :func:`~shoal.serve.instance.main_of`."""
+    return main_of(
+        lambda start, parent: Instance(start, parent).run(), "shoal.serve.phase", __doc__, arguments
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -230,9 +229,6 @@ def main(arguments: list[str] | None = None) -> int:
             serve(connection)
         except ShoalError:
             return 2  # the parent was told the reason
-        except Exception:
-            traceback.print_exc()
-            return 1
     return 0
 
 

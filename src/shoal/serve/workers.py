@@ -79,7 +79,7 @@ class _Peer:
 
 
 class RankedRunner:
-    """Ranks that compute steps; a :class:`~shoal.ir.serving.Runner` with several under way.
+    """Ranks that compute steps; a :class:`~shoal.ir.engine.Runner` with several under way.
 
     Args:
         job: what to serve; ``parallel`` says by how many ranks.
@@ -223,7 +223,7 @@ class RankedRunner:
         return unpack_result(message)
 
     def execute(self, step: Step) -> StepResult:
-        """Compute a step and wait for it; see :class:`~shoal.ir.serving.Runner`."""
+        """Compute a step and wait for it; see :class:`~shoal.ir.engine.Runner`."""
         self.submit(step)
         return self.collect()
 

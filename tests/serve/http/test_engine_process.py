@@ -224,11 +224,11 @@ def test_a_killed_server_leaves_nothing(byte_model, fake_path, replicas):
     code = (
         "from shoal.ir import ServeJob\n"
         "from shoal.serve.server import ServerOptions, running\n"
-        "import time\n"
+        "import signal\n"
         f"job = ServeJob(model={str(byte_model)!r}, replicas={replicas})\n"
         "with running(job, ServerOptions(port=0, factory='fake_engine:build')) as server:\n"
         "    print('ready', flush=True)\n"
-        "    time.sleep(600)\n"
+        "    signal.pause()\n"
     )
 
     def gone(one):

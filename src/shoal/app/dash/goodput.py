@@ -187,7 +187,7 @@ class _Bounded:
     searches: Searches
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.serving.StepCost`."""
+        """See :class:`~shoal.ir.engine.StepCost`."""
         self.searches.check(self.search)
         return self.cost.seconds(chunks)
 

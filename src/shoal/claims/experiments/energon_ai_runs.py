@@ -23,7 +23,7 @@ __all__ = ["Packed", "generate", "lengths", "model_of", "one_process", "pipeline
 _VOCAB = 4096
 
 
-def config(layers: int, hidden: int) -> ModelConfig:
+def config(layers: int, hidden: int, longest: int) -> ModelConfig:
     """A dense model; its logits are well apart."""
     return ModelConfig(
         family="llama",
@@ -34,18 +34,18 @@ def config(layers: int, hidden: int) -> ModelConfig:
         num_kv_heads=max(1, hidden // 128),
         head_dim=64,
         ffn_hidden=3 * hidden,
-        max_position=1024,
+        max_position=longest,
         initializer_range=0.1,
         tied=True,
     )
 
 
-def model_of(layers: int, hidden: int, seed: int) -> Transformer:
+def model_of(layers: int, hidden: int, seed: int, *, longest: int = 1024) -> Transformer:
     """Random weights, as they were before they are prepared for serving."""
     from shoal.model.initialise import init_weights
     from shoal.model.transformer import Transformer
 
-    model = Transformer(config(layers, hidden))
+    model = Transformer(config(layers, hidden, longest))
     init_weights(model, seed=seed)
     return model
 

@@ -117,7 +117,7 @@ class _VirtualTime:
         self._now += seconds
 
     def execute(self, step: Step) -> StepResult:
-        """See :class:`~shoal.ir.serving.Runner`."""
+        """See :class:`~shoal.ir.engine.Runner`."""
         result = self._inner.execute(step)
         self._now += result.seconds
         return result

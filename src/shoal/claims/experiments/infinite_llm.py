@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["InfiniteLLM"]
 
+# Positions of the model: more than the longest context of all instances.
+_LONGEST = 16384
 _APART = "instances that do not lend"
 
 
@@ -121,13 +123,13 @@ class InfiniteLLM:
         return Samples(metrics=metrics, details=details, profile=profile)
 
     def _model(self, context: Context, *, quick: bool) -> Path:
-        from shoal.claims.experiments.infinite_llm_runs import model_of
+        from shoal.claims.experiments.energon_ai_runs import model_of
         from shoal.model import huggingface
 
         where = context.work_dir / ("small" if quick else "model")
         if not where.exists():
             shape = (2, 128) if quick else (self.layers, self.hidden)
-            huggingface.write(where, model_of(*shape, context.seed))
+            huggingface.write(where, model_of(*shape, context.seed, longest=_LONGEST))
         return where
 
     def _contexts(

@@ -25,7 +25,6 @@ __all__ = [
     "alone",
     "job",
     "longest",
-    "model_of",
     "ranked",
     "requests",
     "serve",
@@ -33,30 +32,6 @@ __all__ = [
 ]
 
 _VOCAB = 4096
-
-
-def model_of(layers: int, hidden: int, seed: int) -> Transformer:
-    """Random weights, logits well apart, room for long contexts."""
-    from shoal.model.config import ModelConfig
-    from shoal.model.initialise import init_weights
-    from shoal.model.transformer import Transformer
-
-    config = ModelConfig(
-        family="llama",
-        vocab_size=_VOCAB,
-        hidden=hidden,
-        num_layers=layers,
-        num_heads=hidden // 64,
-        num_kv_heads=max(1, hidden // 128),
-        head_dim=64,
-        ffn_hidden=3 * hidden,
-        max_position=16384,
-        initializer_range=0.1,
-        tied=True,
-    )
-    model = Transformer(config)
-    init_weights(model, seed=seed)
-    return model
 
 
 def job(model: Path, kv_tokens: int, **changes: Any) -> ServeJob:

@@ -72,7 +72,7 @@ class Fitted(Value):
     threads: NonNegativeInt = 0
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.serving.StepCost`."""
+        """See :class:`~shoal.ir.engine.StepCost`."""
         one, tokens, pairs, keys, number = features(chunks)
         return (
             self.step * one

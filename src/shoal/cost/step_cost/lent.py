@@ -40,7 +40,7 @@ class Lent:
             require(value >= 0, f"lent.{name}", value, expected="0 s or more")
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.serving.StepCost`: nothing lies elsewhere."""
+        """See :class:`~shoal.ir.engine.StepCost`: nothing lies elsewhere."""
         return self.cost.seconds(chunks)
 
     def attend(self, tokens: int) -> float:

@@ -75,7 +75,7 @@ class Phased(Value):
         return self
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.serving.StepCost`."""
+        """See :class:`~shoal.ir.engine.StepCost`."""
         tokens, squares, keys, requests = _sums(chunks)
         prefill, decode = self.prefill, self.decode
         if self.large is not None and self.large_from is not None and requests >= self.large_from:

@@ -123,7 +123,7 @@ class Roofline:
         self._by_rows: dict[int, tuple[float, float]] = {}
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.serving.StepCost`."""
+        """See :class:`~shoal.ir.engine.StepCost`."""
         return self.terms(chunks).total
 
     def terms(self, chunks: Sequence[tuple[int, int]]) -> Terms:

@@ -37,7 +37,7 @@ class Sharded:
     link: Link | None
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.serving.StepCost`."""
+        """See :class:`~shoal.ir.engine.StepCost`."""
         return self.terms(chunks).total
 
     def terms(self, chunks: Sequence[tuple[int, int]]) -> Terms:

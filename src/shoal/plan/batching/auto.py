@@ -48,7 +48,7 @@ class Auto:
         link: HostLink | None = None,
         cost: StepCost | None = None,
     ) -> Recomputing:
-        """See :class:`~shoal.ir.serving.PreemptPart`.
+        """See :class:`~shoal.ir.engine.PreemptPart`.
 
         Raises:
             ConfigError: there is a host tier, and it is too small for one request.

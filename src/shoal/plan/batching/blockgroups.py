@@ -44,7 +44,7 @@ class BlockGroups:
         require(self.init >= 1, "kv.blockgroups.init", self.init, expected="at least 1 block")
 
     def build(self, num_tokens: int) -> GroupedBlocks:
-        """See :class:`~shoal.ir.serving.KVPart`.
+        """See :class:`~shoal.ir.engine.KVPart`.
 
         Raises:
             ConfigError: not even one block, or fewer than one group.
@@ -97,7 +97,7 @@ class GroupedBlocks:
         return 0
 
     def allocate(self, request: Request, n_tokens: int) -> bool:
-        """See :class:`~shoal.ir.serving.KVManager`."""
+        """See :class:`~shoal.ir.engine.KVManager`."""
         missing = -(-n_tokens // self.block_size) - len(request.blocks)
         if missing <= 0:
             return True
@@ -125,7 +125,7 @@ class GroupedBlocks:
         """Nothing is shared: nothing to do."""
 
     def free(self, request: Request) -> None:
-        """See :class:`~shoal.ir.serving.KVManager`."""
+        """See :class:`~shoal.ir.engine.KVManager`."""
         request.n_computed = 0
         self._give_spare(request)
         self._held.pop(request.id, None)

@@ -1,6 +1,6 @@
 """What schedulers share (the books of requests, refusal, commit, abort), and what caches do.
 
-A scheduler is what :class:`~shoal.ir.serving.Scheduler` promises; it adds ``plan`` to this.
+A scheduler is what :class:`~shoal.ir.engine.Scheduler` promises; it adds ``plan`` to this.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Queues:
         return most_cached(request, self.limits.max_position)
 
     def add(self, request: Request) -> None:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         where = f"request {request.id}"
         require(
             request.id not in self.requests,
@@ -148,7 +148,7 @@ class Queues:
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> Output | None:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         request = self.requests.get(request_id)
         if request is None:
             return None
@@ -158,7 +158,7 @@ class Queues:
         return Output(request_id, (), finish="abort")
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         self.preemption.settle(result.done, now)
         # The loop over all chunks of all steps is what a simulation spends its time in.
         running, longest, computed = self.running, self.limits.max_position, self.kv.computed

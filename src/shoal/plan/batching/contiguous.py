@@ -33,7 +33,7 @@ class Contiguous:
         check_block_size("kv.contiguous.block_size", self.block_size)
 
     def build(self, num_tokens: int) -> ContiguousRuns:
-        """See :class:`~shoal.ir.serving.KVPart`.
+        """See :class:`~shoal.ir.engine.KVPart`.
 
         Raises:
             ConfigError: not even one block.
@@ -67,7 +67,7 @@ class ContiguousRuns:
         return 0
 
     def allocate(self, request: Request, n_tokens: int) -> bool:
-        """See :class:`~shoal.ir.serving.KVManager`; the first call sets all room aside."""
+        """See :class:`~shoal.ir.engine.KVManager`; the first call sets all room aside."""
         size = self.block_size
         if request.blocks:
             return n_tokens <= len(request.blocks) * size
@@ -89,7 +89,7 @@ class ContiguousRuns:
         """Nothing is shared: nothing to do."""
 
     def free(self, request: Request) -> None:
-        """See :class:`~shoal.ir.serving.KVManager`."""
+        """See :class:`~shoal.ir.engine.KVManager`."""
         request.n_computed = 0
         if not request.blocks:
             return

@@ -92,7 +92,7 @@ class DecodeScheduler(FcfsScheduler):
         return len(self.running) + len(self.fetching) + len(self.ready)
 
     def add(self, request: Request) -> None:
-        """See :class:`~shoal.ir.serving.Scheduler`; without a first token it is computed here."""
+        """See :class:`~shoal.ir.engine.Scheduler`; without a first token it is computed here."""
         super().add(request)
         if request.n_generated:
             self.coming.append(self.waiting.pop())
@@ -128,7 +128,7 @@ class DecodeScheduler(FcfsScheduler):
         self.ready[request_id] = request
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         while self.ready and len(self.running) < self.limits.max_running:
             request = self.ready.pop(next(iter(self.ready)))
             self.running[request.id] = request
@@ -140,7 +140,7 @@ class DecodeScheduler(FcfsScheduler):
         return step
 
     def abort(self, request_id: str) -> Output | None:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         request = self.requests.get(request_id)
         if request is not None and request in self.coming:
             self.coming.remove(request)

@@ -100,7 +100,7 @@ class Distributed:
         return self.instances + bool(self.host_tokens)
 
     def build(self, num_tokens: int) -> DistributedBlocks:
-        """See :class:`~shoal.ir.serving.KVPart`: the books of one instance; nobody lends yet.
+        """See :class:`~shoal.ir.engine.KVPart`: the books of one instance; nobody lends yet.
 
         Raises:
             ConfigError: not even one block.
@@ -209,7 +209,7 @@ class DistributedBlocks(PagedBlocks):
         return self.num_local + self._num_credits - self._num_unbacked
 
     def allocate(self, request: Request, n_tokens: int) -> bool:
-        """See :class:`~shoal.ir.serving.KVManager`; what is not here yet is unbacked."""
+        """See :class:`~shoal.ir.engine.KVManager`; what is not here yet is unbacked."""
         blocks = request.blocks
         missing = -(-n_tokens // self.block_size) - len(blocks)
         if missing > self.num_free:
@@ -232,14 +232,14 @@ class DistributedBlocks(PagedBlocks):
         return True
 
     def fork(self, parent: Request, child: Request) -> int:
-        """See :class:`~shoal.ir.serving.Forking`: full blocks that are here are shared, no others.
+        """See :class:`~shoal.ir.engine.Forking`: full blocks that are here are shared, no others.
 
         A block that two hold is not lent, and one that is elsewhere cannot be copied.
         """
         return self.match_prefix(child)
 
     def free(self, request: Request) -> None:
-        """See :class:`~shoal.ir.serving.KVManager`; blocks elsewhere are to be given back."""
+        """See :class:`~shoal.ir.engine.KVManager`; blocks elsewhere are to be given back."""
         self._holding.pop(request.id, None)
         loans = self._loans.pop(request.id, None)
         if loans is not None:

@@ -70,7 +70,7 @@ class Fair:
     def build(
         self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
     ) -> FairScheduler:
-        """See :class:`~shoal.ir.serving.SchedulerPart`."""
+        """See :class:`~shoal.ir.engine.SchedulerPart`."""
         return FairScheduler(
             kv,
             limits,
@@ -120,7 +120,7 @@ class FairScheduler(FcfsScheduler):
         self._favoured: dict[str, bool] = {}
 
     def add(self, request: Request) -> None:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         super().add(request)
         self._order[request.id] = self._arrived
         self._arrived += 1
@@ -128,7 +128,7 @@ class FairScheduler(FcfsScheduler):
             self._lift(request)
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         if self.period and self._steps % self.period == 0:
             self._update()
         self.running = dict(sorted(self.running.items(), key=lambda one: self._rank(one[1])))
@@ -136,7 +136,7 @@ class FairScheduler(FcfsScheduler):
         return super().plan(now)
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         if step.chunks:
             self._steps += 1
         outputs = super().commit(step, result, now)

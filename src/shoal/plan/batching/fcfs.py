@@ -67,7 +67,7 @@ class Fcfs:
     def build(
         self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
     ) -> FcfsScheduler:
-        """See :class:`~shoal.ir.serving.SchedulerPart`."""
+        """See :class:`~shoal.ir.engine.SchedulerPart`."""
         return FcfsScheduler(kv, limits, preemption, chunked=self.chunked, watermark=self.watermark)
 
 
@@ -107,7 +107,7 @@ class FcfsScheduler(Queues):
         return len(self.waiting) + sum(map(len, self._forks.values()))
 
     def add(self, request: Request) -> None:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         require(
             self.chunked or len(request.tokens) <= self.limits.max_step_tokens,
             f"request {request.id}: prompt tokens",
@@ -124,7 +124,7 @@ class FcfsScheduler(Queues):
             self._forks.setdefault(parent.id, []).append(request)
 
     def abort(self, request_id: str) -> Output | None:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         request = self.requests.get(request_id)
         aside = self._forks.get(request.fork_of or "", []) if request is not None else []
         if request in aside:
@@ -133,14 +133,14 @@ class FcfsScheduler(Queues):
         return super().abort(request_id)
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         outputs = super().commit(step, result, now)
         for name in [one for one in self._forks if self.requests[one].n_generated]:
             self._release(name)
         return outputs
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         preempted = self._displace()
         displaced = len(preempted)
         decodes = self._decodes(preempted)

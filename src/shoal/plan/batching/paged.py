@@ -40,7 +40,7 @@ class Paged:
         check_block_size("kv.paged.block_size", self.block_size)
 
     def build(self, num_tokens: int) -> PagedBlocks:
-        """See :class:`~shoal.ir.serving.KVPart`.
+        """See :class:`~shoal.ir.engine.KVPart`.
 
         Raises:
             ConfigError: not even one block.
@@ -96,7 +96,7 @@ class PagedBlocks:
         return len(self._free) + len(self._forgotten)
 
     def match_prefix(self, request: Request) -> int:
-        """See :class:`~shoal.ir.serving.KVManager`."""
+        """See :class:`~shoal.ir.engine.KVManager`."""
         if request.blocks:
             raise ValueError(f"request {request.id} is matched while it holds blocks")
         if not self.prefix_reuse:
@@ -118,7 +118,7 @@ class PagedBlocks:
         return request.n_computed
 
     def allocate(self, request: Request, n_tokens: int) -> bool:
-        """See :class:`~shoal.ir.serving.KVManager`."""
+        """See :class:`~shoal.ir.engine.KVManager`."""
         blocks, first = request.blocks, request.n_computed // self.block_size
         missing = -(-n_tokens // self.block_size) - len(blocks)
         shared = first < len(blocks) and self._holders[blocks[first]] > 1
@@ -138,7 +138,7 @@ class PagedBlocks:
         return True
 
     def fork(self, parent: Request, child: Request) -> int:
-        """See :class:`~shoal.ir.serving.Forking`."""
+        """See :class:`~shoal.ir.engine.Forking`."""
         found = child.n_prompt - 1
         child.blocks = parent.blocks[: -(-found // self.block_size)]
         child.n_computed = found
@@ -151,7 +151,7 @@ class PagedBlocks:
         return found
 
     def copies(self) -> tuple[Copy, ...]:
-        """See :class:`~shoal.ir.serving.Forking`."""
+        """See :class:`~shoal.ir.engine.Forking`."""
         if not self._copies:
             return ()
         found = tuple(Copy(source, target, 1) for target, source in self._copies.items())
@@ -160,7 +160,7 @@ class PagedBlocks:
         return found
 
     def computed(self, request: Request) -> None:
-        """See :class:`~shoal.ir.serving.KVManager`."""
+        """See :class:`~shoal.ir.engine.KVManager`."""
         full = request.n_computed // self.block_size
         offered = self._offered.get(request.id, 0)
         if full == offered or not self.prefix_reuse:
@@ -175,7 +175,7 @@ class PagedBlocks:
         self._offered[request.id] = full
 
     def free(self, request: Request) -> None:
-        """See :class:`~shoal.ir.serving.KVManager`."""
+        """See :class:`~shoal.ir.engine.KVManager`."""
         # The end of a prefix is of use to fewer requests than its start: it goes first.
         for block in reversed(request.blocks):
             self._leave(block)

@@ -65,7 +65,7 @@ class PrefillScheduler(PrefillFirstScheduler):
         return request.n_prompt
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         prompts: list[Chunk] = []
         budget = self._batch_tokens
         # A prompt that is longer than a step goes on where it was cut.
@@ -78,7 +78,7 @@ class PrefillScheduler(PrefillFirstScheduler):
         return Step(tuple(prompts))
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
-        """See :class:`~shoal.ir.serving.Scheduler`; who goes on is held."""
+        """See :class:`~shoal.ir.engine.Scheduler`; who goes on is held."""
         self._flying.difference_update(chunk.request.id for chunk in step.chunks)
         outputs = super().commit(step, result, now)
         for output in outputs:

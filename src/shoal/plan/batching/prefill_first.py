@@ -58,7 +58,7 @@ class PrefillFirst:
     def build(
         self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
     ) -> PrefillFirstScheduler:
-        """See :class:`~shoal.ir.serving.SchedulerPart`."""
+        """See :class:`~shoal.ir.engine.SchedulerPart`."""
         return PrefillFirstScheduler(
             kv, limits, preemption, batch_tokens=self.batch_tokens, watermark=self.watermark
         )
@@ -89,7 +89,7 @@ class PrefillFirstScheduler(FcfsScheduler):
         self._batch_tokens = most if batch_tokens is None else min(batch_tokens, most)
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         prompts: list[Chunk] = []
         budget = self._batch_tokens
         # A prompt that is longer than a step goes on where it was cut.

@@ -28,7 +28,7 @@ class Recompute:
         link: HostLink | None = None,
         cost: StepCost | None = None,
     ) -> Recomputing:
-        """See :class:`~shoal.ir.serving.PreemptPart`.
+        """See :class:`~shoal.ir.engine.PreemptPart`.
 
         Raises:
             ConfigError: host memory is given, and would not be used.
@@ -54,29 +54,29 @@ class Recomputing:
         self.kv = kv
 
     def take(self, request: Request) -> None:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
         self.kv.free(request)
 
     def fetch(self, request: Request, running: int) -> Fetched:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
         return "ready"
 
     def wait(self, blocks: Sequence[int]) -> None:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
 
     def drop(self, request: Request, *, keep: bool) -> None:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
         self.kv.free(request)
 
     def kept(self, request: Request) -> int:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
         return 0
 
     def launch(
         self, now: float, *, computing: bool, busy: bool
     ) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
         return (), ()
 
     def settle(self, done: Iterable[int], now: float) -> None:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""

@@ -48,7 +48,7 @@ class Slots:
         )
 
     def build(self, num_tokens: int) -> SlotBooks:
-        """See :class:`~shoal.ir.serving.KVPart`; rounded down to whole slots.
+        """See :class:`~shoal.ir.engine.KVPart`; rounded down to whole slots.
 
         Raises:
             ConfigError: not even one slot.
@@ -91,7 +91,7 @@ class SlotBooks:
         return 0
 
     def allocate(self, request: Request, n_tokens: int) -> bool:
-        """See :class:`~shoal.ir.serving.KVManager`; the first call gives the lowest free slot."""
+        """See :class:`~shoal.ir.engine.KVManager`; the first call gives the lowest free slot."""
         if n_tokens > self.max_len:
             return False
         if request.blocks:
@@ -105,7 +105,7 @@ class SlotBooks:
         """Nothing is shared: nothing to do."""
 
     def free(self, request: Request) -> None:
-        """See :class:`~shoal.ir.serving.KVManager`."""
+        """See :class:`~shoal.ir.engine.KVManager`."""
         request.n_computed = 0
         if not request.blocks:
             return
@@ -123,7 +123,7 @@ class SlotBooks:
         return request.blocks[0] * self.block_size // self.max_len
 
     def compact(self) -> tuple[Copy, ...]:
-        """See :class:`~shoal.ir.serving.Compacting`."""
+        """See :class:`~shoal.ir.engine.Compacting`."""
         active = len(self._held)
         if not self._free or self._free[0] >= active:
             return ()

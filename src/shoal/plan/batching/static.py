@@ -28,7 +28,7 @@ class Static:
     def build(
         self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
     ) -> StaticScheduler:
-        """See :class:`~shoal.ir.serving.SchedulerPart`; nobody is preempted, in no way."""
+        """See :class:`~shoal.ir.engine.SchedulerPart`; nobody is preempted, in no way."""
         return StaticScheduler(kv, limits)
 
 
@@ -36,7 +36,7 @@ class StaticScheduler(Queues):
     """The scheduler that :class:`Static` builds."""
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         if not self.running:
             self._admit()
         budget = self.limits.max_step_tokens

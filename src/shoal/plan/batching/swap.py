@@ -77,7 +77,7 @@ class Swap:
         link: HostLink | None = None,
         cost: StepCost | None = None,
     ) -> Swapping:
-        """See :class:`~shoal.ir.serving.PreemptPart`.
+        """See :class:`~shoal.ir.engine.PreemptPart`.
 
         Raises:
             ConfigError: the host tier is too small for one request.
@@ -141,14 +141,14 @@ class Swapping(Recomputing):
         self._step_s = 0.0
 
     def take(self, request: Request) -> None:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
         # Of one that is not back yet, the host has everything.
         if self._arriving.pop(request.id, None) is None and request.state == "running":
             self._send(request)
         self.kv.free(request)
 
     def fetch(self, request: Request, running: int) -> Fetched:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
         size = self.kv.block_size
         self.host.adopt(request)
         tokens = min(self.host.covered(request), len(request.tokens) - 1)
@@ -172,11 +172,11 @@ class Swapping(Recomputing):
         return "arriving"
 
     def wait(self, blocks: Sequence[int]) -> None:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
         self._waits |= self.kv.in_flight.touching(blocks)
 
     def drop(self, request: Request, *, keep: bool) -> None:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
         self._arriving.pop(request.id, None)
         if keep and self.park:
             self._send(request)
@@ -186,13 +186,13 @@ class Swapping(Recomputing):
         self.kv.free(request)
 
     def kept(self, request: Request) -> int:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
         return self.host.covered(request)
 
     def launch(
         self, now: float, *, computing: bool, busy: bool
     ) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
         transfers = tuple(self._planned)
         self._planned.clear()
         for transfer in transfers:
@@ -205,7 +205,7 @@ class Swapping(Recomputing):
         return transfers, tuple(sorted(waits))
 
     def settle(self, done: Iterable[int], now: float) -> None:
-        """See :class:`~shoal.ir.serving.Preemption`."""
+        """See :class:`~shoal.ir.engine.Preemption`."""
         if self._launched is not None:
             self._step_s = now - self._launched
         for transfer in sorted(done):

@@ -44,7 +44,7 @@ class TemporalFusion:
     def build(
         self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
     ) -> FusedScheduler:
-        """See :class:`~shoal.ir.serving.SchedulerPart`; nobody is preempted, in no way."""
+        """See :class:`~shoal.ir.engine.SchedulerPart`; nobody is preempted, in no way."""
         return FusedScheduler(kv, limits, lane_tokens=self.lane_tokens)
 
 
@@ -62,7 +62,7 @@ class FusedScheduler(Queues):
         self.lane_tokens = lane_tokens
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.serving.Scheduler`."""
+        """See :class:`~shoal.ir.engine.Scheduler`."""
         # Newcomers take the lowest holes, which nobody has to be moved into then.
         self._admit()
         moves = self.kv.compact() if isinstance(self.kv, Compacting) else ()
