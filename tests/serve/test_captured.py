@@ -10,9 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.native import cpu_flags  # noqa: E402
-from shoal.ir import SamplingParams  # noqa: E402
+from shoal.ir import Limits, SamplingParams  # noqa: E402
+from shoal.kernel.kv import kv_format  # noqa: E402
 from shoal.model.accelerate import accelerate  # noqa: E402
 from shoal.model.lowbit import LowBitLinear  # noqa: E402
+from shoal.serve.cache import PagedCache  # noqa: E402
+from shoal.serve.profile import profile, spread  # noqa: E402
 
 pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="kernels want AVX-512")
 
@@ -69,7 +72,7 @@ def test_the_same_tokens(family, dtype, fields, engines, serve_all):
     prompts, params = asked()
     assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
     captured = records.runner._captured
-    assert captured.reason == ""
+    assert captured.reasons == {}
     assert len(captured._tapes) >= 3
 
 
@@ -93,7 +96,7 @@ def test_weights_of_few_bits_too(text, random_model, engine_for, serve_all):
     plain.runner._captured = None
     prompts, params = asked()
     assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
-    assert records.runner._captured.reason == ""
+    assert records.runner._captured.reasons == {}
     assert records.runner._captured._tapes
 
 
@@ -101,7 +104,9 @@ def test_what_cannot_be_recorded_is_computed(engines, serve_all):
     records, plain = engines("mixtral", torch.float32)
     prompts, params = asked()
     assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
-    assert records.runner._captured.reason.startswith("aten::")
+    reasons = records.runner._captured.reasons
+    assert reasons
+    assert all(reason.startswith("aten::") for reason in reasons.values())
 
 
 def test_preempted_and_copied_blocks(engines, serve_all):
@@ -127,5 +132,34 @@ def test_a_kernel_that_is_not_seen_is_noticed(engines, serve_all):
     captured._attention = attention
     prompts, params = asked(3)
     serve_all(records, prompts, params)
-    assert captured.reason == "a kernel that is not seen"
+    assert set(captured.reasons.values()) == {"a kernel that is not seen"}
     assert not captured._tapes
+
+
+def test_a_profile_measures_the_kernels_that_serve(engines):
+    records, _ = engines("llama", torch.bfloat16, kv_format="int8")
+    runner = records.runner
+    cache = PagedCache(
+        runner.model.config,
+        8,
+        runner.cache.block_size,
+        dtype=torch.bfloat16,
+        form=kv_format("int8"),
+    )
+    beside = runner.beside(cache)
+    limits = Limits(max_running=4, max_step_tokens=16, max_position=64)
+    samples = profile(runner, spread(limits, 256), seconds=0.0)
+    assert all(sample.seconds > 0 for sample in samples)
+    assert beside.attention is runner.attention
+    assert beside._captured is not runner._captured
+
+
+def test_a_number_that_cannot_be_recorded_does_not_keep_others_from_it(engines, serve_all):
+    records, plain = engines("llama", torch.bfloat16)
+    captured = records.runner._captured
+    captured.reasons[2] = "told"
+    prompts, params = asked()
+    assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
+    assert captured.reasons == {2: "told"}
+    assert 2 not in captured._tapes
+    assert captured._tapes

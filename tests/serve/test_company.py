@@ -53,7 +53,7 @@ def engine(model, **fields):
 
 
 WHOLE = {"scheduler": {"name": "fcfs", "chunked": False}, "max_step_tokens": 512}
-TIGHT = {"kv_tokens": 400, "kv": {"name": "paged", "block_size": 4}}
+TIGHT = {"kv_tokens": 240, "kv": {"name": "paged", "block_size": 4}}
 # Name -> fields of the job, and how somebody is preempted.
 COMPANY = {
     "chunked": ({"max_step_tokens": 64}, None),

@@ -66,11 +66,15 @@ class Captured:
     ) -> None:
         self._model, self._cache, self._attention = model, cache, attention
         self._weight = model.weight  # a look-up of every module is saved in every step
-        self._width = -(-longest // cache.block_size)
+        self._longest = longest
         self._seen: set[int] = set()
         self._inputs: dict[int, _Inputs] = {}
         self._tapes: dict[int, Tape] = {}
-        self.reason = ""  # why no step is recorded any more
+        self.reasons: dict[int, str] = {}  # why steps of so many tokens are not recorded
+
+    def over(self, cache: PagedCache) -> Captured:
+        """The same for another cache of the model, with nothing recorded yet."""
+        return Captured(self._model, cache, self._attention, self._longest)
 
     def __call__(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Logits [N, V] of the tokens of a step; None where it must be computed as others are.
@@ -79,14 +83,17 @@ class Captured:
             chunks: of the step; longest context first.
         """
         rows = len(chunks)
-        if self.reason or rows > _MOST or any(chunk.length > 1 for chunk in chunks):
+        if rows in self.reasons or rows > _MOST or chunks[0].stop > self._longest:
+            return None
+        if any(chunk.length > 1 for chunk in chunks):
             return None
         if rows not in self._seen:
             # The first step of a kind may prepare kernels, which nobody wants repeated.
             self._seen.add(rows)
             return None
         if rows not in self._inputs:
-            self._inputs[rows] = _Inputs(rows, self._width, self._weight)
+            width = -(-self._longest // self._cache.block_size)
+            self._inputs[rows] = _Inputs(rows, width, self._weight)
         inputs = self._inputs[rows]
         inputs.write(chunks, self._cache.block_size)
         self._embed(inputs)
@@ -114,13 +121,14 @@ class Captured:
             return model.logits(model.finished(*model.through(inputs.x_ND, position_N, mixer)))
 
         result, tape = record(compute)
+        rows = len(lengths_N)
         if isinstance(tape, str):
-            self.reason = tape
+            self.reasons[rows] = tape
             return result
         computed = result.clone()
         self._embed(inputs)
         if tape.play() and torch.equal(result, computed):
-            self._tapes[len(lengths_N)] = tape
+            self._tapes[rows] = tape
         else:
-            self.reason = "a kernel that is not seen"
+            self.reasons[rows] = "a kernel that is not seen"
         return computed

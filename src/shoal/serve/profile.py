@@ -103,8 +103,10 @@ def profile(
     cache = runner.cache
     size = cache.block_size
     blocks = max(sum(_blocks(part, size) for part in shape) for shape in shapes)
-    own = PagedCache(runner.model.config, blocks, size, dtype=cache.dtype, device=cache.device)
-    measured = LocalRunner(runner.model, own, clock=clock)
+    own = PagedCache(
+        runner.model.config, blocks, size, dtype=cache.dtype, device=cache.device, form=cache.form
+    )
+    measured = runner.beside(own, clock=clock)
     vocab_size = runner.model.config.vocab_size
     steps = [_step(shape, size, vocab_size) for shape in shapes]
     began = clock()

@@ -102,6 +102,21 @@ class LocalRunner:
         self._adjust = adjust or Adjuster()
         self._pooler = Pooler()
 
+    def beside(
+        self, cache: PagedCache, *, clock: Callable[[], float] = time.perf_counter
+    ) -> LocalRunner:
+        """One that computes in the same way, on another cache of the same form."""
+        captured = None if self._captured is None else self._captured.over(cache)
+        return LocalRunner(
+            self.model,
+            cache,
+            attention=self.attention,
+            prompts=self.prompts,
+            exact=self._exact,
+            captured=captured,
+            clock=clock,
+        )
+
     def execute(self, step: Step) -> StepResult:
         """Compute a step; its keys and values go to the blocks of its requests.
 
