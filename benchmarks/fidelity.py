@@ -4,7 +4,8 @@ Usage: python benchmarks/fidelity.py [--requests N] [--loud]
 
 A rehearsal with other requests of the same trace, by the same engine, tells what steps take in the
 loop, and how many requests a second can be served; the trace then comes at twice that rate. Its
-prediction is written to ``results/serving/predictions.json`` before it is served.
+prediction is written to ``results/serving/predictions.json`` before it is served. Before the
+rehearsal the engine serves others, since it records the steps of a number of rows when that is new.
 
 The steps of one run, put into the simulator, give that run again to 1.5 % of its throughput; but
 the machine of a rehearsal is not that of a minute later. So fixed steps are timed before and after
@@ -85,6 +86,7 @@ def attempt(
     workload = TRACES[name]
     # One that is new has no pages for its cache yet, and gets them while it serves.
     engine, _, runner = engine_of(JOB, model)
+    replay(engine, requests(workload, count, 200 + turn, 1000.0))
     pulse = Pulse(runner, seconds=1.0)
     looks = [pulse.take()]
     steps: list[Sample] = []
