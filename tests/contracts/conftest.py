@@ -234,6 +234,7 @@ ROOMS = (
     *TORCH_FREE,
     "shoal.kernel",
     "shoal.model",
+    "shoal.memory",
     "shoal.parallel",
     "shoal.checkpoint",
     "shoal.corpora",

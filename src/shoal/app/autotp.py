@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.app.show import console, human_bytes, table
+from shoal.app.show import console, table
 from shoal.core.errors import MissingExtraError
+from shoal.core.sizes import human_bytes
 from shoal.plan.autotp.plan import TensorPlan
 
 __all__ = ["found", "grouped", "show"]

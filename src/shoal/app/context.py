@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.app.show import console, human_bytes, table
+from shoal.app.show import console, table
 from shoal.core.config import parse
 from shoal.core.errors import nearest, require
+from shoal.core.sizes import human_bytes
 from shoal.cost.context import Advice, Duplex, Links, advise_context
 from shoal.ir import Link
 

@@ -213,7 +213,8 @@ def summary(asked: Question, found: Answer) -> dict[str, Any]:
 
 def show(asked: Question, found: Answer) -> None:
     """Print tables."""
-    from shoal.app.show import console, human_bytes, table
+    from shoal.app.show import console, table
+    from shoal.core.sizes import human_bytes
     from shoal.cost.longctx_reductions import reaching
 
     out = console()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-__all__ = ["Format", "TrainingBar", "WorkBar", "as_json", "console", "human_bytes", "table"]
+__all__ = ["Format", "TrainingBar", "WorkBar", "as_json", "console", "table"]
 
 
 class Format(StrEnum):
@@ -55,15 +55,6 @@ def table(
     for row in rows:
         shown.add_row(*("" if cell is None else str(cell) for cell in row))
     console().print(shown)
-
-
-def human_bytes(number: float) -> str:
-    """``1.5 GiB`` and the like."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(number) < 1024 or unit == "TiB":
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    raise AssertionError("unreachable")
 
 
 class WorkBar:

@@ -12,6 +12,8 @@
     │   └── CorruptError       bytes that are not the bytes that were written
     ├── MachineError           a machine that cannot be, or cannot be measured
     │   └── NoisyMachineError  a measurement that nobody should trust
+    ├── TierFullError          a place for tensors that has no room left
+    │   └── DeviceMemoryError  an operator that does not fit in its device's memory
     ├── KernelError            a kernel or a number format that cannot do what is asked
     ├── PlanError              no legal plan, or a plan that cannot run here
     ├── RankError              a rank that died or hangs
@@ -35,6 +37,7 @@ __all__ = [
     "ConfigError",
     "CorruptError",
     "DataError",
+    "DeviceMemoryError",
     "KernelError",
     "MachineError",
     "MissingExtraError",
@@ -45,6 +48,7 @@ __all__ = [
     "ServeError",
     "ShoalError",
     "StoreError",
+    "TierFullError",
     "UnknownKeyError",
     "UnknownPartError",
     "nearest",
@@ -90,6 +94,14 @@ class MachineError(ShoalError):
 
 class NoisyMachineError(MachineError):
     """The machine is too busy for a measurement to mean anything."""
+
+
+class TierFullError(ShoalError):
+    """A place for tensors that has no room left."""
+
+
+class DeviceMemoryError(TierFullError):
+    """An operator that does not fit in its device's memory, or uses what does not lie there."""
 
 
 class PlanError(ShoalError):

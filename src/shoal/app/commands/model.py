@@ -40,8 +40,9 @@ def ls(
 
         shoal model ls runs/run/export -o json
     """
-    from shoal.app.show import as_json, human_bytes, table
+    from shoal.app.show import as_json, table
     from shoal.checkpoint.inspect import listing
+    from shoal.core.sizes import human_bytes
 
     rows = listing(directory)
     if output is Format.json:
@@ -70,9 +71,9 @@ def verify(
 
         shoal model verify runs/run
     """
-    from shoal.app.show import human_bytes
     from shoal.checkpoint.inspect import verify as check
     from shoal.core.errors import CorruptError
+    from shoal.core.sizes import human_bytes
 
     found = check(directory)
     if not found.ok:
@@ -157,7 +158,8 @@ def quantize(
 
         shoal model quantize model --format float3_e1m1-g128 --method awq --out small -o json
     """
-    from shoal.app.show import WorkBar, as_json, human_bytes, table
+    from shoal.app.show import WorkBar, as_json, table
+    from shoal.core.sizes import human_bytes
     from shoal.train.quantize import quantize_directory
 
     options: dict[str, bool] = {"act_order": True} if act_order else {}

@@ -52,8 +52,9 @@ def kv(
 
         shoal model kv model --block 64 --picture keys.svg -o json
     """
-    from shoal.app.show import WorkBar, as_json, human_bytes, table
+    from shoal.app.show import WorkBar, as_json, table
     from shoal.core.files import write_atomic
+    from shoal.core.sizes import human_bytes
     from shoal.train.kv import report_directory
 
     data = "stdlib" if text is None else {"name": "text", "path": str(text)}

@@ -316,7 +316,8 @@ def serve(
 
 def show_serve_plan(plan: ServePlan, others: Sequence[ServePlan] = ()) -> None:
     """Print a serving plan among its competitors, what it costs and what binds it."""
-    from shoal.app.show import human_bytes, table
+    from shoal.app.show import table
+    from shoal.core.sizes import human_bytes
     from shoal.plan.serving_table import COLUMNS, explain, rank
 
     ranked = rank([plan, *others])
@@ -345,7 +346,8 @@ def show_serve_plan(plan: ServePlan, others: Sequence[ServePlan] = ()) -> None:
 
 def show_fit(plan: Plan) -> None:
     """Print whether a plan fits, what fills a rank, and what would help if it does not."""
-    from shoal.app.show import human_bytes, table
+    from shoal.app.show import table
+    from shoal.core.sizes import human_bytes
     from shoal.plan.strategy.judge import usable_bytes
     from shoal.plan.table import spell
 
@@ -385,7 +387,8 @@ def show_answers(answers: Sequence[Answer]) -> None:
 
 def show_plans(plans: Sequence[Plan]) -> None:
     """Print ranked plans, why the first wins, and what it costs."""
-    from shoal.app.show import human_bytes, table
+    from shoal.app.show import table
+    from shoal.core.sizes import human_bytes
     from shoal.plan.table import COLUMNS, explain
 
     columns = [column for column in COLUMNS if column != "why"]

@@ -106,7 +106,8 @@ def probe(
 
 def show_machine(machine: Machine) -> None:
     """Print what a planner reads of a machine."""
-    from shoal.app.show import human_bytes, table
+    from shoal.app.show import table
+    from shoal.core.sizes import human_bytes
 
     device = machine.device
     rows: list[tuple[str, str]] = [

@@ -49,9 +49,10 @@ def sbp(
 
         shoal plan sbp model.py --mesh 4 --pin x=B --pin down=B --memory 2e9
     """
-    from shoal.app.show import as_json, human_bytes, table
+    from shoal.app.show import as_json, table
     from shoal.core.config import parse
     from shoal.core.errors import PlanError
+    from shoal.core.sizes import human_bytes
     from shoal.ir.placement import parse_mesh
     from shoal.parallel.build import load
     from shoal.plan.sbp import Rates, place

@@ -1,0 +1,43 @@
+"""Sizes in bytes: as people write them, and as they read them."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from shoal.core.errors import ConfigError
+
+__all__ = ["Size", "bytes_of", "human_bytes"]
+
+_WRITTEN = re.compile(r"^\s*(\d+(?:\.\d*)?)\s*([kKMGT]?)(i?)B?\s*$")
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def bytes_of(size: Any) -> Any:
+    """Bytes of ``64MiB``, ``2GB`` or a number; a unit with an i counts in 1024s.
+
+    Raises:
+        ConfigError: text that is no size.
+    """
+    if not isinstance(size, str):
+        return size
+    found = _WRITTEN.match(size)
+    if found is None:
+        raise ConfigError(f"{size!r} is no size; write bytes, such as 64MiB, 2GB or 1048576")
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit])
+
+
+Size = Annotated[int, BeforeValidator(bytes_of)]
+"""An option in bytes that may be written as ``64MiB``."""
+
+
+def human_bytes(number: float) -> str:
+    """``1.5 GiB`` and the like."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"

@@ -1,0 +1,131 @@
+"""A tier in a file, read and written past the system's cache of pages.
+
+The file has no name from the moment it is open, so nothing of it outlives the process. Transfers
+are whole sectors from and to aligned memory (``O_DIRECT``). A file system that refuses that is
+used through the cache, which is written back and dropped after every transfer: slower, but still
+the disk.
+
+Source: Rajbhandari et al., ZeRO-Infinity, 2021, section 6.3 (aligned, direct, asynchronous I/O).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import MachineError, TierFullError
+from shoal.core.sizes import human_bytes
+from shoal.memory.tier import Block, Ledger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["SECTOR", "DiskTier", "staging"]
+
+SECTOR = 4096
+"""Bytes: what a transfer past the cache begins at and consists of."""
+
+
+def staging(nbytes: int) -> Tensor:
+    """Memory of whole sectors that disk transfers can use, uint8 of at least ``nbytes``."""
+    import torch
+
+    size = -(-nbytes // SECTOR) * SECTOR
+    whole = torch.empty(size + SECTOR, dtype=torch.uint8)
+    first = -whole.data_ptr() % SECTOR
+    return whole[first : first + size]
+
+
+class DiskTier(Ledger):
+    """Blocks in a file.
+
+    Args:
+        path: directory in which the file lies.
+        capacity: budget in bytes.
+
+    Attributes:
+        direct: whether transfers pass the cache by; False where the file system refuses it.
+
+    Raises:
+        MachineError: the directory cannot be written.
+        TierFullError: its disk has less room.
+    """
+
+    def __init__(self, path: Path | str, capacity: int) -> None:
+        super().__init__("disk", capacity, SECTOR)
+        self.path = Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.path).free
+            if free < capacity:
+                raise TierFullError(
+                    f"disk: {self.path} has {human_bytes(free)} free and {human_bytes(capacity)} "
+                    "are needed; give another path or a smaller model"
+                )
+            made, name = tempfile.mkstemp(prefix=".shoal-tier-", dir=self.path)
+            try:
+                self._fd, self.direct = self._reopened(made, name)
+            finally:
+                os.unlink(name)
+                os.close(made)
+            os.ftruncate(self._fd, -(-capacity // SECTOR) * SECTOR)
+        except OSError as cause:
+            raise MachineError(
+                f"disk: {self.path} cannot be written ({cause.strerror or cause}); "
+                "give another path"
+            ) from cause
+
+    def _reopened(self, made: int, name: str) -> tuple[int, bool]:
+        flags = os.O_RDWR | os.O_CLOEXEC
+        try:
+            fd = os.open(name, flags | getattr(os, "O_DIRECT", 0))
+        except OSError as cause:
+            if cause.errno != errno.EINVAL:
+                raise
+            return os.open(name, flags), False
+        return fd, hasattr(os, "O_DIRECT")
+
+    def read(self, block: Block, into: Tensor) -> None:
+        """Fill ``into``, uint8 of :func:`staging`, from a block's beginning."""
+        self._whole(block, into, writing=False)
+
+    def write(self, block: Block, data: Tensor) -> None:
+        """Write ``data``, uint8 of :func:`staging`, from a block's beginning."""
+        self._whole(block, data, writing=True)
+
+    def _whole(self, block: Block, data: Tensor, *, writing: bool) -> None:
+        size = min(self.rounded(block.nbytes), data.numel())
+        view = memoryview(data.numpy())[:size]  # type: ignore[arg-type]
+        done = 0
+        try:
+            while done < size:
+                place = block.start + done
+                move = os.pwritev if writing else os.preadv
+                moved = move(self._fd, [view[done:]], place)
+                if not moved:
+                    raise MachineError(f"disk: {self.path}: {block.tag} ends at byte {done}")
+                done += moved
+            if not self.direct:
+                if writing:
+                    os.fdatasync(self._fd)
+                os.posix_fadvise(self._fd, block.start, size, os.POSIX_FADV_DONTNEED)
+        except OSError as cause:
+            if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise TierFullError(
+                    f"disk: {self.path} is full: {block.tag} needs {human_bytes(size)}; free "
+                    "some room or give another path"
+                ) from cause
+            raise MachineError(
+                f"disk: {self.path}: {block.tag} cannot be {'written' if writing else 'read'} "
+                f"({cause.strerror or cause})"
+            ) from cause
+
+    def close(self) -> None:
+        """Give the file back to the disk."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

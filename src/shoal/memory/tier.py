@@ -1,0 +1,219 @@
+"""A place for tensors with a hard budget of bytes.
+
+A :class:`Ledger` says which bytes are whose; it knows no memory, so a tier of any kind has one.
+:class:`MemoryTier` puts memory under it: of a GPU, or of the host in the part of a GPU. Blocks are
+found by best fit and come back together when they are free again.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from shoal.core.errors import TierFullError, require
+from shoal.core.sizes import human_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["ALIGNMENT", "Block", "Ledger", "MemoryTier", "Tier", "TierStats"]
+
+ALIGNMENT = 256
+"""Bytes: blocks of memory begin at a multiple of this, whatever is put there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes of a tier that have an owner.
+
+    Args:
+        start: where they begin.
+        nbytes: how many were asked for.
+        tag: what for, as errors and reports name it.
+    """
+
+    start: int
+    nbytes: int
+    tag: str
+
+
+@dataclass(slots=True)
+class TierStats:
+    """What a tier was used for.
+
+    Args:
+        used: bytes in use, with what blocks are rounded up to.
+        peak: most bytes in use at one time.
+        allocations: blocks handed out.
+        bytes_in: bytes that movers brought.
+        bytes_out: bytes that movers took.
+    """
+
+    used: int = 0
+    peak: int = 0
+    allocations: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+class Tier(Protocol):
+    """A place. ``name`` is device, host or disk; ``capacity`` its hard budget in bytes."""
+
+    name: str
+    capacity: int
+    stats: TierStats
+
+    def alloc(self, nbytes: int, tag: str) -> Block:
+        """A block for so many bytes.
+
+        Raises:
+            TierFullError: none is free; says what is missing.
+        """
+        ...
+
+    def free(self, block: Block) -> None:
+        """Give a block back."""
+        ...
+
+
+class Ledger:
+    """Which bytes of a tier are whose.
+
+    Args:
+        name: of the tier, for errors.
+        capacity: its bytes.
+        alignment: blocks begin and end at multiples of this.
+    """
+
+    def __init__(self, name: str, capacity: int, alignment: int = ALIGNMENT) -> None:
+        require(capacity >= alignment, f"{name} bytes", capacity, expected=f"at least {alignment}")
+        self.name, self.capacity, self.alignment = name, capacity, alignment
+        self.stats = TierStats()
+        self._holes: list[tuple[int, int]] = [(0, capacity // alignment * alignment)]
+        self._owned: dict[int, int] = {}
+        self._reserved = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that nobody has; they need not lie together."""
+        return self.capacity - self.stats.used
+
+    @property
+    def largest_hole(self) -> int:
+        """Bytes of the largest block that could be had."""
+        return min(self.room, max((size for _, size in self._holes), default=0))
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the free bytes that the largest block could not have."""
+        return 1.0 - self.largest_hole / self.room if self.room else 0.0
+
+    def rounded(self, nbytes: int) -> int:
+        """Bytes that a block of ``nbytes`` takes."""
+        return -(-max(1, nbytes) // self.alignment) * self.alignment
+
+    def alloc(self, nbytes: int, tag: str) -> Block:
+        """The smallest hole that is large enough, from its beginning."""
+        size = self.rounded(nbytes)
+        fits = [(hole, start) for start, hole in self._holes if hole >= size]
+        if not fits or size > self.room:
+            raise self.full(size, tag)
+        hole, start = min(fits)
+        index = bisect.bisect_left(self._holes, (start, hole))
+        if hole == size:
+            del self._holes[index]
+        else:
+            self._holes[index] = (start + size, hole - size)
+        self._owned[start] = size
+        self.stats.allocations += 1
+        self._add(size)
+        return Block(start, nbytes, tag)
+
+    def free(self, block: Block) -> None:
+        """Give a block back; neighbours that are free become one hole."""
+        size = self._owned.pop(block.start)
+        self.stats.used -= size
+        start = block.start
+        index = bisect.bisect_left(self._holes, (start, 0))
+        if index < len(self._holes) and self._holes[index][0] == start + size:
+            size += self._holes.pop(index)[1]
+        if index and sum(self._holes[index - 1]) == start:
+            index -= 1
+            before, length = self._holes.pop(index)
+            start, size = before, length + size
+        self._holes.insert(index, (start, size))
+
+    def reserve(self, nbytes: int, tag: str) -> None:
+        """Count bytes that lie elsewhere against the budget.
+
+        Raises:
+            TierFullError: the budget is used up.
+        """
+        if nbytes > self.room:
+            raise self.full(nbytes, tag)
+        self._reserved += nbytes
+        self._add(nbytes)
+
+    def release(self, nbytes: int) -> None:
+        """Count them no more."""
+        self._reserved -= nbytes
+        self.stats.used -= nbytes
+
+    def _add(self, nbytes: int) -> None:
+        self.stats.used += nbytes
+        self.stats.peak = max(self.stats.peak, self.stats.used)
+
+    def full(self, need: int, tag: str) -> TierFullError:
+        """The error that tells what is missing."""
+        return TierFullError(
+            f"{self.name}: {tag} needs {human_bytes(need)} of {human_bytes(self.capacity)}; "
+            f"{human_bytes(self.room)} are free, {human_bytes(self.largest_hole)} of them in one "
+            f"piece; give {self.name} at least {human_bytes(self.stats.used + need)}"
+        )
+
+
+class MemoryTier(Ledger):
+    """Memory of one device, or of the host, with a budget of its own.
+
+    Args:
+        name: device or host.
+        capacity: budget in bytes.
+        device: where the memory lies.
+    """
+
+    def __init__(self, name: str, capacity: int, device: torch.device | str = "cpu") -> None:
+        import torch
+
+        super().__init__(name, capacity)
+        self.device = torch.device(device)
+        # Pages that are never touched cost nothing; a base that is aligned makes every block so.
+        base = torch.empty(capacity + ALIGNMENT, dtype=torch.uint8, device=self.device)
+        self._first = -base.data_ptr() % ALIGNMENT
+        self._storage = base.untyped_storage()
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """What all blocks lie in."""
+        return self._storage
+
+    def view(self, block: Block, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """A block as a tensor with versions of its own: writing one block spoils no other's."""
+        import torch
+
+        count = 1
+        strides: list[int] = []
+        for size in reversed(shape):
+            strides.append(count)
+            count *= size
+        require(
+            count * dtype.itemsize <= block.nbytes,
+            block.tag,
+            list(shape),
+            expected=f"at most {block.nbytes} bytes",
+        )
+        made = torch.empty(0, dtype=dtype, device=self.device)
+        offset = (self._first + block.start) // dtype.itemsize
+        return made.set_(self._storage, offset, tuple(shape), tuple(reversed(strides)))
