@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from shoal.app.dash.kept import memory_by_tier
 from shoal.app.dash.runs import Events, number
 from shoal.app.dash.watch import WINDOW_S, Moment
 from shoal.core.errors import MachineError
@@ -55,6 +56,7 @@ def of_run(events: Events, plan: Plan | ServePlan | None) -> list[Chart]:
             [Series("measured", *events.curve("mfu", 100))],
         ),
         _chart("Memory of rank 0", "MiB", memory),
+        memory_by_tier(events, WIDTH, HEIGHT),
     ]
     return [chart for chart in found if chart is not None]
 

@@ -110,6 +110,8 @@ class Events:
         # Step -> its event; one that was lost and done again counts once.
         self.steps: dict[int, dict[str, Any]] = {}
         self.evaluations: list[dict[str, Any]] = []
+        # Step -> the newest event that tells of its checkpoint.
+        self.saves: dict[int, dict[str, Any]] = {}
         self.start: dict[str, Any] = {}
         self.starts = 0
         # What says how the run went; of steps in a row the first and the newest.
@@ -151,6 +153,8 @@ class Events:
             elif kind == "start":
                 self.start = event
                 self.starts += 1
+            elif kind == "checkpoint":
+                self.saves[int(event["step"])] = event
             elif kind == "sample":
                 self.sample = str(event["text"])[:20_000]
             if kind in _STORY:

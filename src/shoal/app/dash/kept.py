@@ -1,0 +1,127 @@
+"""What a run keeps: its checkpoints, and the memory of every tier while it trained."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.app.dash.runs import Events, number
+from shoal.checkpoint.index import INDEX_NAME
+from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.store import Store
+from shoal.core.errors import CheckpointError, ShoalError
+from shoal.core.svg import Chart, Series
+
+__all__ = ["Save", "checkpoints", "memory_by_tier"]
+
+# Newest saves that a page lists.
+MOST = 50
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save of a run.
+
+    Args:
+        step: after which it was made.
+        stall_s: for which training stood still; None if no event tells.
+        nbytes: on the disk; None when it is not kept any more.
+        files: ranks that wrote it.
+        state: complete, damaged, or not kept.
+        told: what is wrong.
+        mode: how it was saved, as the event says.
+    """
+
+    step: int
+    stall_s: float | None
+    nbytes: int | None = None
+    files: int = 0
+    state: str = "not kept"
+    told: str = ""
+    mode: str = ""
+
+
+def checkpoints(root: Path | None, events: Events) -> list[Save]:
+    """The saves of a run, newest first: those that events tell of, and those on the disk.
+
+    A kept one is called complete when its index, its headers and the sizes of its files are what
+    was written; ``shoal model verify`` reads every byte.
+    """
+    stalls = {int(step): event for step, event in events.saves.items()}
+    folders: dict[int, Path] = {}
+    if root is not None:
+        store = root / "checkpoints"
+        try:
+            folders = {step: Store(store).folder(step) for step in Store(store).steps()}
+        except (OSError, CheckpointError):
+            folders = {}  # it is being replaced, or not ours to read: for a page it is not there
+    found = []
+    for step in sorted({*stalls, *folders}, reverse=True)[:MOST]:
+        event = stalls.get(step, {})
+        seconds = number(event.get("seconds"))
+        stall = seconds if math.isfinite(seconds) else None
+        mode = str(event.get("mode", ""))[:40]
+        if step not in folders:
+            found.append(Save(step, stall, mode=mode))
+            continue
+        state, told, nbytes, files = _looked_at(folders[step], _stamp(folders[step]))
+        found.append(Save(step, stall, nbytes, files, state, told, mode))
+    return found
+
+
+def _stamp(folder: Path) -> int:
+    try:
+        return (folder / INDEX_NAME).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@functools.lru_cache(maxsize=256)
+def _looked_at(folder: Path, _changed: int) -> tuple[str, str, int | None, int]:
+    """(state, what is wrong, bytes, files) of one saved step."""
+    if folder.is_symlink() or folder.parent.is_symlink():
+        return "damaged", f"{folder} is a link, which is not followed", None, 0
+    try:
+        index = Saved(folder).index
+    except ShoalError as error:
+        return "damaged", str(error), None, 0
+    return "complete", "", sum(file.bytes for file in index.files.values()), len(index.files)
+
+
+def memory_by_tier(events: Events, width: int, height: int) -> Chart | None:
+    """Most bytes of each tier in each step; None for a run that tells of none."""
+    names: dict[str, None] = {}
+    for event in events.steps.values():
+        tiers = event.get("tier_bytes")
+        if isinstance(tiers, dict):
+            names |= dict.fromkeys(str(name)[:20] for name in tiers)
+    series = []
+    for name in names:
+        pairs = [
+            (float(step), number(_tier(event, name)) / _MIB)
+            for step, event in sorted(events.steps.items())
+        ]
+        kept = [(x, y) for x, y in pairs if math.isfinite(y)]
+        series.append(Series(name, [x for x, _ in kept], [y for _, y in kept]))
+    series = [one for one in series if one.x]
+    if not series:
+        return None
+    said = ", ".join(f"{one.name} {max(one.y):.4g} MiB" for one in series)
+    return Chart(
+        title="Memory by tier",
+        description=f"Most bytes in use in each step: {said}.",
+        x_label="step",
+        y_label="MiB",
+        series=series,
+        width=width,
+        height=height,
+    )
+
+
+def _tier(event: dict[str, Any], name: str) -> Any:
+    tiers = event.get("tier_bytes")
+    return tiers.get(name) if isinstance(tiers, dict) else None

@@ -1,0 +1,81 @@
+"""The dashboard: checkpoints of a run, and its memory by tier."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+torch = pytest.importorskip("torch")
+
+from dash_home import client_of, make_run, settings, step, write_events  # noqa: E402
+
+from shoal.app.dash.kept import checkpoints  # noqa: E402
+from shoal.app.dash.runs import Events  # noqa: E402
+from shoal.checkpoint.store import Store  # noqa: E402
+from shoal.cost.score import Score  # noqa: E402
+from shoal.train.layout import RunDir  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("environment")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    place = tmp_path / "runs" / "kept"
+    make_run(Score(), place, report=False)
+    store = Store(RunDir(place).checkpoints, keep=2)
+    for number in (10, 20, 30):
+        store.save(number, {"model.w": torch.full((7,), float(number))}, {})
+        write_events(
+            place,
+            {"time": 5.0, "kind": "checkpoint", "step": number, "seconds": 0.25, "mode": "lazy"},
+            more=True,
+        )
+    return place
+
+
+def saves_of(place: Path):
+    events = Events(place)
+    events.refresh()
+    return checkpoints(place, events)
+
+
+def test_what_is_kept_and_what_is_not(root: Path) -> None:
+    newest, middle, oldest = saves_of(root)
+    assert [one.step for one in (newest, middle, oldest)] == [30, 20, 10]
+    assert (newest.state, newest.stall_s, newest.mode, newest.files) == (
+        "complete",
+        0.25,
+        "lazy",
+        1,
+    )
+    assert newest.nbytes is not None and newest.nbytes > 28
+    assert (oldest.state, oldest.nbytes) == ("not kept", None)
+
+
+def test_damage_is_told(root: Path, tmp_path: Path) -> None:
+    folder = Store(RunDir(root).checkpoints).folder(30)
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(Store(RunDir(root).checkpoints).folder(20), elsewhere)
+    (RunDir(root).checkpoints / "step-00000020").symlink_to(elsewhere)
+    newest, middle, _ = saves_of(root)
+    assert newest.state == "damaged" and file.name in newest.told
+    assert middle.state == "damaged" and "is a link" in middle.told
+
+
+def test_the_page_of_a_run(root: Path, tmp_path: Path) -> None:
+    more = [
+        {**step(30 + n), "tier_bytes": {"device": (n + 1) * 2**20, "disk": 8 * 2**20, "<b>": "x"}}
+        for n in range(3)
+    ]
+    write_events(root, *more, more=True)
+    page = client_of(settings(tmp_path, runs=(root.parent,))).get("/runs").text
+    address = page.split('href="/runs/')[1].split('"')[0]
+    page = client_of(settings(tmp_path, runs=(root.parent,))).get(f"/runs/{address}").text
+    assert "<h2>Checkpoints</h2>" in page and "not kept" in page and "250 ms" in page
+    assert "<title>Memory by tier</title>" in page and "device 3 MiB, disk 8 MiB" in page
+    assert "<b>" not in page.split("Memory by tier")[1].split("</figure>")[0]
