@@ -241,6 +241,7 @@ def test_catalogue_has_every_system_once() -> None:
         40: "distserve",
         41: "gemm_forest",
         48: "dissect",
+        51: "deep_optimizer_states",
         53: "single_path",
         77: "learning_curves",
         81: "megascale",

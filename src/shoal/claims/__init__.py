@@ -12,6 +12,9 @@ __all__ = ["CLAIMS"]
 CLAIMS = PartTable(
     "claim",
     {
+        "deep_optimizer_states": (
+            "shoal.claims.experiments.deep_optimizer_states:DeepOptimizerStates"
+        ),
         "dissect": "shoal.claims.experiments.dissect:Dissect",
         "distserve": "shoal.claims.experiments.distserve:DistServe",
         "oneflow": "shoal.claims.experiments.oneflow:OneFlow",

@@ -16,6 +16,7 @@ from shoal.app.commands.plan_paths import paths
 from shoal.app.commands.plan_routes import routes
 from shoal.app.commands.plan_scaling import scaling
 from shoal.app.commands.plan_schedule import schedule
+from shoal.app.commands.plan_stride import stride
 from shoal.app.commands.plan_t3 import t3
 from shoal.app.commands.plan_tiles import tiles
 from shoal.app.commands.plan_tune import tune
@@ -419,6 +420,7 @@ def show_plans(plans: Sequence[Plan]) -> None:
 app.command("scaling")(scaling)
 app.command("schedule")(schedule)
 app.command("t3")(t3)
+app.command("stride")(stride)
 app.command("routes")(routes)
 app.command("context")(context)
 app.command("longctx")(longctx)

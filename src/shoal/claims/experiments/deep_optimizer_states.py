@@ -1,0 +1,348 @@
+"""[51] DeepOptimizerStates: does the device help the host to update, sub-group by sub-group?
+
+Source: Maurya et al., Deep Optimizer States, 2024.
+
+One process has a host, a thread on one core, and a device, a thread on the other; copies between
+them are real and held to a rate, and so is the host, because two equal cores are nobody's server:
+published hosts update some twenty times slower than their devices. With three rates of the link,
+by which a stride of 2, 3 and 4 is foretold, every stride is measured beside the host alone. What
+two equal cores gain without any of this is told as well. The A/A run has the host alone in the
+place of every stride. The timeline of a published machine is played, not run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.measure import interleave, num_cores
+from shoal.core.parts import part
+from shoal.plan.stride import HOST_ONLY, Pattern, Rates, choose, steady_stride, timeline
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.memory.interleaved import Interleaved, Workers
+
+__all__ = ["DeepOptimizerStates"]
+
+_HOST = "the host alone"
+_PAPER = "iterations 2.5x faster than offload with a fixed ratio or to the host alone"
+# Host 1.5, device 25, conversion 8 and link 12 billion parameters or words a second: H100 class.
+_PUBLISHED = Rates(host=1.5e9, device=25e9, convert=8e9, link=12e9)
+_STRIDES = (2, 3, 4, 5, 6)
+# From most on the device to nothing there: how far a choice is from the best is counted in this.
+_ORDER = (*_STRIDES, HOST_ONLY)
+_WANTED = (2, 3, 4)
+_EXACT_STEPS = 10
+
+
+@part
+class DeepOptimizerStates:
+    """Updates of bf16 weights with an fp32 state on the host.
+
+    Args:
+        sub_group: parameters of a sub-group.
+        groups: sub-groups.
+        host_rate: parameters that the host updates in a second.
+        pairs: rounds.
+    """
+
+    sub_group: int = 250_000
+    groups: int = 24
+    host_rate: float = 3e7
+    pairs: int = 11
+
+    rows: ClassVar[tuple[int, ...]] = (51,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.speedup(
+            "update",
+            1.3,
+            _HOST,
+            evidence="mechanism",
+            paper=_PAPER,
+            peer="torch.optim.AdamW",
+        ),
+        Metric(
+            name="stride_off",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=1.0,
+            baseline=_HOST,
+            evidence="mechanism",
+            timing=True,
+        ),
+        Metric(
+            name="published_update",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=2.0,
+            baseline=_HOST,
+            evidence="simulated",
+            paper=_PAPER,
+        ),
+        Metric.counted("wrong_numbers", "<=", 0.0, "torch.optim.AdamW", statistic="max"),
+        Metric.counted(
+            "state_over_slots", "<=", 1.0, "all state on the device", statistic="max", unit="x"
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("sub_group", "groups", "host_rate", "pairs"):
+            value = getattr(self, name)
+            where = f"claim.deep_optimizer_states.{name}"
+            require(value >= 1, where, value, expected="1 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """Two threads need a core each."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        if num_cores() < 2:
+            return "one core: host and device need one each"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        context.progress("ten exact steps", 0.02)
+        wrong, share = _exact(context.seed, as_baseline)
+        best, played = choose(_PUBLISHED, [10**8] * 20)
+        alone = played[0].seconds
+        metrics = {
+            "wrong_numbers": Paired(method=(float(wrong),)),
+            "state_over_slots": Paired(method=(share,)),
+            "published_update": Paired(
+                method=(alone if as_baseline else best.seconds,), baseline=(alone,)
+            ),
+        }
+        if quick:
+            return Samples(metrics=metrics, details={"published": best.pattern.told()})
+        return self._timed(context, metrics, as_baseline)
+
+    def _timed(self, context: Context, metrics: dict[str, Paired], as_baseline: bool) -> Samples:
+        from shoal.memory.interleaved import Workers, rates_of
+        from shoal.memory.mover import EmulatedLink
+
+        pace = Workers(cores=(0, 1), host_rate=self.host_rate)
+        rates = context.remember("rates", lambda: rates_of(self.sub_group, pace))
+        off: list[float] = []
+        told: list[JsonValue] = []
+        said: list[str] = []
+        for index, wanted in enumerate(_WANTED):
+            context.progress(f"a link for a stride of {wanted}", 0.1 + 0.25 * index)
+            words = _link_for(rates, self.sub_group, wanted)
+            there = rates.model_copy(update={"link": words})
+            link = EmulatedLink(4 * words)
+            workers = Workers(cores=(0, 1), host_rate=self.host_rate, link=link)
+            sizes = [self.sub_group] * self.groups
+            foretold = {
+                stride: timeline(there, sizes, self._pattern(sizes, stride)).seconds
+                for stride in _ORDER
+            }
+            auto = min(_ORDER, key=lambda stride: foretold[stride])
+            runs = {
+                stride: self._made(workers, HOST_ONLY if as_baseline else stride)
+                for stride in _ORDER
+            }
+            timed = interleave(
+                {str(stride): functools.partial(_update, one) for stride, one in runs.items()},
+                self.pairs,
+                seed=context.seed,
+            )
+            for one in runs.values():
+                one.close()
+            medians = {stride: timed.median(str(stride)).value for stride in runs}
+            best = min(_ORDER, key=lambda stride: medians[stride])
+            off.append(float(abs(_ORDER.index(auto) - _ORDER.index(best))))
+            if wanted == 2:
+                metrics["update"] = Paired(
+                    method=timed.seconds[str(auto)], baseline=timed.seconds[str(HOST_ONLY)]
+                )
+            told.append(
+                {
+                    "link_words_per_s": words,
+                    "stride_of_the_formula": steady_stride(there, self.sub_group),
+                    "chosen": auto,
+                    "best": best,
+                    "foretold_s": {str(k): v for k, v in foretold.items()},
+                    "measured_s": {str(k): v for k, v in medians.items()},
+                }
+            )
+            said.append(
+                f"link {words / 1e6:.0f} M words/s: chosen {_named(auto)}, best {_named(best)}, "
+                f"{medians[HOST_ONLY] / medians[auto]:.2f}x the host alone, foretold "
+                f"{foretold[HOST_ONLY] / foretold[auto]:.2f}x"
+            )
+        metrics["stride_off"] = Paired(method=tuple(off))
+        context.progress("two equal cores", 0.9)
+        equal, peer = self._equal_cores(context, as_baseline)
+        fastest = foretold_limit(rates)
+        return Samples(
+            metrics=metrics,
+            bounds={"update": fastest},
+            peers={"update": peer},
+            profile="; ".join(said)
+            + f"; two equal cores and no rate held: {equal:.2f}x the host alone",
+            details={"settings": told, "equal_cores": equal, "rates": rates.model_dump()},
+        )
+
+    def _pattern(self, sizes: list[int], stride: int) -> Pattern:
+        return Pattern(groups=len(sizes), stride=stride)
+
+    def _made(self, workers: Workers, stride: int, *, fused: bool = False) -> Interleaved:
+        from shoal.memory.interleaved import AdamWOptions, Interleaved
+        from shoal.memory.tier import MemoryTier
+
+        total = self.sub_group * self.groups
+        made = Interleaved(
+            _weights(total),
+            AdamWOptions(fused=fused),
+            sub_group=self.sub_group,
+            pattern=lambda sizes: self._pattern(list(sizes), stride),
+            device=MemoryTier("device", 8 * total + 24 * self.sub_group + 2**20),
+            host=MemoryTier("host", 16 * total + 2**20),
+            workers=workers,
+        )
+        made.zero_gradients()
+        return made
+
+    def _equal_cores(self, context: Context, as_baseline: bool) -> tuple[float, Paired]:
+        """What interleaving gains where nothing is held to a rate; and our baseline's peer."""
+        import torch
+
+        from shoal.memory.interleaved import Workers
+
+        stride = HOST_ONLY if as_baseline else 2
+        plain = Workers(cores=(0, 1))
+        runs = {"host": self._made(plain, HOST_ONLY, fused=True)}
+        runs["both"] = self._made(plain, stride, fused=True)
+        runs["single"] = self._made(plain, HOST_ONLY)
+        total = self.sub_group * self.groups
+        master = torch.zeros(total)
+        master.grad = torch.zeros(total)
+        narrow = torch.zeros(total, dtype=torch.bfloat16)
+        torchs = torch.optim.AdamW([master], lr=1e-3, foreach=False, fused=False)
+
+        def by_torch() -> None:
+            torchs.step()
+            narrow.copy_(master)
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            timed = interleave(
+                {
+                    **{name: functools.partial(_update, one) for name, one in runs.items()},
+                    "torch": by_torch,
+                },
+                self.pairs,
+                seed=context.seed,
+            )
+        finally:
+            torch.set_num_threads(threads)
+        for one in runs.values():
+            one.close()
+        rates = {
+            name: tuple(total / s for s in timed.seconds[name]) for name in ("single", "torch")
+        }
+        gain = timed.median("host").value / timed.median("both").value
+        return gain, Paired(method=rates["single"], baseline=rates["torch"])
+
+
+def _named(stride: int) -> str:
+    return Pattern(groups=max(1, stride), stride=stride).told()
+
+
+def _update(one: Interleaved) -> None:
+    one.step()
+    one.settle()
+
+
+def _weights(total: int) -> dict[str, Tensor]:
+    import torch
+
+    return {"weights": torch.zeros(1, total, dtype=torch.bfloat16)}
+
+
+def _link_for(rates: Rates, size: int, stride: int) -> float:
+    """Words a second at which the formula says ``stride``, in the middle of what says so."""
+
+    def load(words: float) -> float:
+        there = rates.model_copy(update={"link": words})
+        return there.device_s(size) / there.host_s(size)
+
+    low, high = 1e3, 1e12
+    wanted = stride - 1.5  # k = 1 + ceil(load), so load is in (k - 2, k - 1]
+    for _ in range(80):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if load(middle) > wanted else (low, middle)
+    return low
+
+
+def foretold_limit(rates: Rates) -> float:
+    """How many times faster all resources together could be at most: no way takes any time."""
+    host = 1 / rates.host + 1 / rates.convert
+    return 1 + host * rates.device
+
+
+def _exact(seed: int, as_baseline: bool) -> tuple[int, float]:
+    """(numbers that are not AdamW's after ten steps, most state on the device over two slots)."""
+    import torch
+
+    from shoal.memory.interleaved import AdamWOptions, Interleaved
+    from shoal.memory.tier import MemoryTier
+
+    size, groups = 1000, 9
+    source = torch.Generator().manual_seed(seed)
+    start = torch.randn(1, size * groups - 7, generator=source)
+    wrong, share = 0, 0.0
+    patterns = [(HOST_ONLY, False), (2, False), (3, False), (2, True), (4, True)]
+    for stride, mirrored in patterns[:1] if as_baseline else patterns:
+        own = torch.nn.Parameter(start.clone())
+        device = MemoryTier("device", 2**22)
+        made = Interleaved(
+            {"w": own},
+            AdamWOptions(),
+            sub_group=size,
+            pattern=lambda sizes, k=stride, m=mirrored: Pattern(  # type: ignore[misc]
+                groups=len(sizes), stride=k, mirrored=m
+            ),
+            device=device,
+            host=MemoryTier("host", 2**22),
+        )
+        theirs = torch.nn.Parameter(start.clone())
+        options = made.options
+        torchs = torch.optim.AdamW(
+            [theirs],
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            foreach=False,
+        )
+        draws = torch.Generator().manual_seed(seed + 1)
+        for _ in range(_EXACT_STEPS):
+            gradient = torch.randn(start.shape, generator=draws)
+            own.grad, theirs.grad = gradient, gradient.clone()
+            made.take_gradients()
+            made.step()
+            torchs.step()
+        state = made.state()["w"]
+        wrong += int((own != theirs).sum())
+        wrong += sum(
+            int((state[key] != torchs.state[theirs][key]).sum())
+            for key in ("exp_avg", "exp_avg_sq")
+        )
+        wrong += sum(count != _EXACT_STEPS for count in made.updated)
+        block = device.rounded(4 * size)
+        gradients = block * sum(made.pattern.on_device())
+        share = max(share, (device.stats.peak - gradients) / (2 * 3 * block))
+        made.close()
+    return wrong, share
