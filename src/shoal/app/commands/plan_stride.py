@@ -38,7 +38,7 @@ def stride(
 
     require(parameters >= 1, "--parameters", parameters, expected="at least 1")
     require(
-        1 <= sub_group and parameters / sub_group <= 2000,
+        sub_group >= 1 and parameters / sub_group <= 2000,
         "--sub-group",
         sub_group,
         expected="at least 1, and at most 2,000 of them in all",
