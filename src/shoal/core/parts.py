@@ -82,6 +82,7 @@ KINDS: dict[str, str] = {
     "optimizer": "shoal.train:OPTIMIZERS",
     "lr_schedule": "shoal.train:LR_SCHEDULES",
     "shard": "shoal.parallel:SHARDS",
+    "offload": "shoal.memory:OFFLOADS",
     "context": "shoal.parallel:CONTEXTS",
     "launch": "shoal.train:LAUNCHERS",
     "locator": "shoal.train.watch:LOCATORS",

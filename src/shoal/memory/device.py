@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +36,10 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         tier: the device; its blocks are part of it.
         strict: operators may only use what lies there. Single numbers may come from anywhere.
+
+    Attributes:
+        make_room: asked for so many bytes before an operator fails for want of them: whoever has
+            something on the device that it can do without, or that is on its way out.
     """
 
     def __init__(self, tier: MemoryTier, *, strict: bool = True) -> None:
@@ -44,11 +49,21 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paused = 0
         # Storage -> its bytes and the operator that made it, while it lives.
         self._live: dict[int, tuple[int, str]] = {}
+        # Storages end on any thread; what they took is given back on the one that counts.
+        self._ended: deque[int] = deque()
+        self.make_room: Callable[[int], None] | None = None
 
     @property
     def live_bytes(self) -> int:
         """Bytes outside of the tier's blocks."""
+        self._settle()
         return sum(nbytes for nbytes, _ in self._live.values())
+
+    @property
+    def room(self) -> int:
+        """Bytes that nobody has."""
+        self._settle()
+        return self.tier.room
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
@@ -73,6 +88,7 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._paused or self.tier.device.type != "cpu":
             return func(*args, **kwargs)
+        self._settle()
         if self._strict:
             for value in tree_flatten((args, kwargs))[0]:
                 if isinstance(value, Tensor) and value.numel() > 1 and not self._here(value):
@@ -88,23 +104,28 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _here(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
-        return storage._cdata in self._live or storage._cdata == self.tier.storage._cdata
+        return storage._cdata in self._live or self.tier.owns(storage)
 
     def _count(self, tensor: Tensor, tag: str) -> None:
+        self._settle()
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if not nbytes or key == self.tier.storage._cdata or key in self._live:
+        if not nbytes or key in self._live or self.tier.owns(storage):
             return
+        if nbytes > self.tier.room and self.make_room is not None:
+            self.make_room(nbytes)
+            self._settle()
         if nbytes > self.tier.room:
             raise DeviceMemoryError(self._told(nbytes, tag))
         self.tier.reserve(nbytes, tag)
         self._live[key] = (nbytes, tag)
         # The object of a storage lives as long as the storage, whoever holds it.
-        weakref.finalize(storage, self._gone, key).atexit = False
+        weakref.finalize(storage, self._ended.append, key).atexit = False
 
-    def _gone(self, key: int) -> None:
-        nbytes, _ = self._live.pop(key)
-        self.tier.release(nbytes)
+    def _settle(self) -> None:
+        while self._ended:
+            nbytes, _ = self._live.pop(self._ended.popleft())
+            self.tier.release(nbytes)
 
     def _told(self, need: int, tag: str) -> str:
         largest = sorted(self._live.values(), reverse=True)[:_NAMED]

@@ -11,6 +11,7 @@ Source: Rajbhandari et al., ZeRO-Infinity, 2021, section 6.3 (aligned, direct, a
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import tempfile
@@ -57,6 +58,7 @@ class DiskTier(Ledger):
 
     def __init__(self, path: Path | str, capacity: int) -> None:
         super().__init__("disk", capacity, SECTOR)
+        self._map: mmap.mmap | None = None
         self.path = Path(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -89,30 +91,51 @@ class DiskTier(Ledger):
             return os.open(name, flags), False
         return fd, hasattr(os, "O_DIRECT")
 
-    def read(self, block: Block, into: Tensor) -> None:
-        """Fill ``into``, uint8 of :func:`staging`, from a block's beginning."""
-        self._whole(block, into, writing=False)
+    def read(self, block: Block, into: Tensor, offset: int = 0) -> None:
+        """Fill ``into``, uint8 of :func:`staging`, from byte ``offset`` of a block, a sector's."""
+        self._whole(block, into, offset, writing=False)
 
-    def write(self, block: Block, data: Tensor) -> None:
-        """Write ``data``, uint8 of :func:`staging`, from a block's beginning."""
-        self._whole(block, data, writing=True)
+    def write(self, block: Block, data: Tensor, offset: int = 0) -> None:
+        """Write ``data``, uint8 of :func:`staging`, from byte ``offset`` of a block, a sector's."""
+        self._whole(block, data, offset, writing=True)
 
-    def _whole(self, block: Block, data: Tensor, *, writing: bool) -> None:
-        size = min(self.rounded(block.nbytes), data.numel())
+    def mapped(self, block: Block) -> Tensor:
+        """A block as uint8 that the system reads and writes as it is touched.
+
+        For who goes through everything once and must not hold it all, such as a checkpoint. It
+        takes the way through the cache; :meth:`flush` writes what has changed.
+        """
+        import torch
+
+        if self._map is None:
+            self._map = mmap.mmap(self._fd, -(-self.capacity // SECTOR) * SECTOR)
+        return torch.frombuffer(
+            self._map, dtype=torch.uint8, count=block.nbytes, offset=block.start
+        )
+
+    def flush(self) -> None:
+        """Write what was changed in mapped blocks."""
+        if self._map is not None:
+            self._map.flush()
+
+    def _whole(self, block: Block, data: Tensor, offset: int, *, writing: bool) -> None:
+        size = min(self.rounded(block.nbytes) - offset, data.numel())
         view = memoryview(data.numpy())[:size]  # type: ignore[arg-type]
         done = 0
         try:
             while done < size:
-                place = block.start + done
+                place = block.start + offset + done
                 move = os.pwritev if writing else os.preadv
                 moved = move(self._fd, [view[done:]], place)
                 if not moved:
-                    raise MachineError(f"disk: {self.path}: {block.tag} ends at byte {done}")
+                    raise MachineError(
+                        f"disk: {self.path}: {block.tag} ends at byte {offset + done}"
+                    )
                 done += moved
             if not self.direct:
                 if writing:
                     os.fdatasync(self._fd)
-                os.posix_fadvise(self._fd, block.start, size, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self._fd, block.start + offset, size, os.POSIX_FADV_DONTNEED)
         except OSError as cause:
             if cause.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise TierFullError(
@@ -129,3 +152,4 @@ class DiskTier(Ledger):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        self._map = None  # whoever still looks at a block keeps the mapping

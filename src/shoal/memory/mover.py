@@ -188,6 +188,8 @@ class Mover:
                 seconds = time.perf_counter() - begin
                 self.bytes += ticket.nbytes
                 self.busy_s += seconds
+                # What was copied is not kept until the next copy comes.
+                del work, item
                 ticket.finish(seconds, error)
 
 

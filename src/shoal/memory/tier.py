@@ -182,22 +182,40 @@ class MemoryTier(Ledger):
         name: device or host.
         capacity: budget in bytes.
         device: where the memory lies.
+        alignment: of blocks; a disk's transfers ask for sectors.
     """
 
-    def __init__(self, name: str, capacity: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        *,
+        alignment: int = ALIGNMENT,
+    ) -> None:
         import torch
 
-        super().__init__(name, capacity)
+        super().__init__(name, capacity, alignment)
         self.device = torch.device(device)
-        # Pages that are never touched cost nothing; a base that is aligned makes every block so.
-        base = torch.empty(capacity + ALIGNMENT, dtype=torch.uint8, device=self.device)
-        self._first = -base.data_ptr() % ALIGNMENT
-        self._storage = base.untyped_storage()
+        self._first = 0
+        self._storage: torch.UntypedStorage | None = None
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """What all blocks lie in."""
+        """What all blocks lie in; there is none until a block is looked at."""
+        import torch
+
+        if self._storage is None:
+            # Pages that are never touched cost nothing; a base that is aligned makes blocks so.
+            size = self.capacity + self.alignment
+            base = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._first = -base.data_ptr() % self.alignment
+            self._storage = base.untyped_storage()
         return self._storage
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this is what the blocks lie in."""
+        return self._storage is not None and self._storage._cdata == storage._cdata
 
     def view(self, block: Block, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """A block as a tensor with versions of its own: writing one block spoils no other's."""
@@ -215,5 +233,6 @@ class MemoryTier(Ledger):
             expected=f"at most {block.nbytes} bytes",
         )
         made = torch.empty(0, dtype=dtype, device=self.device)
+        storage = self.storage
         offset = (self._first + block.start) // dtype.itemsize
-        return made.set_(self._storage, offset, tuple(shape), tuple(reversed(strides)))
+        return made.set_(storage, offset, tuple(shape), tuple(reversed(strides)))

@@ -18,7 +18,7 @@ from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
 from shoal.parallel.protocols import Held
 from shoal.parallel.shard.cost import sharding_estimate
-from shoal.parallel.shard.squares import sum_of_squares
+from shoal.kernel.squares import sum_of_squares
 from shoal.parallel.shard.units import check_divided, units
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from shoal.parallel.protocols import Held
-from shoal.parallel.shard.squares import sum_of_squares
+from shoal.kernel.squares import sum_of_squares
 from shoal.parallel.shard.units import check_divided, units
 
 if TYPE_CHECKING:

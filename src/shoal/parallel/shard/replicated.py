@@ -19,7 +19,7 @@ from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
 from shoal.parallel.protocols import Held
 from shoal.parallel.shard.cost import sharding_estimate
-from shoal.parallel.shard.squares import sum_of_squares
+from shoal.kernel.squares import sum_of_squares
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -192,14 +192,10 @@ class ReplicatedModel:
         names = {parameter: name for name, parameter in self._names.items()}
         total = sum_of_squares(self._buckets[0].flat[:0])
         for bucket in self._buckets:
-            chosen = [counts(names[parameter]) for parameter in bucket.parameters]
-            if all(chosen):
-                total += sum_of_squares(bucket.flat)
-            else:
-                views = zip(bucket.views, chosen, strict=True)
-                for view, counted in views:
-                    if counted:
-                        total += sum_of_squares(view)
+            # One by one, so that whoever has the parameters elsewhere finds the same bits.
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if counts(names[parameter]):
+                    total += sum_of_squares(view)
         return total
 
     def scale_gradients(self, factor: Tensor) -> None:

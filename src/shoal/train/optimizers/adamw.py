@@ -33,6 +33,7 @@ class AdamW:
         beta2: decay of the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay of matrices, as a factor of the learning rate.
+        fused: one kernel for all of an update, instead of one for each operation.
     """
 
     lr: float = 3e-3
@@ -40,7 +41,9 @@ class AdamW:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    fused: bool = True
     whole_matrices: ClassVar[bool] = False
+    states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __post_init__(self) -> None:
         require(self.lr > 0, "optimizer.adamw.lr", self.lr, expected="a number above 0")
@@ -66,7 +69,7 @@ class AdamW:
         )
 
     def build(self, parameters: Mapping[str, Tensor]) -> Updater:
-        """Torch's fused implementation."""
+        """Torch's implementation."""
         import torch
 
         from shoal.train.optimizers.torch_state import TorchUpdater
@@ -83,6 +86,48 @@ class AdamW:
             lr=self.lr,
             betas=(self.beta1, self.beta2),
             eps=self.eps,
-            fused=True,
+            fused=self.fused,
         )
         return TorchUpdater([optimizer], {p: name for name, p in parameters.items()})
+
+    def update(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        states: Mapping[str, Tensor],
+        *,
+        step: int,
+        factor: float,
+        matrix: bool,
+    ) -> None:
+        """Update some elements in place, by the same kernel that updates all of them.
+
+        Args:
+            weight: the elements, flat.
+            gradient: of them.
+            states: their two moments.
+            step: updates made before this one.
+            factor: scales the learning rate.
+            matrix: they are elements of a matrix.
+        """
+        import torch
+        from torch.optim.adamw import adamw
+
+        with torch.no_grad():
+            adamw(
+                [weight],
+                [gradient],
+                [states["exp_avg"]],
+                [states["exp_avg_sq"]],
+                [],
+                [torch.tensor(float(step))],
+                foreach=False,
+                fused=self.fused,
+                amsgrad=False,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                lr=self.lr * factor,
+                weight_decay=self.weight_decay if matrix else 0.0,
+                eps=self.eps,
+                maximize=False,
+            )

@@ -12,19 +12,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["sum_of_squares"]
+__all__ = ["ROW", "row_norms", "sum_of_squares"]
 
 # Elements whose squares are added in their own type; beyond, sums are added in fp64.
-_ROW = 2**14
+ROW = 2**14
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """Sum of the squares of all elements, a scalar in fp64."""
+    total: Tensor = row_norms(x).square().sum()
+    return total
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """Norms of the rows of :data:`ROW` elements in which ``x`` lies, the last one shorter, fp64."""
     import torch
 
     flat = x.detach().reshape(-1)
-    whole = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).double()
-    rest = torch.linalg.vector_norm(flat[whole:]).double()
-    total: Tensor = rows.square().sum() + rest.square()
-    return total
+    whole = flat.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
+    if whole < flat.numel():
+        rows = torch.cat([rows, torch.linalg.vector_norm(flat[whole:]).view(1)])
+    return rows.double()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.parallel.shard.squares import sum_of_squares
+from shoal.kernel.squares import sum_of_squares
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 2**14, 2**14 + 3, 2**22 + 5])

@@ -1,0 +1,229 @@
+"""From a model to one whose state lies in tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import TierFullError
+from shoal.core.sizes import human_bytes
+from shoal.kernel.squares import ROW
+from shoal.memory.disk import SECTOR
+from shoal.memory.home import Cut, Home
+from shoal.memory.mover import EmulatedLink
+from shoal.memory.offloaded import OffloadedModel
+from shoal.memory.stream import Stream, chunks
+from shoal.memory.subgroups import Elementwise, SubGroups, elementwise
+from shoal.memory.tiers import Ring, Row, Tiers, make_row
+
+if TYPE_CHECKING:
+    from shoal.ir.comm import Comm
+
+__all__ = ["Wanted", "offloaded"]
+
+# Elements of a parameter below which it stays in host memory: a transfer's overhead would be all.
+SMALL = 2**13
+# Staging buffers of parameters, and of gradients.
+_INCOMING, _OUTGOING = 4, 3
+_MOST_STAGED = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Where everything should be.
+
+    Args:
+        device_bytes: budget of the device.
+        host_bytes: budget of the host.
+        param: tier of parameters.
+        optim: tier of gradients and optimizer state.
+        act: tier of what autograd saves.
+        sub_group_numel: most elements updated at once.
+        prefetch_numel: elements fetched ahead.
+        owner: one rank has all of a parameter, instead of each its part.
+        path: directory of the disk's file.
+        links: mover -> what holds it to a rate.
+        strict: operators may only use what lies on the device.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    param: Literal["host", "disk"]
+    optim: Literal["host", "disk"]
+    act: Literal["device", "host"]
+    sub_group_numel: int
+    prefetch_numel: int
+    owner: bool
+    path: Path
+    links: Mapping[str, EmulatedLink] = field(default_factory=dict)
+    strict: bool = True
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Bytes of the host that transfers go through.
+
+    Args:
+        incoming: of one buffer of parameters, of which there are four.
+        outgoing: of one buffer of gradients, of which there are four with the one to add to.
+        sub_group: elements of a sub-group.
+        update: of one buffer of the update, of which there are three.
+    """
+
+    incoming: int
+    outgoing: int
+    sub_group: int
+    update: int
+
+    @classmethod
+    def of(cls, largest: int, itemsize: int, states: int, sub_group_numel: int) -> Staging:
+        """For parts of at most ``largest`` elements."""
+        rows = -(-largest // ROW)
+        chunk = min(rows * ROW * itemsize, _MOST_STAGED)
+        sub_group = min(rows, max(1, sub_group_numel // ROW)) * ROW
+        return cls(
+            chunk, chunk, sub_group, SubGroups.staged_bytes(sub_group, itemsize, states)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers."""
+        return _INCOMING * self.incoming + (_OUTGOING + 1) * self.outgoing + 3 * self.update
+
+
+def offloaded(
+    model: nn.Module,
+    comm: Comm,
+    optimizer: object,
+    wanted: Wanted,
+    *,
+    device: torch.device | str = "cpu",
+    values: Callable[[str], Tensor] | None = None,
+) -> OffloadedModel:
+    """Move a model's state into tiers, one parameter after the other.
+
+    Raises:
+        ConfigError: the optimizer looks at several elements in its update.
+        TierFullError: a budget is too small; says what would do.
+    """
+    rule = elementwise(optimizer, "offload")
+    named = dict(model.named_parameters())
+    cuts = _cuts({name: tuple(p.shape) for name, p in named.items()}, comm, owner=wanted.owner)
+    itemsize = max(p.element_size() for p in named.values())
+    largest = max(cut.numel for cut in cuts.values())
+    staging = Staging.of(largest, itemsize, len(rule.states), wanted.sub_group_numel)
+    disk = 0
+    for name, cut in cuts.items():
+        if cut.numel >= SMALL:
+            size = -(-cut.numel * named[name].element_size() // SECTOR) * SECTOR
+            kept = (1 + len(rule.states)) if named[name].requires_grad else 0
+            disk += size * ((wanted.param == "disk") + kept * (wanted.optim == "disk"))
+    if staging.nbytes > wanted.host_bytes:
+        raise TierFullError(
+            f"offload: staging buffers take {human_bytes(staging.nbytes)} and host_budget is "
+            f"{human_bytes(wanted.host_bytes)}; give more, or a smaller sub_group_numel"
+        )
+    tiers = Tiers(
+        device=device,
+        device_bytes=wanted.device_bytes,
+        host_bytes=wanted.host_bytes,
+        disk_bytes=disk,
+        path=wanted.path,
+        links=wanted.links,
+        strict=wanted.strict,
+    )
+    try:
+        incoming = Ring(tiers.host, _INCOMING, staging.incoming, "staged parameters")
+        homes = [
+            _move(model, name, cut, rule, tiers, wanted, incoming, values)
+            for name, cut in cuts.items()
+        ]
+        stream = Stream(
+            model,
+            homes,
+            tiers,
+            comm,
+            incoming=incoming,
+            outgoing=Ring(tiers.host, _OUTGOING, staging.outgoing, "staged gradients"),
+            scratch=Ring(tiers.host, 1, staging.outgoing, "staged gradients"),
+            prefetch_numel=wanted.prefetch_numel,
+        )
+        ring = Ring(tiers.host, 3, staging.update, "staged optimizer state")
+        for buffer in model.buffers():
+            buffer.data = tiers.scope.adopt(buffer.data.to(tiers.device.device), "buffer")
+    except BaseException:
+        tiers.close()
+        raise
+    update = SubGroups(homes, rule, tiers, staging.sub_group, ring)
+    return OffloadedModel(model, homes, tiers, stream, update, comm)
+
+
+def _cuts(
+    shapes: Mapping[str, tuple[int, ...]], comm: Comm, *, owner: bool
+) -> dict[str, Cut]:
+    """What this rank has of every parameter."""
+    owners: dict[str, int] = {}
+    if owner and comm.world > 1:
+        load = [0] * comm.world
+        for name in sorted(shapes, key=lambda n: -Cut(shapes[n], 0, 1).numel):
+            owners[name] = load.index(min(load))
+            load[owners[name]] += Cut(shapes[name], 0, 1).numel
+    return {
+        name: Cut(shape, comm.rank, comm.world, owners.get(name)) for name, shape in shapes.items()
+    }
+
+
+def _move(
+    model: nn.Module,
+    name: str,
+    cut: Cut,
+    rule: Elementwise,
+    tiers: Tiers,
+    wanted: Wanted,
+    ring: Ring,
+    values: Callable[[str], Tensor] | None,
+) -> Home:
+    """Give one parameter its home, and leave nothing of it in the model but its shape."""
+    parameter = model.get_parameter(name)
+    dtype, device = parameter.dtype, tiers.device.device
+    whole = values(name) if parameter.is_meta and values is not None else parameter.detach()
+    whole = whole.to("cpu", dtype)
+    param, optim = wanted.param, wanted.optim
+    if cut.numel < SMALL:
+        param = optim = "host"
+    weight = make_row(tiers, param, cut.numel, dtype, name)
+    _fill(weight, cut.of(whole), ring)
+    nothing = torch.full((1,), float("nan"), dtype=dtype, device=device).expand(cut.shape)
+    if parameter.is_meta:
+        fresh = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
+        for module in model.modules():
+            for leaf, found in module._parameters.items():
+                if found is parameter:
+                    module._parameters[leaf] = fresh
+        parameter = fresh
+    else:
+        parameter.data = nothing
+    gradient: Row | None = None
+    states: dict[str, Row] = {}
+    if parameter.requires_grad:
+        gradient = make_row(tiers, optim, cut.numel, dtype, f"gradient of {name}")
+        for state in rule.states:
+            states[state] = make_row(tiers, optim, cut.numel, dtype, f"{state} of {name}")
+    return Home(name, parameter, cut, weight, gradient, states)
+
+
+def _fill(row: Row, values: Tensor, ring: Ring) -> None:
+    """Write all elements of a row."""
+    slot = ring.get()
+    try:
+        for first, count in chunks(values.numel(), ring.nbytes // values.element_size()):
+            part = slot[: count * values.element_size()].view(values.dtype)
+            part.copy_(values[first : first + count])
+            row.give(first, part, slot)
+    finally:
+        ring.put(slot)

@@ -1,0 +1,101 @@
+"""What the parts of kind ``offload`` promise.
+
+A job with ``offload`` keeps the state of its model in tiers. The engine asks the part to ``apply``
+itself in the place of the part of kind ``shard``; what it gets back is the engine's
+:class:`~shoal.ir.comm.Sharded` and the loop's updater at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from shoal.ir import Estimate, Machine, TrainJob, Work
+from shoal.ir.comm import Comm, Sharded
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from shoal.memory.tiers import Tiers
+
+__all__ = ["Offload", "Offloaded"]
+
+
+class Offloaded(Sharded, Protocol):
+    """A model in training whose state lies in tiers.
+
+    Attributes:
+        tiers: where everything is; ``tiers.used()`` and ``tiers.peaks()`` count bytes by tier.
+    """
+
+    tiers: Tiers
+
+    def passes(self, name: str, *inputs: Tensor | None) -> AbstractContextManager[None]:
+        """Around all passes of a step (``train``) or those that score (``score``).
+
+        Args:
+            name: of the kind.
+            inputs: tensors made outside that the passes use.
+        """
+        ...
+
+    def step(self, factor: float) -> None:
+        """Update every parameter from its gradient; ``factor`` scales the learning rate."""
+        ...
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Parameter name -> state name -> tensor; a 0-d tensor is not split."""
+        ...
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over a state with the same names and shapes."""
+        ...
+
+    def close(self) -> None:
+        """End what runs and give the places back."""
+        ...
+
+
+class Offload(Protocol):
+    """A part of kind ``offload``."""
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Bytes by tier (device, host, disk) and the seconds of a step that are not hidden."""
+        ...
+
+    def check(self, job: TrainJob) -> None:
+        """Refuse what this part does not compose with.
+
+        Raises:
+            ConfigError: names the option and what would do.
+        """
+        ...
+
+    def apply(
+        self,
+        model: nn.Module,
+        comm: Comm,
+        optimizer: object,
+        *,
+        place: Path,
+        device: torch.device | str = "cpu",
+        values: Callable[[str], Tensor] | None = None,
+    ) -> Offloaded:
+        """Move a model's state into tiers.
+
+        Args:
+            model: its parameters are emptied, one after the other.
+            comm: the ranks that share the parameters.
+            optimizer: a part of kind ``optimizer``.
+            place: directory for what lies on disk.
+            device: where passes compute.
+            values: the values of parameters on ``meta``, by name.
+
+        Raises:
+            TierFullError: a budget is too small; says what would do.
+            MachineError: the place cannot be written.
+        """
+        ...

@@ -1,0 +1,467 @@
+"""Parameters come to the device when a pass needs them, and leave it again.
+
+A parameter of the model is empty until it is used: by the forward pass of its module, by whoever
+looks at it inside of a pass (a tied matrix, a method that is not ``forward``), or by a backward
+pass that autograd saved it for. It stays until the forward pass of the module is over, or until
+its gradient has come. What autograd saves of it is its name, not its memory.
+
+Once a pass has shown the order, parameters are fetched ahead of their use: read from disk into a
+ring of staging buffers, copied to the device, gathered from the ranks, three operations of
+different parameters at a time, each on a thread of its own. What is fetched early has room of its
+own: what the first pass left free of the budget.
+
+Every decision is a function of counts and order alone, so that all ranks take the same: the
+collectives of one rank meet those of the others.
+
+Source: Rajbhandari et al., ZeRO-Infinity, 2021, sections 6.2 (overlap) and 7.1 (hooks).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shoal.memory.home import Home
+from shoal.memory.trace import Trace
+
+if TYPE_CHECKING:
+    from shoal.ir.comm import Comm
+    from shoal.memory.mover import Ticket
+    from shoal.memory.tiers import Ring, Tiers
+
+__all__ = ["Stream"]
+
+# Views and transpositions: a tensor that these make of a cast parameter has all of its elements.
+_REORDERED = ("TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
+# Gradients on their way from the device while the next one is computed.
+_OUTGOING = 1
+
+
+class _Lent(NamedTuple):
+    """A view of a parameter that autograd will ask for again, perhaps in another dtype."""
+
+    home: Home
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class _Watched(dict[str, Any]):
+    """The parameters of a module; who takes one of them finds it filled."""
+
+    def __init__(self, found: dict[str, Any], touched: Callable[[Tensor], None]) -> None:
+        super().__init__(found)
+        self._touched = touched
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if value is not None:
+            self._touched(value)
+        return value
+
+
+class Stream:
+    """Brings the parameters of a model to the device and their gradients away from it.
+
+    Args:
+        model: its parameters are emptied.
+        homes: where they live.
+        tiers: places and ways.
+        comm: the ranks that share the parameters; None for one rank alone.
+        incoming: staging buffers of parameters.
+        outgoing: staging buffers of gradients.
+        scratch: one more, for what gradients are added to.
+        prefetch_numel: elements fetched ahead of their use; 0 for none.
+        saved: what becomes of other tensors that autograd saves: how they are packed and unpacked.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        homes: Sequence[Home],
+        tiers: Tiers,
+        comm: Comm | None,
+        *,
+        incoming: Ring,
+        outgoing: Ring,
+        scratch: Ring,
+        prefetch_numel: int,
+        saved: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None,
+    ) -> None:
+        self.homes, self.tiers = homes, tiers
+        self.comm = comm if comm is not None and comm.world > 1 else None
+        self._incoming, self._outgoing, self._scratch = incoming, outgoing, scratch
+        self._prefetch_numel = prefetch_numel
+        self._saved = saved
+        self.waited_s = 0.0
+        """Seconds for which passes waited for parameters."""
+        self.last = True
+        """Whether the gradients that come now complete their sums."""
+        self._home = {home.parameter: home for home in homes}
+        self._by_storage: dict[int, Home] = {}
+        self._traces: dict[str, Trace[Home]] = {}
+        self._trace: Trace[Home] | None = None
+        self._frames: list[list[Home]] = []
+        self._early: dict[Home, int] = {}
+        self._passing: Home | None = None
+        self._slack = 0
+        self._leaving: deque[Ticket] = deque()
+        self._writing: deque[Ticket] = deque()
+        tiers.scope.make_room = self._make_room
+        for home in homes:
+            if home.gradient is not None:
+                home.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    functools.partial(self._received, home)
+                )
+        for module in model.modules():
+            mine = [self._home[p] for p in module._parameters.values() if p in self._home]
+            if mine:
+                module.__dict__["_parameters"] = _Watched(module._parameters, self._touched)
+            module.register_forward_pre_hook(functools.partial(self._enter, mine), prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    @contextlib.contextmanager
+    def passes(self, name: str, *inputs: Tensor | None) -> Iterator[None]:
+        """Around all passes of one kind: those of a step, or those that score.
+
+        Args:
+            name: of the kind; passes of one name use parameters in one order.
+            inputs: tensors made outside that the passes use.
+        """
+        scope = self.tiers.scope
+        for tensor in inputs:
+            if tensor is not None:
+                scope.adopt(tensor)
+        trace = self._traces.setdefault(name, Trace(name))
+        recorded = trace.known
+        trace.begin()
+        self._trace = trace
+        try:
+            with scope, saved_tensors_hooks(self._pack, self._unpack):
+                self._ahead()
+                yield
+            self.settle()
+            trace.end()
+            if not recorded:
+                self._slack = self.tiers.device.capacity - self._need()
+        except BaseException:
+            trace.forget()
+            raise
+        finally:
+            self._trace = None
+            self._frames.clear()
+            self.drop_all()
+
+    def _need(self) -> int:
+        """Bytes of the device that the passes take without prefetching, on any of the ranks."""
+        need = self.tiers.peaks()["device"]
+        if self.comm is not None:
+            most = torch.tensor([need], dtype=torch.int64, device=self.tiers.device.device)
+            self.comm.all_reduce(most, tag="count", op="max").wait()
+            need = int(most)
+        return need
+
+    def settle(self) -> None:
+        """Return when every gradient is where it belongs."""
+        for pending in (self._leaving, self._writing):
+            while pending:
+                pending.popleft().wait()
+
+    def drop_all(self) -> None:
+        """Leave nothing on the device."""
+        for home in self.homes:
+            home.uses, home.kept = 0, False
+            self._drop(home)
+        self._passing = None
+
+    # What modules do.
+
+    def _enter(self, homes: list[Home], _module: nn.Module, _args: Any) -> None:
+        if self._trace is None:
+            return
+        frame: list[Home] = []
+        self._frames.append(frame)
+        for home in homes:
+            self._use(home, frame)
+
+    def _leave(self, _module: nn.Module, _args: Any, _out: Any) -> None:
+        if self._frames:
+            for home in self._frames.pop():
+                home.uses -= 1
+                if not home.uses and not home.kept:
+                    self._drop(home)
+
+    def _touched(self, parameter: Tensor) -> None:
+        home = self._home.get(parameter)  # type: ignore[call-overload]
+        if home is None or self._trace is None or home.uses or home.kept:
+            return
+        if self._frames:
+            self._use(home, self._frames[-1])
+        else:  # nobody says when it is over: until its gradient comes, or room is needed
+            self._bring(home)
+            home.kept = True
+
+    def _use(self, home: Home, frame: list[Home]) -> None:
+        if not home.uses and not home.kept:
+            self._bring(home)
+        home.uses += 1
+        frame.append(home)
+
+    # What autograd does.
+
+    def _pack(self, tensor: Tensor) -> Any:
+        home = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if home is None:
+            home = self._cast_of(tensor)
+        if home is None:
+            return tensor if self._saved is None else self._saved[0](tensor)
+        return _Lent(
+            home,
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+        )
+
+    def _cast_of(self, tensor: Tensor) -> Home | None:
+        """The parameter of which this is a copy in another dtype."""
+        made: Any = tensor.grad_fn
+        while made is not None and made.name() in _REORDERED:
+            made = made.next_functions[0][0]
+        if made is None or made.name() != "ToCopyBackward0":
+            return None
+        home = self._home.get(getattr(made.next_functions[0][0], "variable", None))  # type: ignore[call-overload]
+        whole = tensor.untyped_storage().nbytes()
+        if home is None or whole != home.cut.whole * tensor.dtype.itemsize:
+            return None
+        return home
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if not isinstance(packed, _Lent):
+            assert self._saved is not None
+            return self._saved[1](packed)
+        home = packed.home
+        if not home.uses and not home.kept:
+            self._bring(home)
+            home.kept = True
+        if home.gradient is None and self._passing is not home:
+            # No gradient tells when it is over: until another parameter is wanted.
+            if self._passing is not None and not self._passing.uses:
+                self._passing.kept = False
+                self._drop(self._passing)
+            self._passing = home
+        assert home.flat is not None
+        return home.flat.to(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+
+    def _received(self, home: Home, parameter: Tensor) -> None:
+        """A gradient has come: it leaves the device, and so does the parameter."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        home.kept = False
+        if not home.uses:
+            self._drop(home)
+        while len(self._leaving) > _OUTGOING:
+            self._leaving.popleft().wait()
+        while self._writing and self._writing[0].done():
+            self._writing.popleft().wait()
+        self._send(home, gradient.detach().reshape(-1))
+
+    # Bringing parameters.
+
+    def _bring(self, home: Home) -> None:
+        """Have a parameter on the device, and those that come after it on their way."""
+        assert self._trace is not None
+        self._trace.use(home)
+        self._early.pop(home, None)
+        if home.flat is None:
+            self._start(home)
+        self._ahead()
+        if home.ticket is not None:
+            self.waited_s += home.ticket.wait()
+            home.ticket = None
+        assert home.flat is not None
+        home.parameter.data = home.flat[: home.cut.whole].view(home.cut.shape)
+
+    def _ahead(self) -> None:
+        """Start to fetch what is used next, as far as there is room for it."""
+        assert self._trace is not None
+        left = self._prefetch_numel
+        room = self._slack - sum(self._early.values())
+        for home in self._trace.upcoming() if left else ():
+            left -= home.cut.whole
+            if left < 0:
+                return
+            if home.flat is None:
+                nbytes = self._device_bytes(home)
+                room -= nbytes
+                if room < 0:
+                    return
+                self._start(home)
+                self._early[home] = nbytes
+
+    def _device_bytes(self, home: Home) -> int:
+        """What fetching a parameter takes of the device."""
+        cut, size = home.cut, home.dtype.itemsize
+        if self.comm is None or cut.owner is not None:
+            return cut.whole * size
+        return cut.padded * (self.comm.world + 1) * size
+
+    def _start(self, home: Home) -> None:
+        """Fetch a parameter: disk to host, host to device, ranks to all."""
+        cut, comm = home.cut, self.comm
+        where = self.tiers.device.device
+        parts = 1 if comm is None or cut.owner is not None else comm.world
+        flat = torch.empty(cut.padded * parts, dtype=home.dtype, device=where)
+        mine = flat if parts == 1 else torch.empty(cut.padded, dtype=home.dtype, device=where)
+        home.flat = flat
+        self._by_storage[flat.untyped_storage()._cdata] = home
+        for first, count in chunks(cut.numel, self._incoming.nbytes // home.dtype.itemsize):
+            home.ticket = self._copy_up(home, mine[first : first + count], first, count)
+        if comm is not None:
+            home.ticket = self._gather(comm, cut.owner, flat, mine, home.ticket)
+
+    def _copy_up(self, home: Home, target: Tensor, first: int, count: int) -> Ticket:
+        row, ring, tiers = home.weight, self._incoming, self.tiers
+        if not row.on_disk:
+            return tiers.up.submit(
+                lambda: _copied(row.take(first, count, None), target), target.nbytes
+            )
+        found: list[Tensor] = []
+
+        def read() -> None:
+            slot = ring.get()
+            try:
+                found.extend((row.take(first, count, slot), slot))
+            except BaseException:
+                ring.put(slot)
+                raise
+
+        reading = tiers.read.submit(read, target.nbytes)
+
+        def up() -> None:
+            reading.wait()
+            _copied(found[0], target)
+            ring.put(found[1])
+
+        return tiers.up.submit(up, target.nbytes)
+
+    def _gather(
+        self, comm: Comm, owner: int | None, flat: Tensor, mine: Tensor, copied: Ticket | None
+    ) -> Ticket:
+        def work() -> None:
+            if copied is not None:
+                copied.wait()
+            if owner is None:
+                comm.all_gather(flat, mine, tag="parameters").wait()
+            else:
+                comm.broadcast(flat, owner, tag="parameters").wait()
+
+        return self.tiers.gather.submit(work, flat.nbytes)
+
+    def _drop(self, home: Home) -> None:
+        """Let go of a parameter's memory; whoever still looks at it keeps it alive."""
+        if home.flat is not None:
+            self._by_storage.pop(home.flat.untyped_storage()._cdata, None)
+            home.parameter.data = home.empty
+            self._early.pop(home, None)
+            home.flat = home.ticket = None
+
+    # Sending gradients.
+
+    def _send(self, home: Home, gradient: Tensor) -> None:
+        """Sum a gradient over the ranks and add this rank's part to what there is."""
+        cut, comm = home.cut, self.comm
+        summed: Ticket | None = None
+        mine = gradient
+        if comm is not None and cut.owner is not None:
+            owner = cut.owner
+            summed = self.tiers.gather.submit(
+                lambda: comm.reduce(gradient, owner, tag="gradients").wait(), gradient.nbytes
+            )
+        elif comm is not None:
+            whole = gradient
+            if cut.padded * comm.world != cut.whole:
+                whole = gradient.new_zeros(cut.padded * comm.world)
+                whole[: cut.whole] = gradient
+            mine = gradient.new_empty(cut.padded)
+            summed = self.tiers.gather.submit(
+                lambda: comm.reduce_scatter(mine, whole, tag="gradients").wait(), whole.nbytes
+            )
+        fresh, home.fresh = home.fresh, False
+        for first, count in chunks(cut.numel, self._outgoing.nbytes // home.dtype.itemsize):
+            part = mine[first : first + count]
+            self._leaving.append(self._copy_down(home, part, first, fresh, summed))
+        if summed is not None and not cut.numel:
+            self._leaving.append(summed)
+
+    def _copy_down(
+        self, home: Home, part: Tensor, first: int, fresh: bool, summed: Ticket | None
+    ) -> Ticket:
+        row, ring, last = home.gradient, self._outgoing, self.last
+        assert row is not None
+        nbytes = part.nbytes
+        found: list[Tensor] = []
+
+        def down() -> None:
+            if summed is not None:
+                summed.wait()
+            slot = ring.get()
+            values = slot[:nbytes].view(part.dtype)
+            _copied(part, values)
+            found.extend((values, slot))
+
+        leaving = self.tiers.down.submit(down, nbytes)
+
+        def write() -> None:
+            leaving.wait()
+            values, slot = found
+            try:
+                if not fresh:
+                    second = self._scratch.get()
+                    try:
+                        values.add_(row.take(first, values.numel(), second))
+                    finally:
+                        self._scratch.put(second)
+                row.give(first, values, slot)
+                if last:
+                    home.measure(first, values)
+            finally:
+                ring.put(slot)
+
+        self._writing.append(self.tiers.write.submit(write, nbytes))
+        return leaving
+
+    def _make_room(self, need: int) -> None:
+        """Wait for what leaves the device; then do without what was fetched early."""
+        scope = self.tiers.scope
+        while self._leaving and scope.room < need:
+            self._leaving.popleft().wait()
+        early = list(self._early)
+        loose = [home for home in self.homes if home.kept and not home.uses]
+        for home in (*reversed(early), *loose):
+            if scope.room >= need:
+                return
+            if home.ticket is not None:
+                home.ticket.wait()
+            home.kept = False
+            self._drop(home)
+
+
+def chunks(numel: int, most: int) -> Iterator[tuple[int, int]]:
+    """First element and number of elements of pieces of at most ``most``."""
+    for first in range(0, numel, most):
+        yield first, min(most, numel - first)
+
+
+def _copied(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)

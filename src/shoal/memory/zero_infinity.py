@@ -1,0 +1,163 @@
+"""ZeRO-Infinity: every state of every parameter in device, host or disk memory, divided by rank.
+
+Source: Rajbhandari et al., ZeRO-Infinity, 2021, sections 3 (sizes), 4 (bandwidth), 5 and 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from shoal.core.errors import ConfigError, require
+from shoal.core.parts import part
+from shoal.core.sizes import Size
+from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from shoal.ir.comm import Comm
+    from shoal.memory.protocols import Offloaded
+
+__all__ = ["ZeroInfinity"]
+
+
+def _count(number: Any) -> Any:
+    """``1e7``, which YAML reads as text."""
+    try:
+        return int(float(number)) if isinstance(number, str) else number
+    except ValueError:
+        return number
+
+
+Count = Annotated[int, BeforeValidator(_count)]
+
+
+@part
+class ZeroInfinity:
+    """Parameters, gradients and optimizer state live in host memory or on disk.
+
+    A layer's parameters are fetched when a pass needs them, ahead of it once the order is known;
+    gradients leave as they are made; the optimizer updates what lies in slow tiers piece by piece.
+    Losses and parameters are those of the run without it, to the bit.
+
+    Args:
+        device_budget: bytes of the device that a step may use; all of it if not given.
+        host_budget: bytes of the host's memory; three quarters of it if not given.
+        param: where parameters live: host or disk.
+        optim: where gradients and the optimizer's state live: host or disk.
+        act: where what autograd saves waits for the backward pass: device or host.
+        sub_group_numel: most elements of a parameter that are updated at once.
+        prefetch_numel: elements that are fetched ahead of their use; 0 for none.
+        tiling: cut linear layers that the device has no room for: auto, none, or into how many
+            tiles.
+        placement: sharded: every rank has its part of every parameter; owner: one rank has all of
+            one, and sends it to the others.
+        min_efficiency: least share of the step that may be computing, as planned.
+        path: directory for what lies on disk; the run's own if not given.
+    """
+
+    device_budget: Size | None = None
+    host_budget: Size | None = None
+    param: Literal["host", "disk"] = "disk"
+    optim: Literal["host", "disk"] = "disk"
+    act: Literal["device", "host"] = "device"
+    sub_group_numel: Count = 10_000_000
+    prefetch_numel: Count = 10_000_000
+    tiling: Literal["auto", "none"] | int = "none"
+    placement: Literal["sharded", "owner"] = "sharded"
+    min_efficiency: float = 0.5
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        where = "offload.zero_infinity"
+        for name in ("device_budget", "host_budget"):
+            size = getattr(self, name)
+            require(
+                size is None or size >= 2**20, f"{where}.{name}", size, expected="at least 1MiB"
+            )
+        require(
+            self.sub_group_numel >= 2**14,
+            f"{where}.sub_group_numel",
+            self.sub_group_numel,
+            expected="at least 16384",
+        )
+        require(
+            self.prefetch_numel >= 0,
+            f"{where}.prefetch_numel",
+            self.prefetch_numel,
+            expected="0 or more",
+        )
+        require(
+            0 <= self.min_efficiency <= 1,
+            f"{where}.min_efficiency",
+            self.min_efficiency,
+            expected="a share of 1",
+        )
+        require(
+            isinstance(self.tiling, str) or self.tiling >= 1,
+            f"{where}.tiling",
+            self.tiling,
+            expected="auto, none, or a number of tiles",
+        )
+
+    def check(self, job: TrainJob) -> None:
+        """Refuse what this does not compose with."""
+        refuse(job, "zero_infinity")
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Bytes by tier, and the seconds that the slow tiers add to a step."""
+        return Estimate(step_s=Interval(value=0, low=0, high=0))
+
+    def apply(
+        self,
+        model: nn.Module,
+        comm: Comm,
+        optimizer: object,
+        *,
+        place: Path,
+        device: torch.device | str = "cpu",
+        values: Callable[[str], Tensor] | None = None,
+    ) -> Offloaded:
+        """Move a model's state into tiers."""
+        from shoal.memory.build import Wanted, offloaded
+
+        wanted = Wanted(
+            device_bytes=self.device_budget or 2**40,
+            host_bytes=self.host_budget or 2**40,
+            param=self.param,
+            optim=self.optim,
+            act=self.act,
+            sub_group_numel=self.sub_group_numel,
+            prefetch_numel=self.prefetch_numel,
+            owner=self.placement == "owner",
+            path=Path(self.path) if self.path else place,
+        )
+        return offloaded(model, comm, optimizer, wanted, device=device, values=values)
+
+
+def refuse(job: TrainJob, name: str) -> None:
+    """Refuse what no streamed training composes with.
+
+    Raises:
+        ConfigError: names the option and what would do.
+    """
+    where = f"offload: {name}"
+    if job.shard.name != "replicated":
+        raise ConfigError(
+            f"{where} divides parameters over the data-parallel ranks itself and shard is "
+            f"{job.shard}; leave shard out"
+        )
+    if job.compile:
+        raise ConfigError(
+            f"{where} fetches parameters in hooks, which compile does not see; use compile: false"
+        )
+    if job.replan.enabled:
+        raise ConfigError(
+            f"{where}: replan moves a state between plans, and not one in tiers; "
+            "use replan: {enabled: false}"
+        )
