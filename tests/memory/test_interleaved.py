@@ -8,10 +8,11 @@ from shoal.core.errors import ConfigError, TierFullError
 
 torch = pytest.importorskip("torch")
 
-from shoal.memory.interleaved import AdamWOptions, Interleaved, Workers  # noqa: E402
+from shoal.memory.interleaved import Interleaved, Workers  # noqa: E402
 from shoal.memory.mover import EmulatedLink  # noqa: E402
 from shoal.memory.tier import MemoryTier  # noqa: E402
 from shoal.plan.stride import HOST_ONLY, Pattern  # noqa: E402
+from shoal.train.optimizers.adamw import AdamW  # noqa: E402
 
 MIB = 2**20
 
@@ -51,7 +52,7 @@ def interleaved(pattern, *, sub_group=100, fused=False, workers=None, device=MIB
     tiers = MemoryTier("device", device), MemoryTier("host", MIB)
     made = Interleaved(
         params,
-        AdamWOptions(fused=fused),
+        AdamW(lr=1e-3, fused=fused),
         sub_group=sub_group,
         pattern=lambda sizes: Pattern(groups=len(sizes), **pattern),
         device=tiers[0],
@@ -139,7 +140,7 @@ def test_low_precision_parameters_follow_fp32_ones():
     start = {name: p.detach().float().clone().requires_grad_() for name, p in params.items()}
     made = Interleaved(
         params,
-        AdamWOptions(),
+        AdamW(lr=1e-3, fused=False),
         sub_group=100,
         pattern=lambda sizes: Pattern(groups=len(sizes), stride=2),
         device=MemoryTier("device", MIB),
@@ -170,7 +171,7 @@ def test_bad_input():
     with pytest.raises(ConfigError, match="no parameter"):
         Interleaved(
             {},
-            AdamWOptions(),
+            AdamW(lr=1e-3, fused=False),
             sub_group=1,
             pattern=lambda sizes: Pattern(groups=len(sizes)),
             device=tier,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.cost.step_cost.roofline import cache_bytes_per_token
 from shoal.ir import HostLink, Machine, ModelShape
 
-__all__ = ["host_link"]
+__all__ = ["copy_bytes_per_s", "host_link"]
 
 # B/s of memory copied by a core, where nobody probed it; of PCIe 4.0 with 16 lanes, as copies
 # of pinned memory reach it.
@@ -27,14 +27,18 @@ def host_link(machine: Machine, shape: ModelShape, precision: str, block_size: i
         precision: fp32 or bf16, of the cache.
         block_size: tokens of a block.
     """
-    bytes_per_s = _PCIE_BYTES_PER_S
-    if machine.device.kind == "cpu":
-        memory = machine.device.main_memory
-        rates = [rate for rate in (memory.read_bandwidth, memory.write_bandwidth) if rate]
-        bytes_per_s = 1 / sum(1 / rate for rate in rates) if rates else _CPU_BYTES_PER_S
     return HostLink(
         copy_s=max(_COPY_S, machine.device.op_overhead_s),
-        bytes_per_s=bytes_per_s,
+        bytes_per_s=copy_bytes_per_s(machine),
         block_bytes=cache_bytes_per_token(shape, precision) * block_size,
         layers=shape.num_layers,
     )
+
+
+def copy_bytes_per_s(machine: Machine) -> float:
+    """B/s between a device and its host, one way: of memory read and written, or of PCIe."""
+    if machine.device.kind != "cpu":
+        return _PCIE_BYTES_PER_S
+    memory = machine.device.main_memory
+    rates = [rate for rate in (memory.read_bandwidth, memory.write_bandwidth) if rate]
+    return 1 / sum(1 / rate for rate in rates) if rates else _CPU_BYTES_PER_S

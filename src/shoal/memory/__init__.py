@@ -17,5 +17,6 @@ OFFLOADS = PartTable(
     "offload",
     {
         "zero_infinity": "shoal.memory.zero_infinity:ZeroInfinity",
+        "deep_optimizer_states": "shoal.memory.deep_optimizer_states:DeepOptimizerStates",
     },
 )

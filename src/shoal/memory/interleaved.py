@@ -1,4 +1,4 @@
-"""An AdamW whose state lies on the host, and whose sub-groups the host and the device share.
+"""An update whose state lies on the host, and whose sub-groups the host and the device share.
 
 All parameters are one flat row of numbers, cut into sub-groups. Their fp32 values and both moments
 lie on the host. In an update the host takes its sub-groups one after another and pushes the new
@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim.adamw import adamw
 
 from shoal.core.errors import ConfigError, TierFullError, require
 from shoal.core.sizes import human_bytes
@@ -31,31 +30,11 @@ from shoal.plan.stride import SLOTS, Pattern, Rates
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AdamWOptions", "Interleaved", "Workers", "rates_of"]
+    from shoal.memory.subgroups import Elementwise
 
-_WORDS = ("value", "exp_avg", "exp_avg_sq")
+__all__ = ["Interleaved", "Workers", "rates_of"]
+
 _FP32 = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWOptions:
-    """Numbers of AdamW; see :class:`~shoal.train.optimizers.adamw.AdamW`.
-
-    Args:
-        lr: learning rate.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled decay.
-        fused: torch's one-pass kernel; its last bits differ from those of single operations.
-    """
-
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    fused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +67,11 @@ class _Group:
 
 
 class Interleaved:
-    """See the module; the updates of :class:`torch.optim.AdamW`.
+    """See the module; an updater as of :class:`~shoal.train.protocols.Updater`.
 
     Args:
         parameters: name -> tensor on the device, of any floating dtype; they are read now.
-        options: of AdamW.
+        rule: an optimizer that updates every number by itself.
         sub_group: numbers of a sub-group.
         pattern: sub-groups -> who updates them.
         device: where slots, residents and the device's gradients are counted.
@@ -107,7 +86,7 @@ class Interleaved:
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        options: AdamWOptions,
+        rule: Elementwise,
         *,
         sub_group: int,
         pattern: Callable[[Sequence[int]], Pattern],
@@ -118,8 +97,11 @@ class Interleaved:
         require(sub_group >= 1, "sub_group_numel", sub_group, expected="at least 1")
         if not parameters:
             raise ConfigError("optimizer: there is no parameter to update")
-        self.options = options
+        self._rule = rule
+        self._words = ("value", *rule.states)
         self.steps = 0
+        self.scales: list[Tensor] = []
+        """What gradients are multiplied by in the next step."""
         self._parameters = dict(parameters)
         self._device, self._host, self._workers = device, host, workers
         total = sum(p.numel() for p in parameters.values())
@@ -134,12 +116,12 @@ class Interleaved:
         self._places = _places(self._parameters)
         self._slots = self._make_slots(sub_group)
         # On the host: values and moments of all but residents, gradients of the host's own.
-        self._state = [self._room(g, g.resident, _WORDS) for g in self._groups]
+        self._state = [self._room(g, g.resident, self._words) for g in self._groups]
         self._gradient = [self._room(g, g.device, ("gradient",))[0] for g in self._groups]
         for group, state in zip(self._groups, self._state, strict=True):
             self._gathered(group, state[0])
-            state[1].zero_()
-            state[2].zero_()
+            for word in state[1:]:
+                word.zero_()
         kind = "cpu" if device.device.type == "cpu" else str(device.device)
         rate = workers.link
         second = None if rate is None else EmulatedLink(rate.bytes_per_s, rate.latency_s)
@@ -158,9 +140,9 @@ class Interleaved:
         slots = []
         for number in range(min(SLOTS, len(passing))):
             try:
-                blocks = [self._device.alloc(_FP32 * size, f"slot {number}") for _ in _WORDS]
+                blocks = [self._device.alloc(_FP32 * size, f"slot {number}") for _ in self._words]
             except TierFullError as cause:
-                need = SLOTS * len(_WORDS) * _FP32 * sub_group
+                need = SLOTS * len(self._words) * _FP32 * sub_group
                 raise TierFullError(
                     f"sub_group_numel = {sub_group}: two sub-groups need {human_bytes(need)} of "
                     f"the device ({cause}); make sub-groups smaller or the device larger"
@@ -226,6 +208,7 @@ class Interleaved:
             host.join()
         for ticket in pushed:
             ticket.wait()
+        self.scales.clear()
         if failures:
             raise failures[0]
 
@@ -304,36 +287,22 @@ class Interleaved:
     def _update(
         self, number: int, state: Sequence[Tensor], gradient: Tensor, factor: float
     ) -> None:
-        """One sub-group, by torch's own arithmetic: weights that are decayed, and others."""
-        options, group = self.options, self._groups[number]
-        for decayed in (True, False):
-            spans = [
-                there
-                for name, (start, parameter) in self._places.items()
-                if (parameter.dim() >= 2) == decayed
-                for there in [_inside(group, start, parameter.numel())]
-                if there is not None
-            ]
-            if not spans:
+        """One sub-group, parameter by parameter."""
+        group = self._groups[number]
+        for scale in self.scales:
+            gradient.mul_(scale)
+        for start, parameter in self._places.values():
+            there = _inside(group, start, parameter.numel())
+            if there is None:
                 continue
-            adamw(
-                [state[0][one] for one in spans],
-                [gradient[one] for one in spans],
-                [state[1][one] for one in spans],
-                [state[2][one] for one in spans],
-                [],
-                [torch.tensor(float(self.steps - 1)) for _ in spans],
-                foreach=False,
-                fused=options.fused,
-                capturable=False,
-                differentiable=False,
-                amsgrad=False,
-                beta1=options.beta1,
-                beta2=options.beta2,
-                lr=options.lr * factor,
-                weight_decay=options.weight_decay if decayed else 0.0,
-                eps=options.eps,
-                maximize=False,
+            words = [word[there] for word in state]
+            self._rule.update(
+                words[0],
+                gradient[there],
+                dict(zip(self._rule.states, words[1:], strict=True)),
+                step=self.steps - 1,
+                factor=factor,
+                matrix=parameter.dim() >= 2,
             )
         self.updated[number] += 1
 
@@ -383,13 +352,13 @@ class Interleaved:
 
     @torch.no_grad()
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Parameter name -> ``exp_avg``, ``exp_avg_sq`` and ``step``, on the host."""
+        """Parameter name -> state name -> tensor on the host; ``step`` counts updates."""
         self.settle()
         found: dict[str, dict[str, Tensor]] = {}
         for name, (_, parameter) in self._places.items():
-            entries = {key: torch.empty(parameter.numel()) for key in _WORDS[1:]}
+            entries = {key: torch.empty(parameter.numel()) for key in self._rule.states}
             for number, _, here, there in self._overlaps(name):
-                for word, key in enumerate(_WORDS[1:], 1):
+                for word, key in enumerate(self._rule.states, 1):
                     entries[key][here].copy_(self._state[number][word][there])
             shaped = {key: value.view(parameter.shape) for key, value in entries.items()}
             found[name] = {**shaped, "step": torch.tensor(float(self.steps))}
@@ -402,7 +371,7 @@ class Interleaved:
         for name, entries in state.items():
             self.steps = int(entries["step"])
             for number, _, here, there in self._overlaps(name):
-                for word, key in enumerate(_WORDS[1:], 1):
+                for word, key in enumerate(self._rule.states, 1):
                     self._state[number][word][there].copy_(entries[key].reshape(-1)[here])
         for group, kept in zip(self._groups, self._state, strict=True):
             self._gathered(group, kept[0])
@@ -430,18 +399,25 @@ def _inside(group: _Group, start: int, count: int) -> slice | None:
 
 # Updates of which the shortest is taken.
 _TRIES = 5
+_NO_TIME = 1e18
 
 
 def rates_of(
-    sub_group: int, workers: Workers, *, device: torch.device | str = "cpu", fused: bool = False
+    sub_group: int,
+    rule: Elementwise,
+    workers: Workers,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Rates:
     """What host, device and link do in a second, by updates of one sub-group each.
 
     Args:
         sub_group: its numbers.
+        rule: the optimizer.
         workers: what stands in for the machine; a link that is held to a rate has that one.
         device: where the device's half computes.
-        fused: torch's one-pass kernel.
+        dtype: of the parameters on the device.
 
     Raises:
         TierFullError: the device has no room for one sub-group.
@@ -449,10 +425,10 @@ def rates_of(
     found = {}
     room = 16 * ALIGNMENT + 8 * _FP32 * sub_group
     for name, pattern in (("host", Pattern(groups=1)), ("device", Pattern(groups=1, residents=1))):
-        values = torch.zeros(1, sub_group, device=device, dtype=torch.bfloat16)
+        values = torch.zeros(1, sub_group, device=device, dtype=dtype)
         made = Interleaved(
             {"w": values},
-            AdamWOptions(fused=fused),
+            rule,
             sub_group=sub_group,
             pattern=lambda _, chosen=pattern: chosen,  # type: ignore[misc]
             device=MemoryTier("device", room, device),
@@ -462,13 +438,21 @@ def rates_of(
         made.zero_gradients()
         found[name] = sub_group / min(_seconds(made.step) for _ in range(_TRIES))
         made.close()
-    source, narrow = torch.zeros(sub_group), torch.zeros(sub_group, dtype=torch.bfloat16)
+    source, narrow = torch.zeros(sub_group), torch.zeros(sub_group, dtype=dtype)
     target = torch.zeros(sub_group, device=device)
     convert = sub_group / min(_seconds(lambda: narrow.copy_(source)) for _ in range(_TRIES))
     words = sub_group / min(_seconds(lambda: target.copy_(source)) for _ in range(_TRIES))
     if workers.link is not None:
         words = min(words, workers.link.bytes_per_s / _FP32)
-    return Rates(host=found["host"], device=found["device"], convert=convert, link=words)
+    if dtype == source.dtype:
+        convert = _NO_TIME  # nothing is converted
+    return Rates(
+        host=found["host"],
+        device=found["device"],
+        convert=convert,
+        link=words,
+        push=dtype.itemsize / _FP32,
+    )
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -8,6 +8,7 @@ found by best fit and come back together when they are free again.
 from __future__ import annotations
 
 import bisect
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -23,6 +24,10 @@ __all__ = ["ALIGNMENT", "Block", "Ledger", "MemoryTier", "Tier", "TierStats"]
 
 ALIGNMENT = 256
 """Bytes: blocks of memory begin at a multiple of this, whatever is put there."""
+
+
+# Of Linux; Python has no name for it before 3.13.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +213,12 @@ class MemoryTier(Ledger):
         if self._storage is None:
             # Pages that are never touched cost nothing; a base that is aligned makes blocks so.
             size = self.capacity + self.alignment
-            base = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if self.device.type == "cpu":
+                # Nor are they promised: a budget may be larger than the memory that is free.
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+                base = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+            else:
+                base = torch.empty(size, dtype=torch.uint8, device=self.device)
             self._first = -base.data_ptr() % self.alignment
             self._storage = base.untyped_storage()
         return self._storage

@@ -21,10 +21,22 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from shoal.core.config import Value
 from shoal.core.errors import PlanError, require
 
-__all__ = ["HOST_ONLY", "Pattern", "Rates", "Timeline", "choose", "steady_stride", "timeline"]
+__all__ = [
+    "HOST_ONLY",
+    "LONGEST",
+    "Pattern",
+    "Rates",
+    "Timeline",
+    "choose",
+    "steady_stride",
+    "timeline",
+]
 
 HOST_ONLY = 0
 """The stride by which no sub-group goes to the device."""
+
+LONGEST = 32
+"""The longest stride that is tried; the gain of one beyond it is below a thirtieth."""
 
 SLOTS = 2
 """Sub-groups that the device has room for at one time."""
@@ -40,6 +52,7 @@ class Rates(Value):
         device: parameters that the device updates.
         convert: parameters that the host makes low-precision ones of.
         link: fp32 words that the link carries, each way.
+        push: words by which a new parameter goes to the device: a half where it is bf16 there.
         duplex: both ways at one time.
     """
 
@@ -47,11 +60,12 @@ class Rates(Value):
     device: PositiveFloat
     convert: PositiveFloat
     link: PositiveFloat
+    push: PositiveFloat = 0.5
     duplex: bool = True
 
     def host_s(self, size: int) -> float:
         """Seconds by which a sub-group on the host delays the ones behind it."""
-        return size / self.host + size / self.convert + size / (2 * self.link)
+        return size / self.host + size / self.convert + self.push * size / self.link
 
     def device_s(self, size: int) -> float:
         """Seconds until a sub-group is on the device and updated; and back, on one way."""
@@ -116,7 +130,7 @@ def timeline(rates: Rates, sizes: Sequence[int], pattern: Pattern) -> Timeline:
         pattern: who updates what; its ``groups`` are as many.
 
     Returns:
-        Its times. A sub-group of the host is updated, converted and pushed in half-width words;
+        Its times. A sub-group of the host is updated, converted and pushed;
         one of the device is fetched (three words a parameter), updated, and flushed, into one of
         :data:`SLOTS` slots; a resident is updated where it lies.
     """
@@ -136,7 +150,7 @@ def timeline(rates: Rates, sizes: Sequence[int], pattern: Pattern) -> Timeline:
             flushes.append(len(tasks) - 1)
         else:
             tasks.append(("host", size / rates.host + size / rates.convert, [], False))
-            tasks.append(("in", size / (2 * rates.link), [len(tasks) - 1], True))
+            tasks.append(("in", rates.push * size / rates.link, [len(tasks) - 1], True))
     ends = _played(tasks)
     busy: dict[str, float] = {}
     for resource, seconds, _, _ in tasks:
@@ -187,7 +201,7 @@ def steady_stride(rates: Rates, size: int) -> int:
 def choose(
     rates: Rates, sizes: Sequence[int], *, residents: int = 0
 ) -> tuple[Timeline, list[Timeline]]:
-    """The shortest update, and all that were played: host only, every stride, every mirror.
+    """The shortest update, and all that were played: host only, strides to 32, their mirrors.
 
     Args:
         rates: of the machine.
@@ -207,7 +221,7 @@ def choose(
     for mirrored in (False, True):
         patterns += [
             Pattern(groups=groups, stride=stride, mirrored=mirrored, residents=residents)
-            for stride in range(2, moving + 1)
+            for stride in range(2, min(moving, LONGEST) + 1)
         ]
     played = [timeline(rates, sizes, pattern) for pattern in patterns]
     return min(played, key=lambda one: one.seconds), played

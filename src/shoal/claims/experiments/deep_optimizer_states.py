@@ -23,6 +23,7 @@ from shoal.core.errors import require
 from shoal.core.measure import interleave, num_cores
 from shoal.core.parts import part
 from shoal.plan.stride import HOST_ONLY, Pattern, Rates, choose, steady_stride, timeline
+from shoal.train.optimizers.adamw import AdamW
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +132,9 @@ class DeepOptimizerStates:
         from shoal.memory.mover import EmulatedLink
 
         pace = Workers(cores=(0, 1), host_rate=self.host_rate)
-        rates = context.remember("rates", lambda: rates_of(self.sub_group, pace))
+        rates = context.remember(
+            "rates", lambda: rates_of(self.sub_group, AdamW(fused=False), pace)
+        )
         off: list[float] = []
         told: list[JsonValue] = []
         said: list[str] = []
@@ -197,13 +200,13 @@ class DeepOptimizerStates:
         return Pattern(groups=len(sizes), stride=stride)
 
     def _made(self, workers: Workers, stride: int, *, fused: bool = False) -> Interleaved:
-        from shoal.memory.interleaved import AdamWOptions, Interleaved
+        from shoal.memory.interleaved import Interleaved
         from shoal.memory.tier import MemoryTier
 
         total = self.sub_group * self.groups
         made = Interleaved(
             _weights(total),
-            AdamWOptions(fused=fused),
+            AdamW(fused=fused),
             sub_group=self.sub_group,
             pattern=lambda sizes: self._pattern(list(sizes), stride),
             device=MemoryTier("device", 8 * total + 24 * self.sub_group + 2**20),
@@ -296,9 +299,10 @@ def _exact(seed: int, as_baseline: bool) -> tuple[int, float]:
     """(numbers that are not AdamW's after ten steps, most state on the device over two slots)."""
     import torch
 
-    from shoal.memory.interleaved import AdamWOptions, Interleaved
+    from shoal.memory.interleaved import Interleaved
     from shoal.memory.tier import MemoryTier
 
+    rule = AdamW(lr=1e-3, fused=False)
     size, groups = 1000, 9
     source = torch.Generator().manual_seed(seed)
     start = torch.randn(1, size * groups - 7, generator=source)
@@ -309,7 +313,7 @@ def _exact(seed: int, as_baseline: bool) -> tuple[int, float]:
         device = MemoryTier("device", 2**22)
         made = Interleaved(
             {"w": own},
-            AdamWOptions(),
+            rule,
             sub_group=size,
             pattern=lambda sizes, k=stride, m=mirrored: Pattern(  # type: ignore[misc]
                 groups=len(sizes), stride=k, mirrored=m
@@ -318,13 +322,12 @@ def _exact(seed: int, as_baseline: bool) -> tuple[int, float]:
             host=MemoryTier("host", 2**22),
         )
         theirs = torch.nn.Parameter(start.clone())
-        options = made.options
         torchs = torch.optim.AdamW(
             [theirs],
-            lr=options.lr,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            weight_decay=options.weight_decay,
+            lr=rule.lr,
+            betas=(rule.beta1, rule.beta2),
+            eps=rule.eps,
+            weight_decay=rule.weight_decay,
             foreach=False,
         )
         draws = torch.Generator().manual_seed(seed + 1)
