@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -75,6 +75,30 @@ class OffloadedModel:
             for name, home in self._homes.items()
             if home.cut.numel
         }
+
+    def lend(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Parameters of these names, empty, with their gradients on the device."""
+        device = self.tiers.device.device
+        lent: dict[str, Tensor] = {}
+        for name in names:
+            home = self._homes[name]
+            if home.cut.numel and home.gradient is not None and not home.fresh:
+                gradient = home.cut.held(home.gradient.shown()).tensor.clone().to(device)
+                lent[name] = gradient.new_empty(1).expand(gradient.shape)
+                lent[name].grad = gradient
+        return lent
+
+    def take_back(self, lent: Mapping[str, Tensor]) -> None:
+        """Keep the gradients of what was lent."""
+        for name, parameter in lent.items():
+            home = self._homes[name]
+            assert home.gradient is not None
+            assert parameter.grad is not None
+            gradient = parameter.grad.reshape(-1).cpu()
+            home.gradient.shown().copy_(gradient)
+            home.measure(0, gradient)
+        if self.tiers.disk is not None and lent:
+            self.tiers.disk.flush()
 
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
         """Sum of the squares of the gradients of chosen parameters, over the ranks."""

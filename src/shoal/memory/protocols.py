@@ -7,7 +7,7 @@ itself in the place of the part of kind ``shard``; what it gets back is the engi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -40,6 +40,18 @@ class Offloaded(Sharded, Protocol):
             name: of the kind.
             inputs: tensors made outside that the passes use.
         """
+        ...
+
+    def lend(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Parameters of these names that have elements here, with gradients on the device.
+
+        For who must change gradients before the update; :meth:`take_back` keeps what they are
+        then. The parameters themselves are empty.
+        """
+        ...
+
+    def take_back(self, lent: Mapping[str, Tensor]) -> None:
+        """Keep the gradients of what was lent."""
         ...
 
     def step(self, factor: float) -> None:

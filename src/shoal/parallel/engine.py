@@ -12,7 +12,9 @@ gradients is a sum. Every random number is a function of seed, step and place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,6 +26,7 @@ from shoal.core.parts import table
 from shoal.ir.schedule import Schedule
 from shoal.kernel.tensors import name_of
 from shoal.model.dropout import Dropout
+from shoal.model.initialise import empty
 from shoal.model.trained import train_with
 from shoal.parallel.pipeline import Boundary, Runtime
 from shoal.parallel.protocols import Held, MicroBatch
@@ -32,6 +35,7 @@ from shoal.parallel.slices import Slices
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
+    from shoal.memory.protocols import Offloaded
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
     from shoal.parallel.protocols import Comm, Ranks, Sharded
@@ -107,6 +111,12 @@ class Engine:
         world: all ranks of the job.
         device: where this rank computes.
         dtype: of weights, and of computation where the job's precision is fp32.
+        place: directory for what an offloaded run keeps on disk; the system's own for such if
+            not given.
+
+    Attributes:
+        offloaded: the model's state in tiers, which is ``sharded`` and updates itself; None
+            where the job has no ``offload``.
     """
 
     def __init__(
@@ -118,6 +128,7 @@ class Engine:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        place: Path | None = None,
     ) -> None:
         self.job = job
         self.config = weights.config
@@ -131,7 +142,7 @@ class Engine:
         shard = table("shard").build(job.shard)
         optimizer = table("optimizer").build(job.optimizer)
         # A forward pass of a sharded model is itself collective: all ranks make the same ones.
-        self.gathers = bool(shard.divides & {"gradients", "weights"})
+        self.gathers = job.offload is not None or bool(shard.divides & {"gradients", "weights"})
         self.context = table("context").build(parallel.context) if parallel.cp > 1 else None
         dropout = Dropout(job.dropout, job.seed) if job.dropout else None
         # Where the runtime is told the same of all blocks, none is named.
@@ -150,7 +161,10 @@ class Engine:
         if self.split:
             stages = self._build(weights, dropout)
         else:
-            self.whole = weights.model().to(self.device, dtype).train()
+            if job.offload is not None:
+                self.whole = empty(self.config).to(dtype).train()
+            else:
+                self.whole = weights.model().to(self.device, dtype).train()
             self.whole.config = self.config
             self.local = self.whole
         if job.kernel:
@@ -162,9 +176,21 @@ class Engine:
                 device="cuda" if self.device.type == "cuda" else "cpu",
                 compiled=job.compile,
             )
-        self.sharded: Sharded = shard.apply(
-            self.local, self.ranks.data, whole_matrices=optimizer.whole_matrices
-        )
+        self.offloaded: Offloaded | None = None
+        self.sharded: Sharded
+        if job.offload is not None:
+            self.sharded = self.offloaded = table("offload").build(job.offload).apply(
+                self.local,
+                self.ranks.data,
+                optimizer,
+                place=place or Path(tempfile.gettempdir()),
+                device=self.device,
+                values=self._values(weights),
+            )
+        else:
+            self.sharded = shard.apply(
+                self.local, self.ranks.data, whole_matrices=optimizer.whole_matrices
+            )
         if self.whole is not None:  # now that its loss_sum is the sharded one
             stages = {0: _Whole(self.whole, job.compile, dropout, self.recomputed)}
         compute = torch.bfloat16 if job.precision == "bf16" else dtype
@@ -220,6 +246,8 @@ class Engine:
         if self.schedule.vocab_barriers:
             self.vocab = self._vocabulary(local)
         for name, whole in self._slices.items():
+            if self.job.offload is not None:
+                break  # values go where they live, one by one
             owner, _, leaf = name.rpartition(".")
             value = take(weights.whole(name), whole).to(self.device, self.dtype)
             setattr(local.get_submodule(owner), leaf, nn.Parameter(value))
@@ -238,6 +266,22 @@ class Engine:
         if self.schedule.cells:
             self._share_replicas(layers)
         return {stage: local.stages[cell] for stage, cell in cells.items()}
+
+    def _values(self, weights: Weights) -> Callable[[str], Tensor]:
+        """What this rank's model starts from, parameter by parameter."""
+        from shoal.parallel.slices import take
+
+        def value(name: str) -> Tensor:
+            whole = weights.whole(name)
+            return take(whole, self._slices[name]) if name in self._slices else whole
+
+        return value
+
+    def _passes(self, name: str, *inputs: Tensor | None) -> contextlib.AbstractContextManager[None]:
+        """Around all passes of a step, or those that score."""
+        if self.offloaded is None:
+            return contextlib.nullcontext()
+        return self.offloaded.passes(name, *inputs)
 
     def _share_replicas(self, layers: Sequence[range]) -> None:
         """Find the ranks that hold the same stage, and the cell of every block."""
@@ -280,7 +324,9 @@ class Engine:
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Compute in bf16 if the job says so; weights and updates keep their dtype."""
         if self.job.precision == "bf16":
-            return torch.autocast(self.device.type, torch.bfloat16)
+            # What is cast is not kept where parameters come and go.
+            keep = self.job.offload is None
+            return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=keep)
         return contextlib.nullcontext()
 
     @property
@@ -350,7 +396,8 @@ class Engine:
             self._shares = (count / self._visitors(batches)).tolist()
             with self.sharded.accumulate(last=False):
                 pass  # a rank that no micro-batch visits has zeros to add
-        loss = self.runtime.step(batches, 1.0 / count, record=record)
+        with self._passes("train", *self._copied(batches)):
+            loss = self.runtime.step(batches, 1.0 / count, record=record)
         return loss if self.counts else torch.zeros_like(loss)
 
     def finish(self) -> None:
@@ -359,7 +406,11 @@ class Engine:
         if not self.split:
             return
         # Every rank sums what it has, so that all of them see the same norm.
-        here = self.sharded.owned() if self.gathers else dict(self.local.named_parameters())
+        if self.offloaded is not None:
+            shared = self._partial | ({"embed.weight"} if self._tied is not None else set())
+            here = self.offloaded.lend(shared)
+        else:
+            here = self.sharded.owned() if self.gathers else dict(self.local.named_parameters())
         self._sum([here[n] for n in sorted(self._partial & here.keys())], self.ranks.tp)
         if self._tied is not None and "embed.weight" in here:
             self._sum([here["embed.weight"]], self._tied)
@@ -370,6 +421,8 @@ class Engine:
                 cell = self._cell.get(".".join(name.split(".", 2)[:2]) + ".")
                 if cell is not None and parameter.grad is not None:
                     parameter.grad.mul_(self._shares[cell])
+        if self.offloaded is not None:
+            self.offloaded.take_back(here)
 
     @staticmethod
     def _sum(parameters: list[Tensor], comm: Comm) -> None:
@@ -425,7 +478,7 @@ class Engine:
         """Loss sum of any sequences [b, T], forward only: what this rank adds to it."""
         parallel = self.job.parallel
         if not self.split:
-            with self.autocast():
+            with self._passes("score", inputs, targets), self.autocast():
                 assert self.whole is not None
                 return self.whole.loss_sum(inputs, targets)
         multiple = 2 * parallel.cp * parallel.tp
@@ -434,8 +487,15 @@ class Engine:
             inputs = torch.nn.functional.pad(inputs, (0, missing))
             targets = torch.nn.functional.pad(targets, (0, missing), value=-100)
         rows = Rows(inputs, targets, None, 0, 0)
-        loss = self.runtime.forward(self.microbatches(rows, len(inputs)))
+        batches = self.microbatches(rows, len(inputs))
+        with self._passes("score", inputs, targets, *self._copied(batches)):
+            loss = self.runtime.forward(batches)
         return loss if self.counts else torch.zeros_like(loss)
+
+    @staticmethod
+    def _copied(batches: Sequence[MicroBatch]) -> list[Tensor | None]:
+        """Everything of micro-batches that may be memory of its own."""
+        return [x for mb in batches for x in (mb.tokens, mb.targets, mb.documents, mb.positions)]
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""

@@ -136,6 +136,16 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     shard = table("shard").build(job.shard)
+    if job.offload is not None:
+        table("offload").build(job.offload).check(job)
+        require(
+            not (schedule.splits or schedule.vocab_barriers or schedule.cells),
+            "offload",
+            job.offload.name,
+            expected=f"no offload with schedule {p.schedule.name} and vocab {p.vocab}, whose passes "
+            "write gradients themselves; use schedule 1f1b, gpipe or interleaved with vocab auto",
+            error=PlanError,
+        )
     require(
         "gradients" not in shard.divides or not schedule.splits,
         "shard",

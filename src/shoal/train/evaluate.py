@@ -34,6 +34,10 @@ def bits_per_byte(
     """
     engine, comm = trainer.engine, trainer.comm
     context = min(engine.config.max_position, max(512, trainer.job.seq_len))
+    # A device with a budget has room for what training gives it.
+    most = _BATCH_TOKENS
+    if engine.offloaded is not None:
+        most = max(context, trainer.microbatch * trainer.job.seq_len)
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     engine.train(False)
     # The ranks of a replica share a batch; where forward passes are collective over the
@@ -44,7 +48,7 @@ def bits_per_byte(
         heldout.heldout_chunks(
             tokens.heldout,
             context=context,
-            batch_tokens=_BATCH_TOKENS,
+            batch_tokens=most,
             max_tokens=max_tokens,
             rank=0 if together else engine.replica,
             world=1 if together else engine.replicas,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -92,6 +93,7 @@ class Trainer:
         tokens: the prepared corpus.
         comm: all ranks.
         device: where this rank computes.
+        place: directory for what an offloaded run keeps on disk.
 
     Raises:
         PlanError: the job's split cannot run.
@@ -106,6 +108,7 @@ class Trainer:
         comm: TorchComm,
         *,
         device: torch.device | str = "cpu",
+        place: Path | None = None,
     ) -> None:
         self.job = job
         self.total_steps = total_steps
@@ -118,8 +121,10 @@ class Trainer:
         optimizer = table("optimizer").build(job.optimizer)
         self.peak_lr: float = optimizer.lr
         shape = weights.config.shape()
-        self.engine = Engine(job, check_split(job, shape), weights, comm, device=device)
-        self.updater: Updater = optimizer.build(self.engine.sharded.owned())
+        schedule = check_split(job, shape)
+        self.engine = Engine(job, schedule, weights, comm, device=device, place=place)
+        offloaded = self.engine.offloaded
+        self.updater: Updater = offloaded or optimizer.build(self.engine.sharded.owned())
         self.microbatch = job.microbatch or job.global_batch // job.parallel.dp
         # The rows of the next step are read while this one computes.
         self._source = prefetch(self._rows, 0)
@@ -175,8 +180,10 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """End the thread that reads rows."""
+        """End the thread that reads rows, and give back the places of an offloaded run."""
         self._source.close()
+        if self.engine.offloaded is not None:
+            self.engine.offloaded.close()
 
     def _rows(self, step: int) -> Rows:
         """The rows of this rank's replica."""
@@ -225,6 +232,10 @@ class Trainer:
         """
         fill(self.engine, self.updater, saved)
 
+    def tier_bytes(self) -> dict[str, int]:
+        """Most bytes that this rank had in each tier; nothing where nothing is offloaded."""
+        return {} if self.engine.offloaded is None else self.engine.offloaded.tiers.peaks()
+
     def memory_bytes(self) -> int:
         """Peak memory of this rank: of the device on a GPU, else of the process."""
         if self.device.type == "cuda":
@@ -259,6 +270,8 @@ def fill(engine: Engine, updater: Updater, saved: Stored) -> None:
             name, _, key = entry.removeprefix("optimizer.").rpartition(".")
             keys.setdefault(name, []).append(key)
     state: dict[str, Mapping[str, torch.Tensor]] = {}
+    # What the optimizer holds already is filled where it lies.
+    held = updater.state()
     for name, parameter in engine.sharded.owned().items():
         entries: dict[str, torch.Tensor] = {}
         for key in keys.get(name, []):
@@ -267,7 +280,8 @@ def fill(engine: Engine, updater: Updater, saved: Stored) -> None:
                 entries[key] = saved.tensor(stored)
             else:
                 like = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                entries[key] = torch.zeros_like(like)
+                there = held.get(name, {}).get(key)
+                entries[key] = torch.zeros_like(like) if there is None else there
                 _fill(saved, stored, engine.boxes({name: entries[key]})[name])
         if entries:
             state[name] = entries

@@ -152,7 +152,17 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
             agree(comm, "the job", job.model_dump(mode="json"))
             total = num_steps(job, plan.estimate)
             trainer = undo.enter_context(
-                contextlib.closing(Trainer(job, total, weights, tokens, comm, device=device))
+                contextlib.closing(
+                    Trainer(
+                        job,
+                        total,
+                        weights,
+                        tokens,
+                        comm,
+                        device=device,
+                        place=directory.ranks,
+                    )
+                )
             )
             yield _Rank(
                 directory=directory,
@@ -311,6 +321,7 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
                 mfu=flops / result.seconds / rank.peak_flops,
                 memory_bytes=rank.trainer.memory_bytes(),
                 wire_bytes=_sent(rank) - before,
+                **({"tier_bytes": tiers} if (tiers := rank.trainer.tier_bytes()) else {}),
             )
         done = step + 1
         last = done == rank.total
