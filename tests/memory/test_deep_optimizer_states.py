@@ -77,6 +77,10 @@ def offloaded(steps, tmp_path, **options):
                 losses.append(float(loss.detach()))
                 del loss
         made.finish()
+        lent = made.lend({"0.weight", "3.bias"})
+        assert len(lent) == 2
+        assert all(p.grad.shape == p.shape for p in lent.values())
+        made.take_back(lent)
         norm = made.squared_norm(lambda name: True).sqrt()
         made.scale_gradients(clip(norm))
         made.step(1 / (1 + step))

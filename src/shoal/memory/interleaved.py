@@ -181,6 +181,16 @@ class Interleaved:
             else:
                 self._arrived[number].append(self._out.copy(flat[here], target))
 
+    def gradient_of(self, name: str) -> Tensor:
+        """A gradient that has left, once more on the device."""
+        parameter = self._parameters[name]
+        found = torch.empty(parameter.numel(), device=parameter.device)
+        for number, _, here, there in self._overlaps(name):
+            for ticket in self._arrived[number]:
+                ticket.wait()
+            found[here].copy_(self._gradient[number][there])
+        return found.view(parameter.shape).to(parameter.dtype)
+
     def zero_gradients(self) -> None:
         """Make every gradient zero where it is needed."""
         for gradient in self._gradient:

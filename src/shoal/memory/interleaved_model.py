@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,6 +86,18 @@ class InterleavedModel:
                 parameter.grad = torch.zeros_like(parameter)
             if self._comm.world > 1:
                 self._comm.all_reduce(parameter.grad, tag="gradients").wait()
+            self._leave(name)
+
+    def lend(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Parameters of these names, with their gradients, for who must change these."""
+        found = {name: p for name, p in self._names.items() if name in names}
+        for name, parameter in found.items():
+            parameter.grad = self.update.gradient_of(name)
+        return dict(found)
+
+    def take_back(self, lent: Mapping[str, Tensor]) -> None:
+        """Keep the gradients of what was lent."""
+        for name in lent:
             self._leave(name)
 
     def owned(self) -> dict[str, Tensor]:
