@@ -84,6 +84,7 @@ KINDS: dict[str, str] = {
     "shard": "shoal.parallel:SHARDS",
     "offload": "shoal.memory:OFFLOADS",
     "context": "shoal.parallel:CONTEXTS",
+    "save_mode": "shoal.checkpoint:SAVE_MODES",
     "launch": "shoal.train:LAUNCHERS",
     "locator": "shoal.train.watch:LOCATORS",
     "claim": "shoal.claims:CLAIMS",
