@@ -87,6 +87,7 @@ KINDS: dict[str, str] = {
     "context": "shoal.parallel:CONTEXTS",
     "save_mode": "shoal.checkpoint:SAVE_MODES",
     "launch": "shoal.train:LAUNCHERS",
+    "peft": "shoal.train:PEFTS",
     "locator": "shoal.train.watch:LOCATORS",
     "claim": "shoal.claims:CLAIMS",
 }

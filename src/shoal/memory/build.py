@@ -86,9 +86,7 @@ class Staging:
         rows = -(-largest // ROW)
         chunk = min(rows * ROW * itemsize, _MOST_STAGED)
         sub_group = min(rows, max(1, sub_group_numel // ROW)) * ROW
-        return cls(
-            chunk, chunk, sub_group, SubGroups.staged_bytes(sub_group, itemsize, states)
-        )
+        return cls(chunk, chunk, sub_group, SubGroups.staged_bytes(sub_group, itemsize, states))
 
     @property
     def nbytes(self) -> int:
@@ -163,9 +161,7 @@ def offloaded(
     return OffloadedModel(model, homes, tiers, stream, update, comm)
 
 
-def _cuts(
-    shapes: Mapping[str, tuple[int, ...]], comm: Comm, *, owner: bool
-) -> dict[str, Cut]:
+def _cuts(shapes: Mapping[str, tuple[int, ...]], comm: Comm, *, owner: bool) -> dict[str, Cut]:
     """What this rank has of every parameter."""
     owners: dict[str, int] = {}
     if owner and comm.world > 1:

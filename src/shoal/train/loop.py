@@ -25,6 +25,8 @@ from shoal.parallel.actor import prefetch
 from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
 from shoal.parallel.protocols import Held
+from shoal.train.peft.job import FineTuned
+from shoal.train.peft.run.mezo import ZerothOrder
 from shoal.train.watch.selfcheck import check_arithmetic
 from shoal.train.watch.watched import phase
 
@@ -83,6 +85,20 @@ class StepResult:
     stop: bool
 
 
+class NoUpdate:
+    """The optimizer of a model whose fine-tuning method has none."""
+
+    def step(self, factor: float) -> None:
+        """Nothing."""
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Nothing."""
+        return {}
+
+    def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Nothing."""
+
+
 class Trainer:
     """A model, its data and its optimizer, on one rank.
 
@@ -121,11 +137,20 @@ class Trainer:
         optimizer = table("optimizer").build(job.optimizer)
         self.peak_lr: float = optimizer.lr
         shape = weights.config.shape()
+        self.tuned = None if job.finetune is None else FineTuned(weights, job)
         schedule = check_split(job, shape)
-        self.engine = Engine(job, schedule, weights, comm, device=device, place=place)
+        self.engine = Engine(job, schedule, self.tuned or weights, comm, device=device, place=place)
         self.before_update: Callable[[], None] = lambda: None
-        offloaded = self.engine.offloaded
-        self.updater: Updater = offloaded or optimizer.build(self.engine.sharded.owned())
+        self.handle = None if self.tuned is None else self.tuned.handle
+        if self.handle is not None and self.handle.penalty() is not None:
+            # What is added to the loss gives gradients after the last backward pass.
+            self.engine.sharded.overlap = False
+        self.updater: Updater
+        if self.engine.offloaded is not None:
+            self.updater = self.engine.offloaded
+        else:
+            owned = self.engine.sharded.owned()
+            self.updater = optimizer.build(owned) if owned else NoUpdate()
         self.microbatch = job.microbatch or job.global_batch // job.parallel.dp
         # The rows of the next step are read while this one computes.
         self._source = prefetch(self._rows, 0)
@@ -151,11 +176,23 @@ class Trainer:
             rows = self._source.get(step)
         count = self._global_count(rows)
         engine = self.engine
+        if isinstance(self.handle, ZerothOrder):
+            return self._without_gradients(step, rows, count, stop=stop, begin=begin)
+        if self.handle is not None:
+            if self.handle.looks and step == 0:
+                self.handle.look(
+                    self._look_at, lambda x: self.comm.all_reduce(x, tag="look").wait()
+                )
+            self.handle.before_step(step, self.total_steps)
         loss_sum = engine.backward(rows, self.microbatch, count, record=record)
+        if self.handle is not None:
+            self._penalise()
         # One small reduction carries the loss and the wish to stop.
         shared = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop))])
         pending = self.comm.all_reduce(shared, tag="loss")
         engine.finish()
+        if self.handle is not None:
+            self.handle.before_update(step, self.total_steps)
         norm = engine.grad_norm()
         if self.job.grad_clip:
             engine.sharded.scale_gradients((self.job.grad_clip / (norm + 1e-6)).clamp(max=1.0))
@@ -171,6 +208,8 @@ class Trainer:
         self.before_update()
         with phase(self.comm, "update"):
             self.updater.step(factor)
+            if self.handle is not None:
+                self.handle.after_update(step, self.total_steps)
         engine.sharded.publish()
         return StepResult(
             loss=loss,
@@ -180,6 +219,46 @@ class Trainer:
             seconds=time.perf_counter() - begin,
             stop=stops > 0,
         )
+
+    def _look_at(self, step: int) -> None:
+        """Gradients of a batch, which nobody steps by."""
+        rows = self._rows(step)
+        self.engine.backward(rows, self.microbatch, self._global_count(rows))
+        self.engine.finish()
+
+    def _without_gradients(
+        self, step: int, rows: Rows, count: float, *, stop: bool, begin: float
+    ) -> StepResult:
+        """A step of a method that needs forward passes alone."""
+        assert isinstance(self.handle, ZerothOrder)
+        shared = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+        def loss() -> float:
+            shared.zero_()
+            for at in range(0, len(rows.inputs), self.microbatch):
+                part = slice(at, at + self.microbatch)
+                shared[0] += self.engine.loss_sum(rows.inputs[part], rows.targets[part])
+            shared[1] = float(stop)
+            self.comm.all_reduce(shared, tag="loss").wait()
+            return float(shared[0]) / count
+
+        lr = self.peak_lr * self.schedule.factor(step, self.total_steps)
+        value, slope = self.handle.estimate(step, loss, lr)
+        return StepResult(
+            loss=value,
+            grad_norm=abs(slope),
+            lr=lr,
+            tokens=self.job.global_batch * self.job.seq_len,
+            seconds=time.perf_counter() - begin,
+            stop=float(shared[1]) > 0,
+        )
+
+    def _penalise(self) -> None:
+        """Add the gradient of what the fine-tuning method adds to the loss; ranks share it."""
+        assert self.handle is not None
+        penalty = self.handle.penalty()
+        if penalty is not None:
+            torch.autograd.backward(penalty / self.comm.world)
 
     def close(self) -> None:
         """End the thread that reads rows, and give back the places of an offloaded run."""
@@ -223,7 +302,11 @@ class Trainer:
 
     def pieces(self) -> dict[str, list[Piece]]:
         """What this rank holds of a checkpoint: weights and optimizer state, by name."""
-        return pieces_of(self.engine, self.updater, copies=True)
+        found = pieces_of(self.engine, self.updater, copies=True)
+        if self.handle is not None and self.comm.rank == 0:
+            for name, value in self.handle.buffers().items():
+                found[f"finetune.{name}"] = [Piece(value, tuple(value.shape), (0,) * value.dim())]
+        return found
 
     @torch.no_grad()
     def load(self, saved: Stored) -> None:
@@ -233,6 +316,8 @@ class Trainer:
             CheckpointError: something is missing or damaged.
         """
         fill(self.engine, self.updater, saved)
+        if self.handle is not None:
+            self.handle.restore(lambda name: saved.tensor(f"finetune.{name}"))
 
     def tier_bytes(self) -> dict[str, int]:
         """Most bytes that this rank had in each tier; nothing where nothing is offloaded."""
@@ -245,9 +330,7 @@ class Trainer:
         return host.peak_memory()
 
 
-def pieces_of(
-    engine: Engine, updater: Updater, *, copies: bool = False
-) -> dict[str, list[Piece]]:
+def pieces_of(engine: Engine, updater: Updater, *, copies: bool = False) -> dict[str, list[Piece]]:
     """What a rank holds and writes of weights and optimizer state, by name.
 
     Args:

@@ -137,7 +137,9 @@ class MallocGameClaim:
         rows: list[JsonValue] = []
         for index, (program, tiers) in enumerate(cases):
             context.progress(f"mapping {program.name}", 0.75 * index / len(cases))
-            greedy = context.remember(f"greedy {index}", lambda p=program, t=tiers: _map("greedy", p, t))
+            greedy = context.remember(
+                f"greedy {index}", lambda p=program, t=tiers: _map("greedy", p, t)
+            )
             found = greedy if as_baseline else _hybrid(program, tiers, rounds, context.seed)
             gains.append(greedy.ticks / found.ticks - 1.0)
             rows.append(_row(found, greedy, quick or as_baseline, context.seed))
@@ -161,9 +163,7 @@ class MallocGameClaim:
         count = 4 if quick else self.small
         for seed, (program, tiers) in enumerate(_small(count)):
             context.progress(f"the optimum of {program.name}", 0.75 + 0.15 * seed / count)
-            best = context.remember(
-                f"milp {seed}", lambda p=program, t=tiers: _map("milp", p, t)
-            )
+            best = context.remember(f"milp {seed}", lambda p=program, t=tiers: _map("milp", p, t))
             found = (
                 _map("greedy", program, tiers)
                 if as_baseline
