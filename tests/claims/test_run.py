@@ -243,6 +243,7 @@ def test_catalogue_has_every_system_once() -> None:
         48: "dissect",
         51: "deep_optimizer_states",
         53: "single_path",
+        62: "inmemory_ft",
         77: "learning_curves",
         81: "megascale",
         85: "longctx",

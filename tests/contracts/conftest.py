@@ -66,6 +66,7 @@ PROTOCOLS: dict[str, str] = {
     "launch": "shoal.train.protocols:Launcher",
     "peft": "shoal.train.peft.protocols:PeftMethod",
     "locator": "shoal.train.watch.protocols:FaultLocator",
+    "memory_code": "shoal.checkpoint.inmemory.protocols:MemoryCode",
     "claim": "shoal.claims.protocols:Experiment",
 }
 
@@ -106,6 +107,7 @@ REACHED: dict[str, str] = {
     "launch": "files that start a Plan",
     "peft": "train --set finetune=METHOD",
     "locator": "train --robust --locator, train diagnose --locator",
+    "memory_code": "train, checkpoint.memory of a TrainJob",
     "claim": "claims run",
 }
 

@@ -89,6 +89,7 @@ KINDS: dict[str, str] = {
     "launch": "shoal.train:LAUNCHERS",
     "peft": "shoal.train:PEFTS",
     "locator": "shoal.train.watch:LOCATORS",
+    "memory_code": "shoal.checkpoint.inmemory:MEMORY_CODES",
     "claim": "shoal.claims:CLAIMS",
 }
 

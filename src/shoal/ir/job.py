@@ -186,12 +186,15 @@ class CheckpointPolicy(Value):
         path: where they lie, a directory or an address such as s3://bucket/run; the run's own
             directory if not given.
         mode: how training and saving share the time.
+        memory: how the newest state is kept in the memory of processes that outlive the
+            trainers; None keeps it on the disk alone.
     """
 
     every: NonNegativeInt | Literal["auto"] = 100
     keep: PositiveInt = 3
     path: str | None = Field(default=None, min_length=1)
     mode: Annotated[Choice, Kind("save_mode")] = Choice(name="blocking")
+    memory: Annotated[Choice, Kind("memory_code")] | None = None
 
 
 class Replan(Value):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shoal.train.protocols import LrSchedule, Updater
     from shoal.train.watch.recorder import Recorder
 
-__all__ = ["StepResult", "Stored", "Trainer", "fill", "pieces_of"]
+__all__ = ["StepResult", "Stored", "Trainer", "fill", "held_by", "pieces_of"]
 
 IGNORED = -100
 
@@ -152,6 +152,9 @@ class Trainer:
             owned = self.engine.sharded.owned()
             self.updater = optimizer.build(owned) if owned else NoUpdate()
         self.microbatch = job.microbatch or job.global_batch // job.parallel.dp
+        self.after_backward: Callable[[], None] | None = None
+        """Called in every step after the backward pass, before the first thing that all ranks do
+        together: when a rank updates its state, all ranks have returned from it."""
         # The rows of the next step are read while this one computes.
         self._source = prefetch(self._rows, 0)
 
@@ -187,6 +190,8 @@ class Trainer:
         loss_sum = engine.backward(rows, self.microbatch, count, record=record)
         if self.handle is not None:
             self._penalise()
+        if self.after_backward is not None:
+            self.after_backward()
         # One small reduction carries the loss and the wish to stop.
         shared = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop))])
         pending = self.comm.all_reduce(shared, tag="loss")
@@ -302,7 +307,7 @@ class Trainer:
 
     def pieces(self) -> dict[str, list[Piece]]:
         """What this rank holds of a checkpoint: weights and optimizer state, by name."""
-        found = pieces_of(self.engine, self.updater, copies=True)
+        found = held_by(self.engine, self.updater)
         if self.handle is not None and self.comm.rank == 0:
             for name, value in self.handle.buffers().items():
                 found[f"finetune.{name}"] = [Piece(value, tuple(value.shape), (0,) * value.dim())]
@@ -330,20 +335,25 @@ class Trainer:
         return host.peak_memory()
 
 
-def pieces_of(engine: Engine, updater: Updater, *, copies: bool = False) -> dict[str, list[Piece]]:
-    """What a rank holds and writes of weights and optimizer state, by name.
+def pieces_of(engine: Engine, updater: Updater) -> dict[str, list[Piece]]:
+    """What a rank holds and writes of weights and optimizer state, by name."""
+    return _held(engine, updater, engine.writes)
 
-    Args:
-        engine: of this rank.
-        updater: its optimizer.
-        copies: all that it holds, even if another rank writes it.
-    """
+
+def held_by(engine: Engine, updater: Updater) -> dict[str, list[Piece]]:
+    """All that a rank holds of them, whoever else does: nothing is copied."""
+    return _held(engine, updater, lambda name: True)
+
+
+def _held(
+    engine: Engine, updater: Updater, wanted: Callable[[str], bool]
+) -> dict[str, list[Piece]]:
     found: dict[str, list[Piece]] = {}
     for name, boxes in engine.held().items():
-        if copies or engine.writes(name):
+        if wanted(name):
             found[f"model.{name}"] = _pieces(boxes)
     for name, entries in updater.state().items():
-        if not (copies or engine.writes(name)):
+        if not wanted(name):
             continue
         for key, value in entries.items():
             whole = value.dim() == 0

@@ -25,6 +25,7 @@ from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.legal import check_split
 from shoal.train.layout import RunDir
 from shoal.train.peft.job import check_finetune, export
+from shoal.train.memory import Hosts, MemoryLevel, check_memory
 from shoal.train.report import make_report, write_page
 from shoal.train.supervise import Supervisor
 
@@ -143,6 +144,7 @@ def execute(
     restarts: int = 0,
     watch: Watch | None = None,
     inject: Callable[[Supervisor, dict[str, Any]], None] | None = None,
+    hosts: Hosts | None = None,
 ) -> Report:
     """Run a plan on this host.
 
@@ -154,6 +156,7 @@ def execute(
         restarts: how often a lost rank may restart the run.
         watch: called with every event.
         inject: called with the supervisor and every event, to break something on purpose.
+        hosts: emulated hosts on which the ranks run, each with a network of its own.
 
     Raises:
         ShoalError: the run cannot start, or a rank failed.
@@ -163,35 +166,41 @@ def execute(
     prepare_run(plan, directory, resume=resume, watch=watch)
     job = plan.job
     threads = threads_of(job)
-    while True:
-        supervisor = Supervisor(
-            directory,
-            ranks=job.parallel.world,
-            threads=threads,
-            timeout_s=job.timeout_s,
-            resume=resume,
-            from_step=from_step,
-        )
-        tail = EventTail(directory.events)
+    with MemoryLevel(job, directory, watch, hosts) as level:
+        while True:
+            supervisor = Supervisor(
+                directory,
+                ranks=job.parallel.world,
+                threads=threads,
+                timeout_s=job.timeout_s,
+                resume=resume,
+                from_step=from_step,
+                level=level.fleet,
+                environment=None if hosts is None else hosts.environment,
+                prefix=(lambda rank: ()) if hosts is None else hosts.prefix,
+            )
+            tail = EventTail(directory.events)
 
-        def tick(tail: EventTail = tail, supervisor: Supervisor = supervisor) -> None:
-            for event in tail:
+            def tick(tail: EventTail = tail, supervisor: Supervisor = supervisor) -> None:
+                for event in tail:
+                    if watch is not None:
+                        watch(event)
+                    if inject is not None:
+                        inject(supervisor, event)
+
+            supervisor.start()
+            try:
+                supervisor.wait(tick)
+                break
+            except RankError as error:
+                level.recover()
+                if restarts <= 0:
+                    level.to_disk()
+                    raise
+                restarts -= 1
+                resume, from_step = True, None
                 if watch is not None:
-                    watch(event)
-                if inject is not None:
-                    inject(supervisor, event)
-
-        supervisor.start()
-        try:
-            supervisor.wait(tick)
-            break
-        except RankError as error:
-            if restarts <= 0:
-                raise
-            restarts -= 1
-            resume, from_step = True, None
-            if watch is not None:
-                watch({"kind": "restart", "message": str(error)})
+                    watch({"kind": "restart", "message": str(error)})
     return conclude(plan, directory)
 
 
@@ -221,6 +230,7 @@ def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | N
     )
     check_split(job, shape)
     check_finetune(job)
+    check_memory(job)
     vocab = shape.vocab_size
     tokenizer = job.tokenizer
     if tokenizer == "bpe" and Path(job.model, "tokenizer.json").is_file():
