@@ -182,10 +182,13 @@ class CheckpointPolicy(Value):
     Args:
         every: steps between checkpoints; 0 for only at the end.
         keep: newest checkpoints kept; the last verified one is kept in any case.
+        dump: with each checkpoint, let every rank also write what it holds as it lies, in the
+            files of another system, below ``dumps`` in the run's directory.
     """
 
     every: NonNegativeInt = 100
     keep: PositiveInt = 3
+    dump: Literal["deepspeed"] | None = None
 
 
 class Replan(Value):

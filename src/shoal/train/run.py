@@ -25,6 +25,7 @@ from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.legal import check_split
 from shoal.train.layout import RunDir
 from shoal.train.report import make_report, write_page
+from shoal.train.start import begin_at
 from shoal.train.supervise import Supervisor
 
 __all__ = [
@@ -138,6 +139,7 @@ def execute(
     *,
     resume: bool = False,
     from_step: int | None = None,
+    start: str | None = None,
     restarts: int = 0,
     watch: Watch | None = None,
     inject: Callable[[Supervisor, dict[str, Any]], None] | None = None,
@@ -149,6 +151,8 @@ def execute(
         run_dir: directory of the run.
         resume: continue from the newest checkpoint.
         from_step: continue from this checkpoint instead, when the newest is damaged.
+        start: begin from this checkpoint of another run, of any format and split: a path, or
+            ``FORMAT:PATH``.
         restarts: how often a lost rank may restart the run.
         watch: called with every event.
         inject: called with the supervisor and every event, to break something on purpose.
@@ -158,7 +162,7 @@ def execute(
     """
     directory = RunDir(run_dir)
     resume = resume or from_step is not None
-    prepare_run(plan, directory, resume=resume, watch=watch)
+    prepare_run(plan, directory, resume=resume, watch=watch, start=start)
     job = plan.job
     threads = threads_of(job)
     while True:
@@ -198,8 +202,22 @@ def threads_of(job: TrainJob) -> int:
     return job.threads or max(1, (os.cpu_count() or 1) // job.parallel.world)
 
 
-def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | None = None) -> None:
+def prepare_run(
+    plan: Plan,
+    directory: RunDir,
+    *,
+    resume: bool,
+    watch: Watch | None = None,
+    start: str | None = None,
+) -> None:
     """Tokenise, check that there is enough text, and write the plan.
+
+    Args:
+        plan: what will run.
+        directory: of the run.
+        resume: the run may lie there already.
+        watch: told about progress.
+        start: a checkpoint of another run, from which this one begins.
 
     Raises:
         ShoalError: the run cannot start; nothing of it was written.
@@ -235,6 +253,8 @@ def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | N
         seq_len=job.seq_len,
         global_batch=job.global_batch,
     )
+    if start is not None:
+        begin_at(directory.root, start)
     # Registered before anything lies there, so that a run can be seen while it runs.
     Score().register(directory.root, "train", job.name, job.model)
     write_atomic(directory.tokenizer, tokens.tokenizer_path.read_bytes())

@@ -216,7 +216,12 @@ def _identity(rank: _Rank) -> dict[str, Any]:
 
 
 def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
-    """Load a checkpoint if asked, the newest or a named one; returns the first step."""
+    """Load a checkpoint if asked, the newest or a named one; returns the first step.
+
+    A run that has saved none begins where its ``start.json`` says.
+    """
+    from shoal.train.start import open_start, take_over
+
     first = 0
     saved: Saved | None = None
     if from_step is not None:
@@ -228,28 +233,35 @@ def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
         _expect_run(rank, saved)
         rank.trainer.load(saved)
         first = int(saved.meta["step"])
+    elif (other := open_start(rank.directory.root)) is not None:
+        first = take_over(rank.trainer, other, _identity(rank), _run_of(rank))
     if rank.chief:
         rank.meter.event(
             "start",
             step=first,
             total=rank.total,
             ranks=rank.comm.world,
-            resumed=saved is not None,
+            resumed=saved is not None or first > 0,
             parameters=int(parameters(rank.plan.shape)),
         )
     return first
 
 
-def _expect_run(rank: _Rank, saved: Saved) -> None:
-    """Refuse to continue on other data, with another seed or another batch."""
+def _run_of(rank: _Rank) -> dict[str, Any]:
+    """What must stay when a run goes on."""
     job = rank.plan.job
-    now = {
+    return {
         "data": rank.tokens.fingerprint,
         "seed": job.seed,
         "global_batch": job.global_batch,
         "seq_len": job.seq_len,
         "optimizer": job.optimizer.name,
     }
+
+
+def _expect_run(rank: _Rank, saved: Saved) -> None:
+    """Refuse to continue on other data, with another seed or another batch."""
+    now = _run_of(rank)
     then = saved.meta["run"]
     for key, value in now.items():
         if then.get(key) != value:
@@ -262,25 +274,33 @@ def _expect_run(rank: _Rank, saved: Saved) -> None:
 def _save(rank: _Rank, step: int) -> None:
     begin = time.perf_counter()
     job = rank.plan.job
+    meta = {
+        "step": step,
+        "model": _identity(rank),
+        "run": _run_of(rank),
+        "job": job.model_dump(mode="json"),
+    }
     rank.store.save(
         step,
         rank.trainer.pieces(),
-        {
-            "step": step,
-            "model": _identity(rank),
-            "run": {
-                "data": rank.tokens.fingerprint,
-                "seed": job.seed,
-                "global_batch": job.global_batch,
-                "seq_len": job.seq_len,
-                "optimizer": job.optimizer.name,
-            },
-            "job": job.model_dump(mode="json"),
-        },
+        meta,
         rank=rank.comm.rank,
         world=rank.comm.world,
         barrier=rank.comm.barrier,
     )
+    if job.checkpoint.dump:
+        from shoal.checkpoint.formats.deepspeed_dump import dump
+
+        trainer = rank.trainer
+        dump(
+            rank.directory.dumps,
+            step,
+            trainer.engine,
+            trainer.updater.state(),
+            meta,
+            rank.comm.barrier,
+            keep=job.checkpoint.keep,
+        )
     if rank.chief:
         rank.meter.event("checkpoint", step=step, seconds=time.perf_counter() - begin)
 

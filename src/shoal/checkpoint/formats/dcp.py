@@ -201,7 +201,7 @@ class DcpFormat:
 
     def write(self, out: Path, contents: Contents, *, mesh: Layout) -> None:
         """One file, written by torch; it loads into any mesh by itself."""
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         state: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}}
         for name in contents.names():
@@ -214,7 +214,7 @@ class DcpFormat:
         with write_dir_atomic(out, error=CheckpointError) as place, warnings.catch_warnings():
             # It says that there is one process, which is what is meant.
             warnings.simplefilter("ignore", UserWarning)
-            dcp.save(state, checkpoint_id=place, no_dist=True)
+            save(state, checkpoint_id=place, no_dist=True)
 
 
 def _ours(name: str) -> str:

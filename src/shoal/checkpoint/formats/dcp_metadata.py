@@ -192,10 +192,14 @@ def _index(root: Any, path: Path) -> DcpIndex:
                 "which is not read here; save it without"
             )
         offset = index.get("offset")
-        place = Place(str(info.get("relative_path")), int(info.get("offset")), int(info.get("length")))
+        place = Place(
+            str(info.get("relative_path")), int(info.get("offset")), int(info.get("length"))
+        )
         if Path(place.file).name != place.file or place.offset < 0 or place.length < 0:
             raise CorruptError(f"{path}: {place.file!r} is no file of this directory")
-        places.setdefault(str(index.get("fqn")), {})[None if offset is None else tuple(offset)] = place
+        places.setdefault(str(index.get("fqn")), {})[None if offset is None else tuple(offset)] = (
+            place
+        )
     tensors: dict[str, DcpTensor] = {}
     others: dict[str, Place] = {}
     for name, entry in root.get("state_dict_metadata").items():

@@ -167,7 +167,9 @@ class DeepSpeedFormat:
     zero: int = 1
 
     def __post_init__(self) -> None:
-        require(1 <= self.zero <= 3, "checkpoint_format.deepspeed.zero", self.zero, expected="1 to 3")
+        require(
+            1 <= self.zero <= 3, "checkpoint_format.deepspeed.zero", self.zero, expected="1 to 3"
+        )
 
     def holds(self, path: Path) -> bool:
         """Rank files, or the name of a directory of them."""
@@ -339,7 +341,8 @@ def _layout(first: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> Lay
     dp, mp = int(first.get("dp_world_size") or 1), int(first.get("mp_world_size") or 1)
     # With a pipeline there are files of layers, which number the tensor-parallel ranks.
     numbers = {
-        name.name.partition("-model_")[2][:2] for name in path.glob("layer_*-model_*-model_states.pt")
+        name.name.partition("-model_")[2][:2]
+        for name in path.glob("layer_*-model_*-model_states.pt")
     }
     tp = len(numbers) or mp
     if mp % tp:
@@ -434,7 +437,12 @@ def _group(
             )
         for key, buffer in buffers.items():
             yield Fragment(
-                name, key, at, shapes[name], start[0] if start else None, buffer[begin : begin + size]
+                name,
+                key,
+                at,
+                shapes[name],
+                start[0] if start else None,
+                buffer[begin : begin + size],
             )
         for key, number in scalars.items():
             yield Scalar(name, key, number)

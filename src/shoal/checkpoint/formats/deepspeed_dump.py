@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["dump", "layout_of"]
 
+_TAG = "global_step"
+
 State = Mapping[str, Mapping[str, "Tensor"]]
 
 
@@ -56,6 +58,7 @@ def dump(
     meta: Mapping[str, Any],
     barrier: Callable[[], None],
     *,
+    keep: int = 1_000_000,
     tables: bool = True,
 ) -> Path:
     """Write this rank's files of a step; all ranks call it.
@@ -67,6 +70,7 @@ def dump(
         state: the optimizer's, by parameter; local parts.
         meta: plain data that our own checkpoints keep, without the step.
         barrier: waits for all ranks; called three times.
+        keep: newest steps kept.
         tables: write where parameters lie and how they combine, which conversion needs.
 
     Returns:
@@ -109,6 +113,7 @@ def dump(
             fsync_dir(folder)
             os.rename(folder, final)
             write_atomic(root / "latest", final.name)
+            _retain(root, keep)
         else:
             shutil.rmtree(folder, ignore_errors=True)
     barrier()
@@ -117,6 +122,16 @@ def dump(
             f"{final}: not dumped: {failure or 'another rank could not write; its error says why'}"
         )
     return final
+
+
+def _retain(root: Path, keep: int) -> None:
+    steps = {
+        int(path.name.removeprefix(_TAG)): path
+        for path in root.glob(f"{_TAG}*")
+        if path.name.removeprefix(_TAG).isdecimal()
+    }
+    for step in sorted(steps)[:-keep]:
+        shutil.rmtree(steps[step])
 
 
 def _save(value: Any, path: Path) -> None:
@@ -128,9 +143,7 @@ def _save(value: Any, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _slices(
-    engine: Engine, state: State, *, cut: bool
-) -> tuple[list[Slice], dict[Group, int]]:
+def _slices(engine: Engine, state: State, *, cut: bool) -> tuple[list[Slice], dict[Group, int]]:
     """What this rank writes of every parameter that it updates.
 
     Args:

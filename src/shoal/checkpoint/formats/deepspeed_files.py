@@ -251,4 +251,3 @@ def layer_files(
         layers.setdefault(number, {})[rest] = tensor.detach().cpu()
     for number, held in sorted(layers.items()):
         save(held, f"layer_{number:02d}-model_{tp:02d}-model_states.pt")
-

@@ -93,9 +93,7 @@ class _Plain:
         return box_of(torch.cat(runs).view(whole), offset, shape)
 
 
-def box_of(
-    whole: Tensor, offset: tuple[int, ...] | None, shape: tuple[int, ...] | None
-) -> Tensor:
+def box_of(whole: Tensor, offset: tuple[int, ...] | None, shape: tuple[int, ...] | None) -> Tensor:
     """A box of a tensor that is there whole."""
     start = tuple(offset) if offset is not None else (0,) * whole.dim()
     size = tuple(n - o for n, o in zip(whole.shape, start, strict=True))
@@ -186,4 +184,3 @@ class HuggingFaceFormat:
         huggingface.write_state(
             out, config, state, Path(self.tokenizer) if self.tokenizer else None
         )
-

@@ -205,7 +205,9 @@ class MegatronFormat:
         """A file for every rank of ``mesh``; the dp ranks hold copies, of which none is written."""
         import torch
 
-        require(mesh.dp == 1, "mesh: dp", mesh.dp, expected="1: Megatron writes one copy of the model")
+        require(
+            mesh.dp == 1, "mesh: dp", mesh.dp, expected="1: Megatron writes one copy of the model"
+        )
         config = model_of(contents)
         if config.num_layers % mesh.pp:
             raise CheckpointError(

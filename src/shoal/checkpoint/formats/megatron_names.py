@@ -47,7 +47,9 @@ _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.wei
 _OUR_EXPERTS = {"linear_fc1": "mlp.gate_up_proj", "linear_fc2": "mlp.down_proj"}
 
 
-def to_megatron(tensors: Mapping[str, Tensor], first_layer: int, config: ModelConfig) -> dict[str, Tensor]:
+def to_megatron(
+    tensors: Mapping[str, Tensor], first_layer: int, config: ModelConfig
+) -> dict[str, Tensor]:
     """One rank's tensors under Megatron's names and in its order.
 
     Args:
@@ -106,7 +108,9 @@ def from_megatron(
             stacked[int(expert.group(1))] = tensor
             continue
         stem, _, leaf = rest.rpartition(".")
-        own = layer_names.get(rest) or (f"{layer_names[stem]}.{leaf}" if stem in layer_names else "")
+        own = layer_names.get(rest) or (
+            f"{layer_names[stem]}.{leaf}" if stem in layer_names else ""
+        )
         if not own:
             raise CheckpointError(
                 f"{where}: the parameter {name} belongs to no model that is built here; its "
@@ -124,7 +128,7 @@ def ungrouped(tensor: Tensor, config: ModelConfig) -> Tensor:
     import torch
 
     queries = config.num_heads // config.num_kv_heads
-    rows = tensor.unflatten(0, (-1, queries + 2, config.head_dim))
+    rows = tensor.reshape(-1, queries + 2, config.head_dim, *tensor.shape[1:])
     parts = rows[:, :queries], rows[:, queries : queries + 1], rows[:, queries + 1 :]
     return torch.cat([part.flatten(0, 2) for part in parts])
 
@@ -137,7 +141,8 @@ def grouped(tensor: Tensor, config: ModelConfig) -> Tensor:
     groups = tensor.shape[0] // ((queries + 2) * config.head_dim)
     sizes = [groups * queries * config.head_dim, *[groups * config.head_dim] * 2]
     q, k, v = torch.split(tensor, sizes)
-    parts = [part.unflatten(0, (groups, -1, config.head_dim)) for part in (q, k, v)]
+    rest = tensor.shape[1:]
+    parts = [part.reshape(groups, -1, config.head_dim, *rest) for part in (q, k, v)]
     return torch.cat(parts, dim=1).flatten(0, 2)
 
 

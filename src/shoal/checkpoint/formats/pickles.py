@@ -83,7 +83,9 @@ def problems(path: Path) -> Iterator[str]:
 def _archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
-            packed = [e.filename for e in archive.infolist() if e.compress_type != zipfile.ZIP_STORED]
+            packed = [
+                e.filename for e in archive.infolist() if e.compress_type != zipfile.ZIP_STORED
+            ]
     except FileNotFoundError:
         raise CorruptError(f"{path}: missing; copy it again") from None
     except (zipfile.BadZipFile, OSError) as cause:

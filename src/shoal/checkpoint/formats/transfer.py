@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.checkpoint.formats import FORMATS
 from shoal.checkpoint.formats.universal import UniversalFormat
 from shoal.checkpoint.store import MODEL
+from shoal.checkpoint.universal.atomic import Universal
 from shoal.checkpoint.universal.convert import consolidate
 from shoal.checkpoint.universal.protocols import Layout
+from shoal.checkpoint.universal.spec import UniversalSpec
 from shoal.core.config import Value
 from shoal.core.errors import CheckpointError, ConfigError, ModelError
+from shoal.core.files import parse_yaml
 from shoal.core.parts import Choice
 
 if TYPE_CHECKING:
     from shoal.checkpoint.formats.protocols import CheckpointFormat, Contents
-    from shoal.checkpoint.universal.spec import UniversalSpec
 
-__all__ = ["Difference", "differences", "format_of", "open_any", "transfer"]
+__all__ = [
+    "Difference",
+    "convert_any",
+    "differences",
+    "format_of",
+    "name_of",
+    "open_any",
+    "transfer",
+]
 
 
 class Difference(Value):
@@ -56,6 +66,11 @@ def format_of(path: Path) -> str:
     raise ModelError(
         f"{path}: a checkpoint of no known format; expected one of {', '.join(FORMATS)}"
     )
+
+
+def name_of(contents: Contents) -> str:
+    """Name of the format that opens what these contents are."""
+    return "universal" if isinstance(contents, Universal) else format_of(contents.path)
 
 
 def open_any(place: str | Path, *, spec: UniversalSpec | None = None) -> Contents:
@@ -105,6 +120,73 @@ def transfer(
     contents = reader.open(path, spec=spec)
     writer.write(out, contents, mesh=mesh or Layout())
     return out
+
+
+def convert_any(
+    source: Path,
+    out: Path,
+    *,
+    to: str,
+    dtype: str | None = None,
+    mesh: str | None = None,
+    spec: Path | None = None,
+    options: Sequence[str] = (),
+) -> str:
+    """What ``shoal model convert`` does.
+
+    Args:
+        source: a directory or file of any format.
+        out: directory to make.
+        to: format to write; ``checkpoint`` is our own.
+        dtype: cast weights to fp32, bf16 or fp16; huggingface and checkpoint.
+        mesh: ranks to write for, as ``dp=2,tp=2``.
+        spec: file of patterns for rank files.
+        options: of the format, each as ``option=value``.
+
+    Returns:
+        What the source held and could not be read; usually nothing.
+
+    Raises:
+        ShoalError: it cannot be read or written so.
+    """
+    from shoal.checkpoint.inspect import FOREIGN, convert, find
+
+    name = "shoal" if to == "checkpoint" else to
+    chosen = {"name": name, **dict(_option(word) for word in options)}
+    FORMATS.build(chosen, where="--to")  # a wrong name or option is said before anything is read
+    if mesh is not None and name not in ("deepspeed", "megatron"):
+        raise ConfigError(f"--mesh = {mesh}: {to} has no files for ranks; leave it out")
+    kind = find(source).kind
+    if spec is not None and kind not in ("deepspeed", "megatron"):
+        raise ConfigError(f"--spec = {spec}: {source} has no fragments to combine; leave it out")
+    if kind not in FOREIGN and name in ("shoal", "huggingface") and not options:
+        own: Any = "checkpoint" if name == "shoal" else name
+        convert(source, out, to=own, dtype=dtype)
+        return ""
+    if dtype is not None:
+        if name != "huggingface":
+            raise ConfigError(f"--dtype = {dtype}: {to} keeps what is stored; leave it out")
+        chosen["dtype"] = dtype
+    tokenizer = find(source).tokenizer
+    if name == "huggingface" and tokenizer is not None:
+        chosen.setdefault("tokenizer", str(tokenizer))
+    patterns = UniversalSpec.load(spec) if spec is not None else None
+    grid = Layout.parse(mesh) if mesh is not None else Layout()
+    transfer(source, out, chosen, mesh=grid, spec=patterns)
+    return _left_out(source, kind)
+
+
+def _left_out(source: Path, kind: str) -> str:
+    if kind != "megatron":
+        return ""
+    return str(FORMATS.build(kind).dumps(source).meta.get("left_out", ""))
+
+
+def _option(word: str) -> tuple[str, Any]:
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {word}: expected option=value, such as zero=3")
+    return key.strip(), parse_yaml(value, f"--set {key}")
 
 
 def differences(

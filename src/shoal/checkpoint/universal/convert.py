@@ -122,12 +122,11 @@ def consolidate(
                     [name for name in found.fragments if name not in chosen.tied],
                 )
             )
-        tied = {second: first for second, first in chosen.tied.items()}
-        for second in [name for name in tied if name in found.fragments]:
+        for second in [name for name in chosen.tied if name in found.fragments]:
             _same(source, chosen, found, second)
         shutil.rmtree(fragments)
         meta = {**source.meta, "layout": source.layout.model_dump()}
-        writer.finish(int(source.meta.get("step", 0)), meta, tied=tied, source=made_of)
+        writer.finish(int(source.meta.get("step", 0)), meta, tied=chosen.tied, source=made_of)
     return place
 
 

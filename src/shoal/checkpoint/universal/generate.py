@@ -65,9 +65,7 @@ class Local:
             for box in runs:
                 common = read.target.intersect(box)
                 if common is not None:
-                    moved = zip(
-                        read.source.offset, common.offset, read.target.offset, strict=True
-                    )
+                    moved = zip(read.source.offset, common.offset, read.target.offset, strict=True)
                     offset = tuple(s + c - t for s, c, t in moved)
                     reads.append(Read(Box(offset, common.shape), common))
         return Local(self.name, self.shape, tuple(reads))

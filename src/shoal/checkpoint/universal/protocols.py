@@ -219,7 +219,7 @@ class RankDumps(Protocol):
 
     path: Path
     layout: Layout
-    meta: Mapping[str, Any]
+    meta: dict[str, Any]
 
     def files(self) -> Sequence[RankFile]:
         """Every rank's file.

@@ -1,12 +1,12 @@
-"""The small language of Universal Checkpointing: which names combine by which pattern.
+r"""The small language of Universal Checkpointing: which names combine by which pattern.
 
 A list of entries, the first match wins, a name that none matches is an error::
 
-    - match: "blocks\\\\.\\\\d+\\\\.attention\\\\.qkv_proj\\\\.weight"
+    - match: "blocks\\.\\d+\\.attention\\.qkv_proj\\.weight"
       rule: fused(dim=0, parts=[2048, 256, 256])
-    - match: "embed\\\\.weight"
+    - match: "embed\\.weight"
       rule: fragment(dim=0, size=509)
-    - match: ".*norm\\\\.weight"
+    - match: ".*norm\\.weight"
       rule: {name: replicated, tolerance: 1e-6}
     - rule: tied("embed.weight", "output.weight")
 
@@ -214,7 +214,9 @@ def _choice(rule: Any, place: str) -> Choice:
     """A rule in either spelling: a choice, or a text such as ``fused(dim=0, parts=[4, 2, 2])``."""
     if not isinstance(rule, str):
         if not isinstance(rule, Mapping) or not isinstance(rule.get("name"), str):
-            raise ConfigError(f"{place}.rule = {rule!r}: expected a pattern such as fragment(dim=0)")
+            raise ConfigError(
+                f"{place}.rule = {rule!r}: expected a pattern such as fragment(dim=0)"
+            )
         return Choice.model_validate(rule)
     try:
         tree = ast.parse(rule.strip(), mode="eval").body

@@ -40,7 +40,9 @@ class FragmentPattern:
     def __post_init__(self) -> None:
         require(self.dim >= 0, "pattern.fragment.dim", self.dim, expected="0 or more")
         require(self.size >= 0, "pattern.fragment.size", self.size, expected="0 or more")
-        require(self.multiple >= 1, "pattern.fragment.multiple", self.multiple, expected="1 or more")
+        require(
+            self.multiple >= 1, "pattern.fragment.multiple", self.multiple, expected="1 or more"
+        )
         require(
             self.tolerance >= 0, "pattern.fragment.tolerance", self.tolerance, expected="0 or more"
         )

@@ -23,7 +23,10 @@ class Replicated(Whole):
 
     def __post_init__(self) -> None:
         require(
-            self.tolerance >= 0, "pattern.replicated.tolerance", self.tolerance, expected="0 or more"
+            self.tolerance >= 0,
+            "pattern.replicated.tolerance",
+            self.tolerance,
+            expected="0 or more",
         )
 
     @property
