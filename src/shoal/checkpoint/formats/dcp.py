@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.checkpoint.formats import pickles
 from shoal.checkpoint.formats.dcp_metadata import (
     METADATA,
     DcpTensor,
@@ -154,20 +154,7 @@ class DcpContents:
         return io.BytesIO(data)
 
     def _object(self, name: str, place: Place) -> Any:
-        import torch
-
-        try:
-            return torch.load(self._bytes(name, place), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            raise CheckpointError(
-                f"{self.path / place.file}: {name} is neither a tensor nor plain data and could "
-                "run code; nothing of it was run"
-            ) from None
-        except (RuntimeError, EOFError, KeyError, ValueError, TypeError) as cause:
-            raise CorruptError(
-                f"{self.path / place.file}: {name} cannot be read "
-                f"({str(cause).splitlines()[0][:120]}); it is damaged; copy it again"
-            ) from None
+        return pickles.read(self._bytes(name, place), f"{self.path / place.file}: {name}")
 
     def _piece(self, name: str, box: Box, place: Place) -> Tensor:
         import torch
@@ -176,8 +163,8 @@ class DcpContents:
             found = self._object(name, place)
             if not isinstance(found, torch.Tensor) or tuple(found.shape) != box.shape:
                 raise CorruptError(
-                    f"{self.path / place.file}: {name} is no tensor of the shape {list(box.shape)}, "
-                    "as the metadata says; it is damaged"
+                    f"{self.path / place.file}: {name} is no tensor of the shape "
+                    f"{list(box.shape)}, as the metadata says; it is damaged"
                 )
             self._last = (place, found.detach())
         return self._last[1]

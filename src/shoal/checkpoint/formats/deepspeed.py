@@ -101,8 +101,8 @@ class DeepSpeedDumps:
             if mp not in self._states:
                 at = Coord(mp // layout.tp, 0, mp % layout.tp)
                 raise CheckpointError(
-                    f"{self.path / model_file(at, layout, 1)}: this rank's file is missing; the mesh "
-                    f"is {layout}, so there are {layout.tp * layout.pp} model files; copy it too"
+                    f"{self.path / model_file(at, layout, 1)}: this rank's file is missing; the "
+                    f"mesh is {layout}, so there are {layout.tp * layout.pp} of them; copy it too"
                 )
             for dp in range(layout.dp):
                 at = Coord(mp // layout.tp, 0, mp % layout.tp, dp)
@@ -420,8 +420,8 @@ def _group(
             scalars[key] = float(value)
         else:
             raise CheckpointError(
-                f"{path}: its optimizer has {key}, which is neither a buffer as long as the weights "
-                "nor a number; such state cannot be moved to another split"
+                f"{path}: its optimizer has {key}, which is neither a buffer as long as the "
+                "weights nor a number; such state cannot be moved to another split"
             )
     for name, entry in table.items():
         begin, size, *start = entry

@@ -26,6 +26,7 @@ from shoal.checkpoint.formats.deepspeed_files import (
     optim_states,
     step_folder,
 )
+from shoal.checkpoint.universal.convert import beside
 from shoal.checkpoint.universal.protocols import FP32, Coord, Layout
 from shoal.checkpoint.universal.spec import default_spec
 from shoal.core.errors import CheckpointError
@@ -132,6 +133,8 @@ def _retain(root: Path, keep: int) -> None:
     }
     for step in sorted(steps)[:-keep]:
         shutil.rmtree(steps[step])
+        # What somebody put together of it would be no use without it.
+        shutil.rmtree(beside(steps[step]), ignore_errors=True)
 
 
 def _save(value: Any, path: Path) -> None:

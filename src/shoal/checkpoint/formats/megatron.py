@@ -211,8 +211,8 @@ class MegatronFormat:
         config = model_of(contents)
         if config.num_layers % mesh.pp:
             raise CheckpointError(
-                f"mesh: pp={mesh.pp}: {config.num_layers} layers cannot be shared evenly by so many "
-                "stages; choose a divisor"
+                f"mesh: pp={mesh.pp}: {config.num_layers} layers cannot be shared evenly by so "
+                "many stages; choose a divisor"
             )
         spec = _padded(default_spec(config), self.multiple)
         names = [n.removeprefix(MODEL) for n in contents.names() if n.startswith(MODEL)]

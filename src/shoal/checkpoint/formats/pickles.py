@@ -7,9 +7,11 @@ the archive is held against its own directory, so a cut file says so.
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 import threading
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 
 from shoal.core.errors import CheckpointError, CorruptError
 
-__all__ = ["Address", "Namespace", "load", "problems"]
+__all__ = ["Address", "Namespace", "load", "problems", "read"]
 
 # Torch keeps its list of allowed classes for the whole process.
 _LOCK = threading.Lock()
@@ -44,25 +46,46 @@ def load(path: Path) -> Any:
         CorruptError: it is missing, cut or damaged.
         CheckpointError: it holds more than tensors and plain data, which is refused unread.
     """
+    _archive(path)
+    return read(path, str(path), mmap=True)
+
+
+def read(source: Path | io.BytesIO, where: str, *, mmap: bool = False) -> Any:
+    """The same of an archive that may lie in memory.
+
+    Args:
+        source: the archive.
+        where: names it in errors.
+        mmap: map its tensors.
+    """
     import torch
 
-    _archive(path)
     allowed: list[Any] = [
         (Address, "deepspeed.utils.tensor_fragment.fragment_address"),
         (Namespace, "argparse.Namespace"),
     ]
     try:
-        with _LOCK, torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with _LOCK, warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
+            # It warns of pickles that torch did not write, and goes on to refuse them.
+            warnings.simplefilter("ignore")
+            return torch.load(source, map_location="cpu", mmap=mmap or None, weights_only=True)
     except pickle.UnpicklingError as cause:
         raise CheckpointError(
-            f"{path}: holds {_named(cause)}, which is neither a tensor nor plain data and could "
+            f"{where}: holds {_named(cause)}, which is neither a tensor nor plain data and could "
             "run code; nothing of it was run; save it again without such objects"
         ) from None
-    except (RuntimeError, EOFError, KeyError, ValueError, TypeError, OSError) as cause:
+    except (
+        RuntimeError,
+        EOFError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        OSError,
+    ) as cause:
         raise CorruptError(
-            f"{path}: cannot be read ({str(cause).splitlines()[0][:120]}); it is cut or damaged; "
-            "copy it again"
+            f"{where}: cannot be read ({(str(cause) or type(cause).__name__).splitlines()[0][:120]}"
+            "); it is cut or damaged; copy it again"
         ) from None
 
 
