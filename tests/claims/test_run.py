@@ -230,6 +230,7 @@ def test_catalogue_has_every_system_once() -> None:
     assert {row.id: row.claim for row in rows if row.claim} == {
         4: "c4",
         6: "t3",
+        7: "universal_checkpoint",
         9: "frontier",
         10: "parallel_algorithms",
         17: "energon_ai",

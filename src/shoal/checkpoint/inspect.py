@@ -1,16 +1,18 @@
 """What lies in a checkpoint or a model directory: listing, verifying, converting.
 
-Three kinds of directory are understood: one checkpoint (``step-00000100``), a run or
-store that holds several, and a Hugging Face model directory; and one kind of file, GGUF. No
+Understood are one checkpoint (``step-00000100``), a run or store that holds several, a Hugging
+Face model directory, GGUF files, and the directories of :mod:`shoal.checkpoint.formats`. No
 weights are loaded to list them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from shoal.checkpoint.formats import FORMATS
 from shoal.checkpoint.index import INDEX_NAME
 from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.store import MODEL, Store
@@ -21,9 +23,23 @@ from shoal.core.safetensors_header import ITEM_BYTES, read_header
 if TYPE_CHECKING:
     import torch
 
+    from shoal.checkpoint.formats.protocols import Contents
     from shoal.model.transformer import Transformer
 
-__all__ = ["DTYPES", "Place", "Row", "Verification", "convert", "find", "listing", "verify"]
+__all__ = [
+    "DTYPES",
+    "FOREIGN",
+    "Place",
+    "Row",
+    "Verification",
+    "convert",
+    "find",
+    "listing",
+    "verify",
+]
+
+# Formats that are neither ours nor Hugging Face's.
+FOREIGN = ("universal", "dcp", "deepspeed", "megatron")
 
 # What weights can be converted to: the product's spelling -> torch's.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -62,7 +78,9 @@ class Place(Value):
         tokenizer: the tokenizer that belongs to it, if there is one beside.
     """
 
-    kind: Literal["checkpoint", "run", "huggingface", "gguf"]
+    kind: Literal[
+        "checkpoint", "run", "huggingface", "gguf", "universal", "dcp", "deepspeed", "megatron"
+    ]
     path: Path
     steps: tuple[int, ...] = ()
     tokenizer: Path | None = None
@@ -121,6 +139,8 @@ def find(path: Path) -> Place:
         kind = "checkpoint"
     elif (path / _WEIGHTS).exists() or (path / _WEIGHTS_INDEX).exists():
         kind = "huggingface"
+    elif (foreign := _foreign(path)) is not None:
+        kind = foreign
     else:
         pickles = sorted(p.name for pattern in _PICKLES for p in path.glob(pattern))
         raise ModelError(
@@ -138,8 +158,15 @@ def find(path: Path) -> Place:
     )
 
 
+def _foreign(path: Path) -> str | None:
+    """The format of a directory that is neither ours nor Hugging Face's."""
+    return next((name for name in FOREIGN if FORMATS.build(name).holds(path)), None)
+
+
 def listing(path: Path) -> list[Row]:
     """The tensors of ``path``; of a run, those of its newest step.
+
+    What several ranks dumped is put together first, beside them.
 
     Raises:
         ModelError: no weights, or files that do not agree with their index.
@@ -150,6 +177,8 @@ def listing(path: Path) -> list[Row]:
         return _huggingface_rows(place.path)
     if place.kind == "gguf":
         return _gguf_rows(place.path)
+    if place.kind in FOREIGN:
+        return _contents_rows(FORMATS.build(place.kind).open(place.path))
     saved = _saved(place, None, verify=False)
     return [_checkpoint_row(saved, name) for name in saved.names()]
 
@@ -176,6 +205,20 @@ def verify(path: Path) -> Verification:
         checked = "header, sizes and places (the format has no checksums)"
         try:
             rows = _gguf_rows(place.path)
+        except ShoalError as cause:
+            problems.append(str(cause))
+    elif place.kind in FOREIGN:
+        own = place.kind == "universal"
+        checked = (
+            "SHA-256 of every block"
+            if own
+            else "CRC-32 of every tensor, and that no file is missing"
+        )
+        form = FORMATS.build(place.kind)
+        try:
+            problems += form.problems(place.path)
+            if not problems:
+                rows = _contents_rows(form.open(place.path))
         except ShoalError as cause:
             problems.append(str(cause))
     else:
@@ -300,6 +343,16 @@ def load_model(saved: Saved) -> Transformer:
         owner, _, leaf = name.removeprefix(MODEL).rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(saved.tensor(name)))
     return model
+
+
+def _contents_rows(contents: Contents) -> list[Row]:
+    found = []
+    for name in contents.names():
+        dtype, shape = contents.dtype(name), contents.shape(name)
+        size = ITEM_BYTES[dtype] * math.prod(shape)
+        row = {"name": name, "dtype": dtype, "shape": shape, "bytes": size}
+        found.append(Row.model_validate({**row, "file": contents.where(name)}))
+    return found
 
 
 def _saved(place: Place, step: int | None, *, verify: bool = True) -> Saved:

@@ -32,6 +32,9 @@ CLAIMS = PartTable(
         "gpipe": "shoal.claims.experiments.gpipe:GPipeClaim",
         "sequence_parallel": "shoal.claims.experiments.sequence_parallel:SequenceParallel",
         "t3": "shoal.claims.experiments.t3:T3",
+        "universal_checkpoint": (
+            "shoal.claims.experiments.universal_checkpoint:UniversalCheckpoint"
+        ),
         "vocab_parallel": "shoal.claims.experiments.vocab_parallel:VocabParallel",
         "tokenring": "shoal.claims.experiments.tokenring:TokenRing",
         "single_path": "shoal.claims.experiments.single_path:SinglePath",

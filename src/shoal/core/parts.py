@@ -82,6 +82,8 @@ KINDS: dict[str, str] = {
     "packing": "shoal.corpora:PACKINGS",
     "optimizer": "shoal.train:OPTIMIZERS",
     "lr_schedule": "shoal.train:LR_SCHEDULES",
+    "pattern": "shoal.checkpoint.universal:PATTERNS",
+    "checkpoint_format": "shoal.checkpoint.formats:FORMATS",
     "shard": "shoal.parallel:SHARDS",
     "offload": "shoal.memory:OFFLOADS",
     "context": "shoal.parallel:CONTEXTS",

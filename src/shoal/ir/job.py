@@ -188,6 +188,8 @@ class CheckpointPolicy(Value):
         mode: how training and saving share the time.
         memory: how the newest state is kept in the memory of processes that outlive the
             trainers; None keeps it on the disk alone.
+        dump: with each checkpoint, let every rank also write what it holds as it lies, in the
+            files of another system, below ``dumps`` in the run's directory.
     """
 
     every: NonNegativeInt | Literal["auto"] = 100
@@ -195,6 +197,7 @@ class CheckpointPolicy(Value):
     path: str | None = Field(default=None, min_length=1)
     mode: Annotated[Choice, Kind("save_mode")] = Choice(name="blocking")
     memory: Annotated[Choice, Kind("memory_code")] | None = None
+    dump: Literal["deepspeed"] | None = None
 
 
 class Replan(Value):

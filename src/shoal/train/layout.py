@@ -38,6 +38,11 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def dumps(self) -> Path:
+        """What each rank holds, as it lies, where ``checkpoint.dump`` asks for it."""
+        return self.root / "dumps"
+
+    @property
     def ranks(self) -> Path:
         """Heartbeats, logs, stacks and errors of the ranks."""
         return self.root / "ranks"

@@ -27,6 +27,7 @@ from shoal.train.layout import RunDir
 from shoal.train.peft.job import check_finetune, export
 from shoal.train.memory import Hosts, MemoryLevel, check_memory
 from shoal.train.report import make_report, write_page
+from shoal.train.start import begin_at
 from shoal.train.supervise import Supervisor
 
 __all__ = [
@@ -141,6 +142,7 @@ def execute(
     *,
     resume: bool = False,
     from_step: int | None = None,
+    start: str | None = None,
     restarts: int = 0,
     watch: Watch | None = None,
     inject: Callable[[Supervisor, dict[str, Any]], None] | None = None,
@@ -153,6 +155,8 @@ def execute(
         run_dir: directory of the run.
         resume: continue from the newest checkpoint.
         from_step: continue from this checkpoint instead, when the newest is damaged.
+        start: begin from this checkpoint of another run, of any format and split: a path, or
+            ``FORMAT:PATH``.
         restarts: how often a lost rank may restart the run.
         watch: called with every event.
         inject: called with the supervisor and every event, to break something on purpose.
@@ -163,7 +167,7 @@ def execute(
     """
     directory = RunDir(run_dir)
     resume = resume or from_step is not None
-    prepare_run(plan, directory, resume=resume, watch=watch)
+    prepare_run(plan, directory, resume=resume, watch=watch, start=start)
     job = plan.job
     threads = threads_of(job)
     with MemoryLevel(job, directory, watch, hosts) as level:
@@ -209,8 +213,22 @@ def threads_of(job: TrainJob) -> int:
     return job.threads or max(1, (os.cpu_count() or 1) // job.parallel.world)
 
 
-def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | None = None) -> None:
+def prepare_run(
+    plan: Plan,
+    directory: RunDir,
+    *,
+    resume: bool,
+    watch: Watch | None = None,
+    start: str | None = None,
+) -> None:
     """Tokenise, check that there is enough text, and write the plan.
+
+    Args:
+        plan: what will run.
+        directory: of the run.
+        resume: the run may lie there already.
+        watch: told about progress.
+        start: a checkpoint of another run, from which this one begins.
 
     Raises:
         ShoalError: the run cannot start; nothing of it was written.
@@ -248,6 +266,8 @@ def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | N
         seq_len=job.seq_len,
         global_batch=job.global_batch,
     )
+    if start is not None:
+        begin_at(directory.root, start)
     # Registered before anything lies there, so that a run can be seen while it runs.
     Score().register(directory.root, "train", job.name, job.model)
     write_atomic(directory.tokenizer, tokens.tokenizer_path.read_bytes())

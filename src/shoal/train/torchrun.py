@@ -18,8 +18,16 @@ __all__ = ["execute_under_torchrun"]
 _PREPARE_LIMIT = timedelta(minutes=30)
 
 
-def execute_under_torchrun(plan: Plan, run_dir: Path, *, resume: bool) -> None:
+def execute_under_torchrun(
+    plan: Plan, run_dir: Path, *, resume: bool, start: str | None = None
+) -> None:
     """Prepare on rank 0, train on every rank, report on rank 0.
+
+    Args:
+        plan: what to run.
+        run_dir: directory of the run.
+        resume: continue from the newest checkpoint.
+        start: begin from this checkpoint of another run.
 
     Raises:
         ShoalError: the run cannot start, or a rank failed.
@@ -46,7 +54,7 @@ def execute_under_torchrun(plan: Plan, run_dir: Path, *, resume: bool) -> None:
         f"shoal-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
     )
     if rank == 0:
-        prepare_run(plan, directory, resume=resume)
+        prepare_run(plan, directory, resume=resume, start=start)
         gate.set("prepared", "yes")
     else:
         gate.wait(["prepared"], _PREPARE_LIMIT)

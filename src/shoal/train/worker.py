@@ -254,8 +254,12 @@ def _identity(rank: _Rank) -> dict[str, Any]:
 
 
 def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
-    """Load a checkpoint if asked, the newest or a named one; returns the first step."""
+    """Load a checkpoint if asked, the newest or a named one; returns the first step.
+
+    A run that has saved none begins where its ``start.json`` says.
+    """
     from shoal.train.memory import version_in_memory
+    from shoal.train.start import open_start, take_over
 
     first = 0
     saved = None
@@ -274,6 +278,8 @@ def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
         _expect_run(rank, saved.meta)
         rank.trainer.load(saved)
         first = int(saved.meta["step"])
+    elif not first and (other := open_start(rank.directory.root)) is not None:
+        first = take_over(rank.trainer, other, _identity(rank), _run_of(rank))
     if rank.chief:
         rank.meter.event(
             "start",
@@ -281,22 +287,27 @@ def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
             total=rank.total,
             ranks=rank.comm.world,
             resumed=first > 0,
-            level="memory" if first and saved is None else "disk",
+            level="memory" if version is not None and saved is None and first else "disk",
             parameters=int(parameters(rank.plan.shape)),
         )
     return first
 
 
-def _expect_run(rank: _Rank, meta: Mapping[str, Any]) -> None:
-    """Refuse to continue on other data, with another seed or another batch."""
+def _run_of(rank: _Rank) -> dict[str, Any]:
+    """What must stay when a run goes on."""
     job = rank.plan.job
-    now = {
+    return {
         "data": rank.tokens.fingerprint,
         "seed": job.seed,
         "global_batch": job.global_batch,
         "seq_len": job.seq_len,
         "optimizer": job.optimizer.name,
     }
+
+
+def _expect_run(rank: _Rank, meta: Mapping[str, Any]) -> None:
+    """Refuse to continue on other data, with another seed or another batch."""
+    now = _run_of(rank)
     then = meta["run"]
     for key, value in now.items():
         if then.get(key) != value:
@@ -308,7 +319,21 @@ def _expect_run(rank: _Rank, meta: Mapping[str, Any]) -> None:
 
 def _save(rank: _Rank, step: int) -> None:
     """Begin to save; what training waits for is over when this returns."""
-    rank.saver.save(step, rank.trainer.pieces(), _meta(rank, step))
+    meta = _meta(rank, step)
+    rank.saver.save(step, rank.trainer.pieces(), meta)
+    if rank.plan.job.checkpoint.dump:
+        from shoal.checkpoint.formats.deepspeed_dump import dump
+
+        trainer = rank.trainer
+        dump(
+            rank.directory.dumps,
+            step,
+            trainer.engine,
+            trainer.updater.state(),
+            meta,
+            rank.comm.barrier,
+            keep=rank.plan.job.checkpoint.keep,
+        )
 
 
 def _tell_saves(rank: _Rank) -> None:
@@ -351,13 +376,7 @@ def _meta(rank: _Rank, step: int) -> dict[str, Any]:
     return {
         "step": step,
         "model": _identity(rank),
-        "run": {
-            "data": rank.tokens.fingerprint,
-            "seed": job.seed,
-            "global_batch": job.global_batch,
-            "seq_len": job.seq_len,
-            "optimizer": job.optimizer.name,
-        },
+        "run": _run_of(rank),
         "job": job.model_dump(mode="json"),
     }
 

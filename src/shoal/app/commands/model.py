@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,15 +13,8 @@ from shoal.app.show import Format
 __all__ = ["app"]
 
 
-class Target(StrEnum):
-    """What ``convert`` can make."""
-
-    huggingface = "huggingface"
-    checkpoint = "checkpoint"
-
-
 app = typer.Typer(
-    help="List, verify, convert, quantize and try model and checkpoint directories.",
+    help="List, verify, convert, compare, quantize and try model and checkpoint directories.",
     no_args_is_help=True,
 )
 
@@ -86,10 +78,26 @@ def verify(
 
 @app.command("convert")
 def convert(
-    source: Annotated[Path, typer.Argument(help="A run, a checkpoint or a Hugging Face model.")],
+    source: Annotated[Path, typer.Argument(help="A run, a checkpoint or a model, of any format.")],
     out: Annotated[Path, typer.Argument(help="Directory to make.")],
-    to: Annotated[Target, typer.Option(help="Kind of directory to make.")] = Target.huggingface,
+    to: Annotated[
+        str,
+        typer.Option(
+            help="Format to write: huggingface, checkpoint, universal, dcp, deepspeed or megatron."
+        ),
+    ] = "huggingface",
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Ranks to write for, such as dp=2,tp=2,pp=1; deepspeed and megatron."),
+    ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option(help="Patterns in YAML, for rank files that do not say how they combine."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="option=value of the format, such as zero=3.")
+    ] = None,
 ) -> None:
     """Turn one kind of directory into another, or change the dtype.
 
@@ -98,11 +106,68 @@ def convert(
         shoal model convert runs/run model
 
         shoal model convert model small --dtype bf16
-    """
-    from shoal.checkpoint.inspect import convert as change
 
-    change(source, out, to=to.value, dtype=dtype)
+        shoal model convert runs/run shared --to universal
+
+        shoal model convert runs/run ranks --to deepspeed --mesh dp=2,tp=2 --set zero=3
+    """
+    from shoal.checkpoint.formats.transfer import convert_any
+
+    note = convert_any(source, out, to=to, dtype=dtype, mesh=mesh, spec=spec, options=set_ or [])
+    if note:
+        typer.echo(f"note: left out: {note}", err=True)
     typer.echo(f"wrote {out}")
+
+
+@app.command("diff")
+def diff(
+    a: Annotated[str, typer.Argument(help="A checkpoint or a model of any format.")],
+    b: Annotated[str, typer.Argument(help="Another one.")],
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Leave out the optimizer's state.")
+    ] = False,
+    all_: Annotated[bool, typer.Option("--all", help="List equal tensors, too.")] = False,
+    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+) -> None:
+    """Compare names, shapes, dtypes and values, across formats; exit 1 when they differ.
+
+    Where only one of the two has the optimizer's state, weights are compared.
+
+    **Examples**
+
+        shoal model diff runs/one runs/two
+
+        shoal model diff runs/one/export universal:shared -o json
+    """
+    from shoal.app.show import as_json, table
+    from shoal.checkpoint.formats.transfer import differences
+
+    found = list(differences(a, b, weights_only=True if weights else None))
+    unequal = [one for one in found if one.kind != "equal"]
+    if output is Format.json:
+        as_json([one.model_dump(mode="json") for one in (found if all_ else unequal)])
+    else:
+        shown = found if all_ else unequal
+        if shown:
+            table(
+                "",
+                ("tensor", "differs in", "A", "B", "largest", "elements"),
+                [
+                    (
+                        one.name,
+                        one.kind,
+                        one.a,
+                        one.b,
+                        "" if one.largest is None else f"{one.largest:.3g}",
+                        "" if one.share is None else f"{one.share:.1%}",
+                    )
+                    for one in shown
+                ],
+                numeric="    rr",
+            )
+        typer.echo(f"{len(found)} tensors, {len(unequal)} of them differ")
+    if unequal:
+        raise typer.Exit(1)
 
 
 @app.command("quantize")

@@ -30,6 +30,8 @@ EXAMPLES = """
 
     shoal train --dir runs/run --resume           # go on where it stopped
 
+    shoal train --from universal:DIR --mesh tp=2 --dir runs/other    # ... in another split
+
     shoal train job.yaml --robust --spares 1      # find faults, exclude, go on
 
     shoal train job.yaml --ranks 8 --robust --hang-s 60 --locator c4d
@@ -62,6 +64,17 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue that run.")] = False,
     from_step: Annotated[
         int | None, typer.Option(help="Continue from this checkpoint, not from the newest.")
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Begin where this checkpoint of another run stopped, whatever its format and "
+            "split: a directory, or universal:DIR.",
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Ranks along each axis, such as dp=1,tp=2.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     minutes: Annotated[
@@ -112,6 +125,7 @@ def train(
 ) -> None:
     """Train a model: plan it, run it over ranks, report prediction beside measurement."""
     from shoal.app.show import TrainingBar, as_json
+    from shoal.core.errors import ConfigError
     from shoal.ir import Plan, TrainJob
 
     if schema:
@@ -119,6 +133,8 @@ def train(
         return
     chosen: Plan
     resolved: Resolved[TrainJob] | None = None
+    if start is not None and (resume or from_step is not None or robust):
+        raise ConfigError("--from begins a new run; leave out --resume, --from-step and --robust")
     going_on = resume or from_step is not None
     old = directory / "plan.yaml" if directory is not None and going_on else None
     flags: dict[str, object] = {
@@ -127,6 +143,7 @@ def train(
         "parallel.dp": ranks,
         "steps": steps,
         "minutes": minutes,
+        **_mesh(mesh),
     }
     changed = config is not None or bool(set_) or any(v is not None for v in flags.values())
     if plan is not None:
@@ -134,7 +151,7 @@ def train(
     elif old is not None and old.exists() and not changed:
         chosen = Plan.load(old)
     else:
-        resolved = _resolve(config, old, flags, set_ or [])
+        resolved = _resolve(config, old, flags, set_ or [], start)
         chosen = _plan(resolved.value, machine)
     directory = directory or Path("runs") / chosen.job.name
     if launch is not None:
@@ -146,7 +163,7 @@ def train(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from shoal.train.torchrun import execute_under_torchrun
 
-        execute_under_torchrun(chosen, directory, resume=resume)
+        execute_under_torchrun(chosen, directory, resume=resume, start=start)
         return
     faults = _faults(chaos, chosen, lasting=robust or restarts > 0)
     if robust:
@@ -173,6 +190,7 @@ def train(
             directory,
             resume=resume,
             from_step=from_step,
+            start=start,
             restarts=restarts,
             watch=bar,
             inject=faults,
@@ -260,10 +278,24 @@ def _resolve(
     old: Path | None,
     flags: dict[str, object],
     sets: list[str],
+    start: str | None = None,
 ) -> Resolved[TrainJob]:
     from shoal.core.config import resolve
     from shoal.ir import Plan, TrainJob
 
+    if start is not None and config is None:
+        from shoal.train.start import job_of
+
+        first = job_of(start)
+        if first is not None:
+            # Ranks may be others now, and so may what each does at a time.
+            return resolve(
+                TrainJob,
+                base=first.model_copy(update={"microbatch": None}),
+                environment={},
+                flags=flags,
+                sets=sets,
+            )
     if old is not None and config is None and old.exists():
         job = Plan.load(old).job
         again: dict[str, object] = {"microbatch": None}  # ranks may be others now
@@ -316,6 +348,16 @@ def _saved(path: Path, machine: str | None) -> Plan:
     if not found.fits:
         typer.echo(f"note: {path}: {found.why or 'it does not fit, says its planner'}", err=True)
     return found
+
+
+def _mesh(text: str | None) -> dict[str, object]:
+    """The flags that ``--mesh`` stands for."""
+    if text is None:
+        return {}
+    from shoal.checkpoint.universal.protocols import Layout
+
+    mesh = Layout.parse(text)
+    return {f"parallel.{axis}": getattr(mesh, axis) for axis in ("dp", "tp", "pp", "ep")}
 
 
 def _data(path: str | None) -> object:

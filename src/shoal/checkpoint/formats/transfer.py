@@ -1,0 +1,251 @@
+"""From any format to any other, and what differs between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shoal.checkpoint.formats import FORMATS
+from shoal.checkpoint.formats.universal import UniversalFormat
+from shoal.checkpoint.store import MODEL
+from shoal.checkpoint.universal.atomic import Universal
+from shoal.checkpoint.universal.convert import consolidate
+from shoal.checkpoint.universal.protocols import Layout
+from shoal.checkpoint.universal.spec import UniversalSpec
+from shoal.core.config import Value
+from shoal.core.errors import CheckpointError, ConfigError, ModelError
+from shoal.core.files import parse_yaml
+from shoal.core.parts import Choice
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.formats.protocols import CheckpointFormat, Contents
+
+__all__ = [
+    "Difference",
+    "convert_any",
+    "differences",
+    "format_of",
+    "name_of",
+    "open_any",
+    "transfer",
+]
+
+
+class Difference(Value):
+    """One tensor of two checkpoints.
+
+    Args:
+        name: its name.
+        kind: what differs.
+        a: its shape and dtype in the first; empty where it is missing.
+        b: the same in the second.
+        largest: largest difference of an element, as both are read in fp64; of equal shapes.
+        share: elements that differ, as a share of all.
+    """
+
+    name: str
+    kind: Literal["equal", "only in A", "only in B", "shape", "dtype", "values"]
+    a: str = ""
+    b: str = ""
+    largest: float | None = None
+    share: float | None = None
+
+
+def format_of(path: Path) -> str:
+    """Name of the format of a directory or file.
+
+    Raises:
+        ModelError: none is recognised.
+    """
+    if not path.exists():
+        raise ModelError(f"{path}: no such directory; give a checkpoint, a run or a model")
+    for name in FORMATS:
+        if FORMATS.build(name).holds(path):
+            return name
+    raise ModelError(
+        f"{path}: a checkpoint of no known format; expected one of {', '.join(FORMATS)}"
+    )
+
+
+def name_of(contents: Contents) -> str:
+    """Name of the format that opens what these contents are."""
+    return "universal" if isinstance(contents, Universal) else format_of(contents.path)
+
+
+def open_any(place: str | Path, *, spec: UniversalSpec | None = None) -> Contents:
+    """Open a checkpoint: a path, or ``FORMAT:PATH`` where it should not be guessed.
+
+    Raises:
+        ShoalError: it cannot be read; says why.
+    """
+    chosen, path = _named(str(place))
+    reader: CheckpointFormat = FORMATS.build(chosen or format_of(path))
+    return reader.open(path, spec=spec)
+
+
+def transfer(
+    source: str | Path,
+    out: Path,
+    to: Choice | str | dict[str, Any],
+    *,
+    mesh: Layout | None = None,
+    spec: UniversalSpec | None = None,
+) -> Path:
+    """Write a checkpoint of any format in another one.
+
+    Rank files that become universal go there directly; everything else passes through tensors
+    that are read one after the other.
+
+    Args:
+        source: path, or ``FORMAT:PATH``.
+        out: directory to make.
+        to: the format, with its options.
+        mesh: ranks to write for; one if not given.
+        spec: how fragments of rank files combine, where they do not say it.
+
+    Raises:
+        CheckpointError: ``out`` exists, or the source cannot be read or held.
+        ModelError: no format is recognised.
+    """
+    writer: CheckpointFormat = FORMATS.build(to)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out}: exists already; choose another name or remove it first")
+    if out.exists():
+        out.rmdir()  # it is empty, and the writer wants to make it
+    named, path = _named(str(source))
+    reader: Any = FORMATS.build(named or format_of(path))
+    if isinstance(writer, UniversalFormat) and hasattr(reader, "dumps"):
+        return consolidate(reader.dumps(path), out, spec=spec)
+    contents = reader.open(path, spec=spec)
+    writer.write(out, contents, mesh=mesh or Layout())
+    return out
+
+
+def convert_any(
+    source: Path,
+    out: Path,
+    *,
+    to: str,
+    dtype: str | None = None,
+    mesh: str | None = None,
+    spec: Path | None = None,
+    options: Sequence[str] = (),
+) -> str:
+    """What ``shoal model convert`` does.
+
+    Args:
+        source: a directory or file of any format.
+        out: directory to make.
+        to: format to write; ``checkpoint`` is our own.
+        dtype: cast weights to fp32, bf16 or fp16; huggingface and checkpoint.
+        mesh: ranks to write for, as ``dp=2,tp=2``.
+        spec: file of patterns for rank files.
+        options: of the format, each as ``option=value``.
+
+    Returns:
+        What the source held and could not be read; usually nothing.
+
+    Raises:
+        ShoalError: it cannot be read or written so.
+    """
+    from shoal.checkpoint.inspect import FOREIGN, convert, find
+
+    name = "shoal" if to == "checkpoint" else to
+    chosen = {"name": name, **dict(_option(word) for word in options)}
+    FORMATS.build(chosen, where="--to")  # a wrong name or option is said before anything is read
+    if mesh is not None and name not in ("deepspeed", "megatron"):
+        raise ConfigError(f"--mesh = {mesh}: {to} has no files for ranks; leave it out")
+    kind = find(source).kind
+    if spec is not None and kind not in ("deepspeed", "megatron"):
+        raise ConfigError(f"--spec = {spec}: {source} has no fragments to combine; leave it out")
+    if kind not in FOREIGN and name in ("shoal", "huggingface") and not options:
+        own: Any = "checkpoint" if name == "shoal" else name
+        convert(source, out, to=own, dtype=dtype)
+        return ""
+    if dtype is not None:
+        if name != "huggingface":
+            raise ConfigError(f"--dtype = {dtype}: {to} keeps what is stored; leave it out")
+        chosen["dtype"] = dtype
+    tokenizer = find(source).tokenizer
+    if name == "huggingface" and tokenizer is not None:
+        chosen.setdefault("tokenizer", str(tokenizer))
+    patterns = UniversalSpec.load(spec) if spec is not None else None
+    grid = Layout.parse(mesh) if mesh is not None else Layout()
+    transfer(source, out, chosen, mesh=grid, spec=patterns)
+    return _left_out(source, kind)
+
+
+def _left_out(source: Path, kind: str) -> str:
+    if kind != "megatron":
+        return ""
+    return str(FORMATS.build(kind).dumps(source).meta.get("left_out", ""))
+
+
+def _option(word: str) -> tuple[str, Any]:
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {word}: expected option=value, such as zero=3")
+    return key.strip(), parse_yaml(value, f"--set {key}")
+
+
+def differences(
+    a: str | Path, b: str | Path, *, weights_only: bool | None = None
+) -> Iterator[Difference]:
+    """What differs between two checkpoints, tensor by tensor, across formats.
+
+    Args:
+        a: path, or ``FORMAT:PATH``.
+        b: the other.
+        weights_only: leave out the optimizer's state; if not given, where only one has any.
+
+    Raises:
+        ShoalError: one cannot be read.
+    """
+    one, two = open_any(a), open_any(b)
+    first, second = list(one.names()), list(two.names())
+    if weights_only is None:
+        has = [any(not name.startswith(MODEL) for name in names) for names in (first, second)]
+        weights_only = not all(has)
+    if weights_only:
+        first, second = ([n for n in names if n.startswith(MODEL)] for names in (first, second))
+    held = set(second)
+    for name in [*first, *(name for name in second if name not in set(first))]:
+        yield _compared(name, one if name in first else None, two if name in held else None)
+
+
+def _compared(name: str, one: Contents | None, two: Contents | None) -> Difference:
+    if one is None or two is None:
+        told = _told(one, name) if one is not None else _told(two, name)
+        kind: Any = "only in A" if two is None else "only in B"
+        return Difference(name=name, kind=kind, **{"a" if two is None else "b": told})
+    described = {"a": _told(one, name), "b": _told(two, name)}
+    if one.shape(name) != two.shape(name):
+        return Difference(name=name, kind="shape", **described)
+    x, y = one.tensor(name), two.tensor(name)
+    apart = (x.double() - y.double()).abs()
+    # Nothing differs where both are infinite or no number in the same way.
+    unequal = ~((x == y) | ((x != x) & (y != y)))
+    largest = float(apart[unequal].max()) if bool(unequal.any()) else 0.0
+    share = float(unequal.double().mean()) if unequal.numel() else 0.0
+    kind = "values" if share else "dtype" if one.dtype(name) != two.dtype(name) else "equal"
+    finite = largest if largest == largest and largest != float("inf") else None
+    return Difference(name=name, kind=kind, largest=finite, share=share, **described)
+
+
+def _told(contents: Contents | None, name: str) -> str:
+    assert contents is not None
+    return f"{contents.dtype(name)} {'x'.join(map(str, contents.shape(name))) or 'scalar'}"
+
+
+def _named(place: str) -> tuple[str, Path]:
+    """Format and path; no format where it has to be found."""
+    head, colon, rest = place.partition(":")
+    if not colon or Path(place).exists():
+        return "", Path(place)
+    if head not in FORMATS:
+        raise ConfigError(
+            f"{place}: {head!r} is no format; expected FORMAT:PATH with one of {', '.join(FORMATS)}"
+        )
+    # universal://DIR is the same as universal:DIR.
+    return head, Path(rest.removeprefix("//"))

@@ -1,0 +1,30 @@
+"""checkpoint.universal: what ranks dumped becomes one file for each parameter, for any new split.
+
+A rank saves what it holds, in the cheapest form. Later, and only if somebody wants another
+split, the fragments of each parameter are put together by patterns over names.
+
+- ``spec``: the small language: names, and how the fragments of a parameter combine.
+- ``patterns``: the rules themselves, one a file.
+- ``extract``: fragments out of rank files. ``union``: fragments to whole parameters.
+- ``atomic``: the result, a directory with a file for each parameter and moment.
+- ``convert``: all of it, once, kept beside the source.
+- ``generate``: what a rank of any split reads of it.
+
+Source: Lian et al., Universal Checkpointing, 2024.
+"""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["PATTERNS"]
+
+PATTERNS = PartTable(
+    "pattern",
+    {
+        "unique": "shoal.checkpoint.universal.patterns.unique:Unique",
+        "replicated": "shoal.checkpoint.universal.patterns.replicated:Replicated",
+        "average": "shoal.checkpoint.universal.patterns.average:Average",
+        "fragment": "shoal.checkpoint.universal.patterns.fragment:FragmentPattern",
+        "fused": "shoal.checkpoint.universal.patterns.fused:Fused",
+        "moe": "shoal.checkpoint.universal.patterns.moe:Moe",
+    },
+)

@@ -1,0 +1,207 @@
+"""What a rank of any split reads of whole tensors: names, boxes, and where they go.
+
+The counterpart of union: the same patterns say which boxes a rank holds. Each rank reads only
+these, zero rows are added where a tensor is padded, and what arrives is cast to the dtype in
+which it is trained. Ranks that share a flat buffer read only the boxes of their run of it.
+
+Source: Lian et al., Universal Checkpointing, 2024, section 4.2 (GenUcpMetadata, Load).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from shoal.checkpoint.store import MODEL, OPTIMIZER
+from shoal.checkpoint.universal.convert import Readable
+from shoal.checkpoint.universal.protocols import FP32, Coord, Layout, Shape
+from shoal.checkpoint.universal.spec import UniversalSpec
+from shoal.core.boxes import Box
+from shoal.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["Local", "Read", "boxes_of_run", "load_into", "local_of", "read_local", "stage_names"]
+
+_BLOCK = re.compile(r"^blocks\.(\d+)\.")
+
+
+class Read(NamedTuple):
+    """One thing to read.
+
+    Args:
+        source: box of the whole tensor.
+        target: the same elements in the rank's local tensor.
+    """
+
+    source: Box
+    target: Box
+
+
+@dataclass(frozen=True)
+class Local:
+    """One rank's tensor of a parameter.
+
+    Args:
+        name: the parameter.
+        shape: of the local tensor, padding included.
+        reads: what to read into it; what they leave out is zero.
+    """
+
+    name: str
+    shape: Shape
+    reads: tuple[Read, ...]
+
+    def run(self, start: int, stop: int) -> Local:
+        """The same, of which only a run of the flat local tensor is wanted."""
+        runs = boxes_of_run(self.shape, start, stop)
+        reads = []
+        for read in self.reads:
+            for box in runs:
+                common = read.target.intersect(box)
+                if common is not None:
+                    moved = zip(read.source.offset, common.offset, read.target.offset, strict=True)
+                    offset = tuple(s + c - t for s, c, t in moved)
+                    reads.append(Read(Box(offset, common.shape), common))
+        return Local(self.name, self.shape, tuple(reads))
+
+
+def local_of(spec: UniversalSpec, name: str, shape: Shape, layout: Layout, at: Coord) -> Local:
+    """What one rank holds of a whole tensor.
+
+    Raises:
+        CheckpointError: no pattern, or a shape that the ranks cannot share.
+    """
+    pattern = spec.pattern(name)
+    counts = layout.sizes(pattern.axes)
+    place = tuple(getattr(at, axis) for axis in pattern.axes)
+    found = pattern.cut(name, shape, counts, place)
+    return Local(name, found.local_shape, tuple(Read(s, t) for t, s in found.placed()))
+
+
+def read_local(
+    source: Readable, stored: str, local: Local, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Read one rank's tensor: its ranges, with zeros where it is padded.
+
+    Args:
+        source: a checkpoint of whole tensors.
+        stored: the tensor's name in there.
+        local: what to read.
+        dtype: cast to it; as stored if not given.
+    """
+    import torch
+
+    pieces = [(r, source.tensor(stored, r.source.offset, r.source.shape)) for r in local.reads]
+    kind = dtype or (pieces[0][1].dtype if pieces else torch.float32)
+    out = torch.zeros(local.shape, dtype=kind)
+    here = Box.whole(local.shape)
+    for read, values in pieces:
+        out[read.target.slices(here)] = values.to(kind)
+    return out
+
+
+def load_into(
+    source: Readable,
+    targets: Mapping[str, Tensor],
+    *,
+    spec: UniversalSpec | None = None,
+    layout: Layout | None = None,
+    at: Coord | None = None,
+    key: str = FP32,
+) -> None:
+    """Fill a rank's own tensors, in place: a plain module's on one rank, or local parts of a split.
+
+    Args:
+        source: a universal checkpoint, or another of whole tensors.
+        targets: parameter name -> the tensor to fill, such as ``dict(model.named_parameters())``.
+        spec: patterns of the split; not needed for one rank.
+        layout: the split; one rank if not given.
+        at: this rank.
+        key: which tensor of each parameter: the weight, ``exp_avg`` ...
+
+    Raises:
+        CheckpointError: a tensor is not stored, or has another shape than the target.
+    """
+    import torch
+
+    for name, target in targets.items():
+        stored = MODEL + name if key == FP32 else f"{OPTIMIZER}{name}.{key}"
+        shape = source.shape(stored)
+        if spec is None:
+            local = Local(name, shape, (Read(Box.whole(shape), Box.whole(shape)),))
+        else:
+            local = local_of(spec, name, shape, layout or Layout(), at or Coord())
+        if local.shape != tuple(target.shape):
+            raise CheckpointError(
+                f"{source.path}: {stored} makes a tensor of {list(local.shape)} here, and the "
+                f"target has {list(target.shape)}; it is of another model or split"
+            )
+        with torch.no_grad():
+            target.copy_(read_local(source, stored, local, target.dtype))
+
+
+def boxes_of_run(shape: Shape, start: int, stop: int) -> list[Box]:
+    """The boxes that make up the elements ``start`` to ``stop`` of a tensor in memory order.
+
+    A part of a row at the head, whole rows, and a part at the tail, in each dimension: at most
+    2 * dims - 1 boxes.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    inner = math.prod(shape[1:])
+    if len(shape) == 1:
+        return [Box((start,), (stop - start,))]
+    found: list[Box] = []
+    first, last = start // inner, stop // inner
+    head, tail = start - first * inner, stop - last * inner
+    if first == last:
+        return list(_inside(shape, first, head, tail))
+    if head:
+        found += _inside(shape, first, head, inner)
+        first += 1
+    if first < last:
+        found.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    if tail:
+        found += _inside(shape, last, 0, tail)
+    return found
+
+
+def _inside(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
+    """Boxes of a run of one row."""
+    for box in boxes_of_run(shape[1:], start, stop):
+        yield Box((row, *box.offset), (1, *box.shape))
+
+
+def stage_names(names: Sequence[str], num_layers: int, stages: int, tied: bool) -> list[list[str]]:
+    """Which parameters of our models each stage of an even pipeline holds.
+
+    A tied embedding is held by both ends.
+
+    Raises:
+        CheckpointError: more stages than blocks.
+    """
+    if stages > max(num_layers, 1):
+        raise CheckpointError(
+            f"mesh: pp={stages}: {num_layers} blocks cannot be shared by so many stages; choose at "
+            f"most {num_layers}"
+        )
+    found: list[list[str]] = [[] for _ in range(stages)]
+    for name in names:
+        block = _BLOCK.match(name)
+        if block:
+            found[int(block.group(1)) * stages // num_layers].append(name)
+        elif name.startswith("embed"):
+            found[0].append(name)
+            if tied and stages > 1:
+                found[-1].append(name)
+        else:
+            found[-1].append(name)
+    return found

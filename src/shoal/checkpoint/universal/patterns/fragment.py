@@ -1,0 +1,98 @@
+"""Ranks hold runs of rows, columns or the like, one after the other.
+
+Row-parallel matrices along dim 1, column-parallel ones along dim 0, and the vocabulary along
+dim 0 with zero rows at its end where the ranks cannot share it evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from shoal.checkpoint.universal.patterns.cuts import others_equal, run
+from shoal.checkpoint.universal.protocols import Arranged, Copies, Shape
+from shoal.core.errors import CheckpointError, require
+from shoal.core.parts import part
+from shoal.parallel.slices import Slices
+
+__all__ = ["FragmentPattern"]
+
+
+@part
+class FragmentPattern:
+    """Concatenated along one dimension, in the order of the ranks.
+
+    Args:
+        dim: that dimension.
+        size: extent of the whole tensor there; what the fragments have beyond it is padding, and
+            with it a tensor that cannot be divided evenly is padded. 0 for no padding.
+        multiple: a padded fragment's extent is a multiple of this.
+        axis: ranks that share the tensor: tp, or pp where stages share the vocabulary.
+        tolerance: how far copies of a fragment on other ranks may be apart.
+    """
+
+    dim: int = 0
+    size: int = 0
+    multiple: int = 1
+    axis: Literal["tp", "pp", "ep"] = "tp"
+    tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.dim >= 0, "pattern.fragment.dim", self.dim, expected="0 or more")
+        require(self.size >= 0, "pattern.fragment.size", self.size, expected="0 or more")
+        require(
+            self.multiple >= 1, "pattern.fragment.multiple", self.multiple, expected="1 or more"
+        )
+        require(
+            self.tolerance >= 0, "pattern.fragment.tolerance", self.tolerance, expected="0 or more"
+        )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The one axis."""
+        return (self.axis,)
+
+    @property
+    def copies(self) -> Copies:
+        """The same fragment on other stages is equal."""
+        return "equal"
+
+    @property
+    def arity(self) -> int:
+        """One part."""
+        return 1
+
+    def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> Arranged:
+        """One after the other; what is beyond ``size`` is left out."""
+        others_equal(name, local, self.dim)
+        extents = [shape[self.dim] for shape in local]
+        total = sum(extents)
+        if self.size > total:
+            raise CheckpointError(
+                f"{name}: the fragments have {total} rows along dim {self.dim} together and the "
+                f"pattern says size={self.size}; a rank is missing, or the pattern is of another "
+                "model"
+            )
+        whole = list(local[0])
+        whole[self.dim] = self.size or total
+        shape, start, found = tuple(whole), 0, []
+        for extent in extents:
+            found.append(run(shape, self.dim, start, extent))
+            start += extent
+        return Arranged(shape, found)
+
+    def cut(self, name: str, shape: Shape, counts: Shape, at: Shape) -> Slices:
+        """An equal share, the last ones padded if the pattern allows it."""
+        extent, ranks = shape[self.dim], counts[0]
+        if ranks == 1:
+            return run(shape, self.dim, 0, extent)
+        if extent % ranks and not self.size:
+            raise CheckpointError(
+                f"{name}: {extent} along dim {self.dim} cannot be divided by {ranks} {self.axis} "
+                "ranks, and its pattern has no size to pad from; choose a divisor, or give "
+                f"fragment(dim={self.dim}, size={extent})"
+            )
+        share = -(-extent // ranks)
+        if self.size:
+            share += -share % self.multiple
+        return run(shape, self.dim, at[0] * share, share)

@@ -1,0 +1,96 @@
+"""Several matrices in one: queries, keys and values, or gate and up.
+
+Each of them is shared by the ranks by itself, so a rank's tensor is its queries, its keys and
+its values behind each other. Fragments that are only put behind each other would interleave
+them: a wrong matrix of the right shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.checkpoint.universal.patterns.cuts import others_equal, parts_of
+from shoal.checkpoint.universal.protocols import Arranged, Copies, Shape
+from shoal.core.errors import CheckpointError, require
+from shoal.core.parts import part
+from shoal.parallel.slices import Slices
+
+__all__ = ["Fused", "divided"]
+
+
+@part
+class Fused:
+    """Parts of one tensor that are shared one by one.
+
+    Args:
+        parts: extent of every part in the whole tensor; they may differ, as with grouped queries.
+        dim: dimension along which they lie behind each other.
+        tolerance: how far copies of a fragment on other ranks may be apart.
+    """
+
+    parts: tuple[int, ...] = ()
+    dim: int = 0
+    tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(
+            all(extent > 0 for extent in self.parts),
+            "pattern.fused.parts",
+            self.parts,
+            expected="extents above 0, such as [2048, 256, 256]",
+        )
+        require(self.dim >= 0, "pattern.fused.dim", self.dim, expected="0 or more")
+        require(
+            self.tolerance >= 0, "pattern.fused.tolerance", self.tolerance, expected="0 or more"
+        )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The tensor-parallel ranks."""
+        return ("tp",)
+
+    @property
+    def copies(self) -> Copies:
+        """The same fragment on other stages is equal."""
+        return "equal"
+
+    @property
+    def arity(self) -> int:
+        """As many as there are parts."""
+        return max(1, len(self.parts))
+
+    def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> Arranged:
+        """Every part is put together by itself."""
+        others_equal(name, local, self.dim)
+        ranks = counts[0]
+        whole = list(local[0])
+        whole[self.dim] = sum(shape[self.dim] for shape in local)
+        shape = tuple(whole)
+        return Arranged(shape, [self.cut(name, shape, counts, (at,)) for at in range(ranks)])
+
+    def cut(self, name: str, shape: Shape, counts: Shape, at: Shape) -> Slices:
+        """A share of every part."""
+        parts = divided(name, shape, self.dim, self.parts, counts[0])
+        return parts_of(shape, self.dim, parts, counts[0], at[0])
+
+
+def divided(name: str, shape: Shape, dim: int, parts: Sequence[int], ranks: int) -> Sequence[int]:
+    """The parts of a tensor, which ``ranks`` can share.
+
+    Raises:
+        CheckpointError: they are not the tensor, or cannot be shared.
+    """
+    parts = parts or (shape[dim],)
+    if sum(parts) != shape[dim]:
+        raise CheckpointError(
+            f"{name}: parts {list(parts)} make {sum(parts)} along dim {dim}, and the tensor has "
+            f"{shape[dim]}; give the parts of this model"
+        )
+    for extent in parts:
+        if extent % ranks:
+            raise CheckpointError(
+                f"{name}: a part of {extent} along dim {dim} cannot be divided by {ranks} tp "
+                "ranks, and fused parts are never padded; choose a divisor of every part of "
+                f"{list(parts)}"
+            )
+    return parts

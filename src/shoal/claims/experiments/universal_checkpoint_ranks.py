@@ -1,0 +1,270 @@
+"""What the ranks of claim [7] Universal Checkpointing do: train, dump, resume, time saves."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.formats.deepspeed import DeepSpeedDumps
+from shoal.checkpoint.formats.deepspeed_dump import dump
+from shoal.checkpoint.store import MODEL, OPTIMIZER
+from shoal.checkpoint.universal.atomic import Universal
+from shoal.checkpoint.universal.extract import extract
+from shoal.core.parts import table
+from shoal.core.random import generator
+from shoal.ir import TrainJob
+from shoal.parallel.check import assemble
+from shoal.parallel.engine import Engine, Rows
+from shoal.parallel.legal import check_split
+from shoal.parallel.slices import whole_shapes
+from shoal.train.build import FreshWeights
+from shoal.train.loop import fill
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+    from shoal.parallel.protocols import Comm
+    from shoal.train.protocols import Updater
+
+__all__ = ["Training", "extract_memory", "resume", "sources", "time_saves"]
+
+_CORPUS_BYTES = 4 * 2**20
+
+
+def corpus() -> np.ndarray:
+    """The source of Python's standard library, as bytes above 0."""
+    found, size = [], 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        found.append(np.frombuffer(path.read_bytes(), dtype=np.uint8))
+        size += len(found[-1])
+        if size > _CORPUS_BYTES:
+            break
+    return np.concatenate(found).astype(np.int64) + 1
+
+
+class Training:
+    """A model in training on one rank.
+
+    Args:
+        comm: all ranks.
+        job: its split and batch.
+        config: the model.
+        text: the corpus.
+    """
+
+    def __init__(self, comm: Comm, job: TrainJob, config: ModelConfig, text: np.ndarray) -> None:
+        self.comm = comm
+        self.job = job
+        self.config = config
+        self.text = text
+        schedule = check_split(job, config.shape())
+        self.engine = Engine(job, schedule, FreshWeights(config, job.seed), comm)
+        optimizer = table("optimizer").build(job.optimizer)
+        self.updater: Updater = optimizer.build(self.engine.sharded.owned())
+
+    def steps(self, first: int, last: int) -> list[float]:
+        """Train steps ``first`` to ``last``; the mean loss of each."""
+        return [self._step(step) for step in range(first, last)]
+
+    def _step(self, step: int) -> float:
+        job, engine = self.job, self.engine
+        source = generator(job.seed, purpose="claim universal_checkpoint", step=step)
+        starts = source.integers(0, len(self.text) - job.seq_len - 1, job.global_batch)
+        ids = torch.from_numpy(np.stack([self.text[s : s + job.seq_len + 1] for s in starts]))
+        share = job.global_batch // engine.replicas
+        mine = ids[engine.replica * share : (engine.replica + 1) * share]
+        rows = Rows(mine[:, :-1], mine[:, 1:], None, engine.replica * share, step)
+        count = job.global_batch * job.seq_len
+        loss = engine.backward(rows, job.microbatch or share, count)
+        engine.finish()
+        norm = engine.grad_norm()
+        engine.sharded.scale_gradients((1.0 / (norm + 1e-6)).clamp(max=1.0))
+        self.updater.step(1.0)
+        engine.sharded.publish()
+        self.comm.all_reduce(loss, tag="loss").wait()
+        return float(loss) / count
+
+    def truth(self) -> dict[str, Tensor]:
+        """Every weight and moment, gathered: what a universal checkpoint has to hold."""
+        shapes = whole_shapes(self.config)
+        # Copies are summed and divided by their number, which is exact in fp64.
+        weights = assemble(self.engine.held(), shapes, self.comm, torch.float64)
+        found = {MODEL + name: whole.float() for name, whole in weights.items()}
+        state = self.updater.state()
+        for key in ("exp_avg", "exp_avg_sq"):
+            held = self.engine.boxes({name: entries[key] for name, entries in state.items()})
+            whole = assemble(held, shapes, self.comm, torch.float64)
+            found |= {f"{OPTIMIZER}{name}.{key}": value.float() for name, value in whole.items()}
+        return found
+
+    def dump(self, root: Path, step: int, *, tables: bool = True) -> Path:
+        """Write this rank's files."""
+        meta = {"model": self.config.model_dump(mode="json")}
+        barrier = self.comm.barrier
+        state = self.updater.state()
+        return dump(root, step, self.engine, state, meta, barrier, tables=tables)
+
+
+def sources(
+    comm: Comm,
+    *,
+    jobs: Mapping[str, Mapping[str, Any]],
+    config: Mapping[str, Any],
+    root: str,
+    steps: int,
+    after: int,
+) -> dict[str, list[float]]:
+    """Train under every layout, dump, write down the truth, and go on.
+
+    Args:
+        comm: all ranks.
+        jobs: layout -> job.
+        config: the model.
+        root: where a directory for each layout is made.
+        steps: before the dump.
+        after: steps after it.
+
+    Returns:
+        layout -> losses of the steps after the dump.
+    """
+    from safetensors.torch import save_file
+
+    from shoal.model.config import ModelConfig
+
+    model, text = ModelConfig.model_validate(config), corpus()
+    found = {}
+    for name, job in jobs.items():
+        run = Training(comm, TrainJob.model_validate(job), model, text)
+        run.steps(0, steps)
+        run.dump(Path(root) / name, steps)
+        truth = run.truth()
+        if comm.rank == 0:
+            save_file(truth, Path(root) / f"{name}.truth.safetensors")
+        found[name] = run.steps(steps, steps + after)
+    return found
+
+
+def resume(
+    comm: Comm,
+    *,
+    pairs: Sequence[tuple[str, str, Mapping[str, Any]]],
+    config: Mapping[str, Any],
+    after: int,
+) -> dict[str, list[float]]:
+    """Go on from universal checkpoints in other layouts.
+
+    Args:
+        comm: all ranks.
+        pairs: name, universal checkpoint and job of each.
+        config: the model.
+        after: steps to go on for.
+
+    Returns:
+        name -> losses.
+    """
+    from shoal.model.config import ModelConfig
+
+    model, text = ModelConfig.model_validate(config), corpus()
+    found = {}
+    for name, place, job in pairs:
+        run = Training(comm, TrainJob.model_validate(job), model, text)
+        saved = Universal(Path(place))
+        fill(run.engine, run.updater, saved)
+        found[name] = run.steps(saved.step, saved.step + after)
+    return found
+
+
+def time_saves(
+    comm: Comm,
+    *,
+    job: Mapping[str, Any],
+    config: Mapping[str, Any],
+    root: str,
+    rounds: int,
+    gathered: bool,
+) -> dict[str, list[float]]:
+    """Seconds of saves with and without what conversion needs, in turns; this rank's.
+
+    Args:
+        comm: all ranks.
+        job: the split.
+        config: the model.
+        root: where saves are written and removed; the last one stays.
+        rounds: saves of each kind.
+        gathered: instead of writing tables, gather everything on rank 0 and let it save.
+    """
+    from safetensors.torch import save_file
+
+    from shoal.model.config import ModelConfig
+
+    model = ModelConfig.model_validate(config)
+    run = Training(comm, TrainJob.model_validate(job), model, corpus())
+    run.steps(0, 1)
+    folder = Path(root)
+
+    def save(tables: bool) -> None:
+        if tables and gathered:
+            truth = run.truth()
+            if comm.rank == 0:
+                folder.mkdir(exist_ok=True)
+                save_file(truth, folder / "whole.safetensors")
+            comm.barrier()
+            return
+        run.dump(folder, 1, tables=tables)
+
+    found: dict[str, list[float]] = {"with": [], "without": []}
+    for turn in range(rounds + 1):
+        for kind in ("with", "without")[:: -1 if turn % 2 else 1]:
+            comm.barrier()
+            begin = time.perf_counter()
+            save(kind == "with")
+            comm.barrier()
+            if turn:  # the first of each kind makes files that the others replace
+                found[kind].append(time.perf_counter() - begin)
+    run.dump(folder, 1)
+    return found
+
+
+def extract_memory(comm: Comm, *, place: str, folder: str, at_once: bool) -> dict[str, float]:
+    """Peak memory of taking rank files apart, beyond what the process had before.
+
+    Args:
+        comm: this one rank.
+        place: the rank files.
+        folder: where fragments are written.
+        at_once: read all files first, instead.
+    """
+    source = DeepSpeedDumps(Path(place))
+    files = source.files()
+    target = Path(folder)
+    target.mkdir()
+    # Once with the smallest file: what torch loads and keeps for itself is no part of the state.
+    (target / "warm").mkdir()
+    extract([min(files, key=lambda file: file.path.stat().st_size)], target / "warm")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    if at_once:
+        kept = [list(file.contents()) for file in files]
+        whole = [one.tensor.clone() for file in kept for one in file if hasattr(one, "tensor")]
+        del kept, whole
+    else:
+        extract(files, target, workers=1)
+    peak = _status("VmHWM")
+    shutil.rmtree(target)
+    largest = max(file.path.stat().st_size for file in files)
+    return {"peak": float(peak - before), "largest": float(largest), "files": float(len(files))}
+
+
+def _status(key: str) -> int:
+    """A size out of this process's status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return 0
