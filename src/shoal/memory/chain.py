@@ -2,8 +2,9 @@
 
 Language models, vision transformers and the like keep their blocks in one ``ModuleList`` or
 ``Sequential``, which holds nearly all of their weights: the largest one is the chain. Where no
-container holds half of the weights, as in networks of several stages, the model is traced
-(``torch.fx``) and the members of all containers, in the order in which they run, are the chain.
+container holds half of the weights, or one of its members holds half of it, as in networks of
+several stages, the model is traced (``torch.fx``) and the members of all containers, in the order
+in which they run, are the chain.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ def find_chain(model: nn.Module, containers: str = "") -> Chain:
     total = sum(p.numel() for p in model.parameters())
     largest = max(_containers(model), key=lambda pair: pair[0], default=(0, []))
     size, blocks = largest
-    if size < _MOST * total:
+    widest = max((_size([block]) for _, block in blocks), default=0)
+    if size < _MOST * total or widest > _MOST * size:
         traced = _traced(model)
-        if _size([block for _, block in traced]) > size:
+        if _size([block for _, block in traced]) > size or len(traced) > len(blocks):
             return _chain(model, traced, "trace")
     require(
         bool(blocks),

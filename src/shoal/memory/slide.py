@@ -19,6 +19,7 @@ from shoal.memory.tier import Ledger
 __all__ = ["Cell", "Move", "Rehearsal", "Slide", "choose", "rehearse", "sweep"]
 
 _ROUNDS = 3
+_AS_FAST = 1.02  # what is nearer than this is no slower
 _BACKWARD = 2.0  # times of a block's forward pass
 
 
@@ -184,9 +185,7 @@ def rehearse(
         if training and slide.k < slide.n:
             change([], [])
             change(slide.first(), [])
-    return Rehearsal(
-        ledger.stats.peak, span, now - before[0], loads - before[1], stall - before[2]
-    )
+    return Rehearsal(ledger.stats.peak, span, now - before[0], loads - before[1], stall - before[2])
 
 
 class Cell(NamedTuple):
@@ -227,7 +226,7 @@ def choose(
         budget: most bytes of blocks on the device.
 
     Returns:
-        What meets both; where nothing within the budget is fast enough, the fastest in it.
+        What meets both; where nothing within the budget is fast enough, what is as fast as any.
 
     Raises:
         PlanError: no window fits; says what the smallest needs.
@@ -242,5 +241,6 @@ def choose(
         )
     fast = [cell for cell in fit if cell.cost.seconds <= goal * resident]
     if not fast:
-        return min(fit, key=lambda cell: (cell.cost.seconds, cell.cost.peak_bytes, cell.k_prime))
+        best = min(cell.cost.seconds for cell in fit)
+        fast = [cell for cell in fit if cell.cost.seconds <= _AS_FAST * best]
     return min(fast, key=lambda cell: (cell.k, cell.cost.seconds, cell.k_prime))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from shoal.memory.chain import Chain
     from shoal.memory.mover import EmulatedLink
     from shoal.memory.tier import Block, MemoryTier
-    from shoal.memory.window import Place, Window, WindowStats
+    from shoal.memory.window import Window, WindowStats
 
 __all__ = ["Report", "Superpipeline", "wrap"]
 
@@ -85,6 +84,7 @@ def wrap(
     goal: float = 1.1,
     chain: str = "",
     link: EmulatedLink | None = None,
+    overlap: bool = True,
     methods: Sequence[str] = ("forward",),
 ) -> Superpipeline:
     """Let a model run with a window of its blocks on the device; it is called as before.
@@ -100,6 +100,8 @@ def wrap(
         goal: with auto, most time as a multiple of that with all blocks resident.
         chain: names of the containers of blocks, in order; found, if not given.
         link: holds copies to a rate.
+        overlap: blocks come while others run; otherwise a window that moves is waited for, which
+            is what overlapping is compared with.
         methods: of a block, those that compute with its weights.
 
     Raises:
@@ -127,6 +129,7 @@ def wrap(
         budget=device_budget,
         goal=goal,
         link=link,
+        overlap=overlap,
         methods=tuple(methods),
     )
 
@@ -152,6 +155,7 @@ class Superpipeline:
         budget: int | None,
         goal: float,
         link: EmulatedLink | None,
+        overlap: bool,
         methods: tuple[str, ...],
     ) -> None:
         from shoal.memory.tier import ALIGNMENT, MemoryTier
@@ -186,7 +190,7 @@ class Superpipeline:
         self.tier = tier
         self._pinned: dict[str, tuple[Tensor, Block]] = pin(rest, tier)
         self._of = dict(rest)
-        self.window: Window = Window(chain, tier, link=link)
+        self.window: Window = Window(chain, tier, link=link, overlap=overlap)
         self.slide = first
         self._measuring = k is None
         self._compute_s: dict[int, float] = {}
@@ -308,7 +312,7 @@ class Superpipeline:
         window.enter(number)
         began = time.perf_counter()
         try:
-            with self._saving():
+            with self._saving(), _no_cast_is_kept():
                 result = inner(*args, **kwargs)
             self._took(number, began)
         finally:
@@ -336,8 +340,9 @@ class Superpipeline:
             budget = room if self._room is None else min(room, self._room)
             chosen = choose(cells, goal=self._goal, budget=budget)
             self.resize(chosen.k, chosen.k_prime)
-        if self._backward:  # the last backward pass failed
-            self._backward_over()
+        if self._backward:  # the last backward pass never came to its end
+            self._backward = False
+            self.window.give_gradients(failed=True)
         missing = number not in self.window.resident
         if missing or (number == 0 and self.window.stale):
             self.window.stats.out_of_turn += missing
@@ -430,6 +435,19 @@ def _in_backward() -> bool:
     import torch
 
     return torch._C._current_graph_task_id() != -1
+
+
+@contextlib.contextmanager
+def _no_cast_is_kept() -> Iterator[None]:
+    """Autocast keeps no copies of weights that are about to go."""
+    import torch
+
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _rounded(nbytes: int, alignment: int) -> int:

@@ -38,6 +38,8 @@ class Place(NamedTuple):
         dtype: of the view.
         shape: of the view.
         stride: of the view, in elements.
+        cast: it is no view, but one of a copy in this dtype, as autocast makes them: of what
+            lies there, the part that begins at so many elements and has this shape and stride.
     """
 
     block: int
@@ -45,6 +47,7 @@ class Place(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    cast: tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]] | None = None
 
 
 @dataclass(slots=True)
@@ -139,10 +142,19 @@ class Window:
         chain: the blocks; their weights move to the host's side of the window.
         tier: the device.
         link: holds loads to a rate; gradients have a link of that rate for the other way.
+        overlap: blocks come while others run; otherwise a window that moves is waited for, which
+            is what overlapping is compared with.
     """
 
-    def __init__(self, chain: Chain, tier: MemoryTier, *, link: EmulatedLink | None = None) -> None:
-        self.tier = tier
+    def __init__(
+        self,
+        chain: Chain,
+        tier: MemoryTier,
+        *,
+        link: EmulatedLink | None = None,
+        overlap: bool = True,
+    ) -> None:
+        self.tier, self._overlap = tier, overlap
         self.stats = WindowStats()
         self._cuda = tier.device.type == "cuda"
         with torch.inference_mode(False), torch.no_grad():
@@ -181,6 +193,8 @@ class Window:
                 self.drop(number)
         for number in wanted:
             self.load(number)
+        for number in () if self._overlap else wanted:
+            self._there(number)
 
     def load(self, number: int) -> None:
         """Start bringing a block, unless it is there as it is at home."""
@@ -208,8 +222,7 @@ class Window:
         """Give a block's place on the device back."""
         slot = self._slots.pop(number)
         if self._cuda:
-            self._last_use = torch.cuda.Event()
-            self._last_use.record()  # type: ignore[no-untyped-call]
+            self._last_use = _now()
         self.tier.free(slot.block)
 
     def drop_all(self) -> None:
@@ -251,7 +264,12 @@ class Window:
     def place(self, tensor: Tensor) -> Place | None:
         """Where in which block a tensor lies; None if it is no part of one."""
         if tensor.untyped_storage()._cdata != self.tier.storage._cdata:
-            return None
+            weight = _cast_from(tensor)
+            source = None if weight is None else self.place(weight)
+            if source is None:
+                return None
+            part = (int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+            return source._replace(cast=(tensor.dtype, *part))
         address = tensor.data_ptr()
         for number, slot in self._slots.items():
             if slot.users:
@@ -264,8 +282,12 @@ class Window:
     def at(self, place: Place) -> Tensor:
         """The tensor at a place, now."""
         block = self._there(place.block).block
-        with torch.inference_mode(False):
-            return self._view(block, place.offset, place.dtype, place.shape, place.stride)
+        with torch.inference_mode(False), torch.no_grad():
+            found = _view(self.tier, block, place.offset, place.dtype, place.shape, place.stride)
+            if place.cast is None:
+                return found
+            dtype, offset, shape, stride = place.cast
+            return found.to(dtype).as_strided(shape, stride, offset)
 
     def set_gradients_aside(self) -> None:
         """Before a backward pass: gradients so far are on the host, those to come are not."""
@@ -283,10 +305,7 @@ class Window:
             for parameter in home.parameters:
                 parameter.grad = None
             nbytes = sum(gradient.nbytes for _, gradient in made)
-            ready = None
-            if self._cuda:
-                ready = torch.cuda.Event()
-                ready.record()  # type: ignore[no-untyped-call]
+            ready = _now() if self._cuda else None
 
             def work(
                 home: BlockHome = home,
@@ -294,20 +313,25 @@ class Window:
                 ready: torch.cuda.Event | None = ready,
             ) -> None:
                 if ready is not None:
-                    ready.synchronize()  # type: ignore[no-untyped-call]
+                    ready.synchronize()
                 while made:
                     home.add(*made.pop())
 
             self._going.append(self._out.submit(work, nbytes))
             self.stats.gradient_bytes += nbytes
 
-    def give_gradients(self) -> None:
-        """After a backward pass: all gradients are home and are the parameters'."""
+    def give_gradients(self, *, failed: bool = False) -> None:
+        """After a backward pass: all gradients are home and are the parameters'.
+
+        Of a pass that failed there are none: nobody could tell which are whole.
+        """
         self.take_gradients(range(len(self.homes)))
         going, self._going = self._going, []
         for ticket in going:
             ticket.wait()
         for home in self.homes:
+            if failed:
+                home.gradients = [None] * len(home.parameters)
             for index, parameter in enumerate(home.parameters):
                 parameter.grad, home.gradients[index] = home.gradients[index], None
 
@@ -333,18 +357,6 @@ class Window:
         with torch.inference_mode(False):
             return self.tier.view(block, torch.uint8, (nbytes,))
 
-    def _view(
-        self,
-        block: Block,
-        offset: int,
-        dtype: torch.dtype,
-        shape: Sequence[int],
-        stride: Sequence[int],
-    ) -> Tensor:
-        """A tensor with versions of its own."""
-        whole = self.tier.view(Block(block.start + offset, 0, block.tag), dtype, (0,))
-        return whole.as_strided(shape, stride, whole.storage_offset())
-
     def _views_of(self, number: int, block: Block) -> list[Tensor]:
         """A block's weights where it comes to lie; made once for every place."""
         key = (number, block.start)
@@ -352,12 +364,42 @@ class Window:
             home = self.homes[number]
             with torch.inference_mode(False):
                 self._views[key] = [
-                    self._view(block, offset, p.dtype, p.shape, stride)
+                    _view(self.tier, block, offset, p.dtype, p.shape, stride)
                     for offset, p, stride in zip(
                         home.offsets, home.parameters, home.strides, strict=True
                     )
                 ]
         return self._views[key]
+
+
+def _now() -> torch.cuda.Event:
+    """The end of everything that the device has been given so far."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _view(
+    tier: MemoryTier,
+    block: Block,
+    offset: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> Tensor:
+    """A tensor in a block, with versions of its own."""
+    whole = tier.view(Block(block.start + offset, 0, block.tag), dtype, (0,))
+    return whole.as_strided(shape, stride, whole.storage_offset())
+
+
+def _cast_from(tensor: Tensor) -> Tensor | None:
+    """The weight of which a tensor, or what it is a view of, is a copy in another dtype."""
+    base = tensor._base if tensor._is_view() else tensor
+    made = None if base is None else base.grad_fn
+    if made is None or made.name() != "ToCopyBackward0":
+        return None
+    weight: Tensor | None = getattr(made.next_functions[0][0], "variable", None)
+    return weight
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -381,6 +423,7 @@ def pin(tensors: Iterable[tuple[str, Tensor]], tier: MemoryTier) -> dict[str, tu
         for name, tensor in tensors:
             block = tier.alloc(tensor.nbytes, name)
             before = tensor.data
-            tensor.data = tier.view(block, tensor.dtype, tuple(tensor.shape)).copy_(before)
+            view = _view(tier, block, 0, tensor.dtype, tensor.shape, _dense_stride(tensor))
+            tensor.data = view.copy_(before)
             found[name] = (before, block)
     return found
