@@ -4,4 +4,18 @@
 - ``device``: what a computation keeps alive, counted against the device's budget.
 - ``disk``: a place in a file, past the system's cache of pages.
 - ``mover``: copies from one place to another, each way with a thread of its own.
+- ``superpipeline``: a model that runs with a window of its blocks on the device.
+- ``activation``: what autograd saves, and who keeps it; ``ssdtrain`` keeps it on a disk.
 """
+
+from shoal.core.parts import PartTable
+
+__all__ = ["ACTIVATIONS"]
+
+ACTIVATIONS = PartTable(
+    "activation",
+    {
+        "keep": "shoal.memory.activation:Keep",
+        "ssdtrain": "shoal.memory.ssdtrain:SSDTrain",
+    },
+)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shoal.core.errors import PlanError, require
 from shoal.core.sizes import human_bytes
+from shoal.memory.activation import Kept, in_backward
 from shoal.memory.slide import Cell, Move, Slide, choose, rehearse, sweep
 
 if TYPE_CHECKING:
@@ -303,7 +304,7 @@ class Superpipeline:
 
     def _run(self, number: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A block's forward pass, the first one or one that is repeated in the backward pass."""
-        again = _in_backward()
+        again = in_backward()
         if again:
             self._fetch(number)
         else:
@@ -371,15 +372,15 @@ class Superpipeline:
             place = window.place(tensor)
             if place is not None:
                 return place
-            return tensor if outer is None else _Outer(outer[0](tensor))
+            return Kept(tensor) if outer is None else _Outer(outer[0](tensor))
 
         def unpack(kept: Any) -> Tensor:
             if isinstance(kept, _Outer):
                 assert outer is not None
                 found: Tensor = outer[1](kept.kept)
                 return found
-            if isinstance(kept, torch.Tensor):
-                return kept
+            if isinstance(kept, Kept):
+                return kept.get()
             self._fetch(kept.block)
             return window.at(kept)
 
@@ -429,12 +430,6 @@ class _Outer:
     """What the hooks around made of a tensor."""
 
     kept: Any
-
-
-def _in_backward() -> bool:
-    import torch
-
-    return torch._C._current_graph_task_id() != -1
 
 
 @contextlib.contextmanager

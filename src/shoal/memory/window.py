@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.memory.mover import EmulatedLink, Mover, Ticket
+from shoal.memory.activation import weight_of_cast
+from shoal.memory.mover import EmulatedLink, Mover, Ticket, end_of_work
 from shoal.memory.tier import Block, MemoryTier
 
 if TYPE_CHECKING:
@@ -156,9 +157,10 @@ class Window:
     ) -> None:
         self.tier, self._overlap = tier, overlap
         self.stats = WindowStats()
-        self._cuda = tier.device.type == "cuda"
         with torch.inference_mode(False), torch.no_grad():
-            self.homes = [BlockHome(each, pinned=self._cuda) for each in chain.streamed]
+            self.homes = [
+                BlockHome(each, pinned=tier.device.type == "cuda") for each in chain.streamed
+            ]
         self.names = chain.names
         device = str(tier.device)
         back = None if link is None else EmulatedLink(link.bytes_per_s, link.latency_s)
@@ -221,8 +223,7 @@ class Window:
     def drop(self, number: int) -> None:
         """Give a block's place on the device back."""
         slot = self._slots.pop(number)
-        if self._cuda:
-            self._last_use = _now()
+        self._last_use = end_of_work(self.tier.device)
         self.tier.free(slot.block)
 
     def drop_all(self) -> None:
@@ -264,7 +265,7 @@ class Window:
     def place(self, tensor: Tensor) -> Place | None:
         """Where in which block a tensor lies; None if it is no part of one."""
         if tensor.untyped_storage()._cdata != self.tier.storage._cdata:
-            weight = _cast_from(tensor)
+            weight = weight_of_cast(tensor)
             source = None if weight is None else self.place(weight)
             if source is None:
                 return None
@@ -305,7 +306,7 @@ class Window:
             for parameter in home.parameters:
                 parameter.grad = None
             nbytes = sum(gradient.nbytes for _, gradient in made)
-            ready = _now() if self._cuda else None
+            ready = end_of_work(self.tier.device)
 
             def work(
                 home: BlockHome = home,
@@ -372,13 +373,6 @@ class Window:
         return self._views[key]
 
 
-def _now() -> torch.cuda.Event:
-    """The end of everything that the device has been given so far."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
 def _view(
     tier: MemoryTier,
     block: Block,
@@ -390,16 +384,6 @@ def _view(
     """A tensor in a block, with versions of its own."""
     whole = tier.view(Block(block.start + offset, 0, block.tag), dtype, (0,))
     return whole.as_strided(shape, stride, whole.storage_offset())
-
-
-def _cast_from(tensor: Tensor) -> Tensor | None:
-    """The weight of which a tensor, or what it is a view of, is a copy in another dtype."""
-    base = tensor._base if tensor._is_view() else tensor
-    made = None if base is None else base.grad_fn
-    if made is None or made.name() != "ToCopyBackward0":
-        return None
-    weight: Tensor | None = getattr(made.next_functions[0][0], "variable", None)
-    return weight
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
