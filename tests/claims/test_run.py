@@ -264,6 +264,7 @@ def test_catalogue_has_every_system_once() -> None:
         130: "bipolar_int",
         132: "ksort",
         139: "gpipe",
+        141: "superpipeline",
     }
     assert all(row.parts and 1990 < row.year < 2030 for row in rows)
 

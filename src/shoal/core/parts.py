@@ -71,6 +71,7 @@ KINDS: dict[str, str] = {
     "preempt": "shoal.plan.batching:PREEMPTIONS",
     "balancer": "shoal.plan.balance:BALANCERS",
     "memory": "shoal.serve:MEMORIES",
+    "activation": "shoal.memory:ACTIVATIONS",
     "schedule": "shoal.plan.schedules:SCHEDULES",
     "kernel": "shoal.kernel:KERNELS",
     "weight_format": "shoal.kernel:WEIGHT_FORMATS",

@@ -7,11 +7,21 @@
 - ``tiers``: the places of one run and the ways between them.
 - ``stream``: parameters come to the device when they are needed, and gradients leave it.
 - ``subgroups``: the update of what lies in slow tiers.
+- ``superpipeline``: a model that runs with a window of its blocks on the device.
+- ``activation``: what autograd saves, and who keeps it; ``ssdtrain`` keeps it on a disk.
 """
 
 from shoal.core.parts import PartTable
 
-__all__ = ["OFFLOADS"]
+__all__ = ["ACTIVATIONS", "OFFLOADS"]
+
+ACTIVATIONS = PartTable(
+    "activation",
+    {
+        "keep": "shoal.memory.activation:Keep",
+        "ssdtrain": "shoal.memory.ssdtrain:SSDTrain",
+    },
+)
 
 OFFLOADS = PartTable(
     "offload",

@@ -22,9 +22,10 @@ from shoal.memory.disk import DiskTier
 from shoal.memory.tier import Block
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["EmulatedLink", "Mover", "Ticket"]
+__all__ = ["EmulatedLink", "Mover", "Ticket", "end_of_work"]
 
 
 @dataclass
@@ -195,3 +196,17 @@ class Mover:
 
 def _copied(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
+
+
+def end_of_work(device: torch.device) -> torch.cuda.Event | None:
+    """When a GPU is through with everything it has been given so far; None on a CPU, where it is.
+
+    Whatever a mover does to memory that the GPU computes with waits for it.
+    """
+    import torch
+
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -1,0 +1,132 @@
+"""What autograd saves for the backward pass, and who keeps it where.
+
+A policy is asked for every tensor that is saved (``pack``) and for every one that is needed again
+(``unpack``), and told where the run is (``on_module``). What it hands to autograd never refers to
+the tensor that was saved: a node that held its own result would never be freed.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from shoal.core.errors import ModelError
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = [
+    "Activation",
+    "ActivationPolicy",
+    "Keep",
+    "Kept",
+    "Phase",
+    "in_backward",
+    "weight_of_cast",
+]
+
+Phase = Literal["enter", "leave"]
+
+
+class ActivationPolicy(Protocol):
+    """Keeps what is saved, around training steps: a context manager."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Take a tensor that the backward pass will need; what stands for it."""
+        ...
+
+    def unpack(self, handle: Any) -> Tensor:
+        """The tensor again, bit for bit."""
+        ...
+
+    def on_module(self, name: str, phase: Phase) -> None:
+        """The forward pass enters or leaves a block."""
+        ...
+
+    def microbatch(self, number: int) -> None:
+        """What is saved from now on is of this micro-batch."""
+        ...
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around the forward and backward passes of a step."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class Activation(Protocol):
+    """A part of kind ``activation``."""
+
+    def apply(self, model: nn.Module) -> ActivationPolicy | None:
+        """The policy for a model in training; None if autograd keeps what it saves.
+
+        Raises:
+            ConfigError: it cannot work with this model.
+        """
+        ...
+
+
+@part
+class Keep:
+    """What is saved stays on the device until the backward pass has used it."""
+
+    def apply(self, model: nn.Module) -> None:
+        """See :class:`Activation`."""
+
+
+class Kept:
+    """A tensor that stays where it is, and is refused if it was written in the meantime.
+
+    Args:
+        tensor: as it was saved.
+        scope: where, for the error.
+    """
+
+    __slots__ = ("_scope", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor, scope: str = "") -> None:
+        # Detached: shares memory and version, and not the node that holds this.
+        self._tensor, self._version, self._scope = tensor.detach(), tensor._version, scope
+
+    def get(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            ModelError: it was modified in place.
+        """
+        check_version(self._tensor, self._version, tuple(self._tensor.shape), self._scope)
+        return self._tensor
+
+
+def check_version(now: Tensor, version: int, shape: tuple[int, ...], scope: str) -> None:
+    """Refuse a tensor that was written after it was saved, as autograd does.
+
+    Raises:
+        ModelError: it was.
+    """
+    if now._version != version:
+        raise ModelError(
+            f"{scope or 'model'}: a tensor {list(shape)} that the backward pass needs was modified "
+            f"in place after it was saved: it is at version {now._version}, and {version} was "
+            "saved; write to a copy"
+        )
+
+
+def in_backward() -> bool:
+    """Whether autograd is on its way back, in this thread."""
+    import torch
+
+    return torch._C._current_graph_task_id() != -1
+
+
+def weight_of_cast(tensor: Tensor) -> Tensor | None:
+    """The parameter of which a tensor, or what it is a view of, is a copy in another dtype."""
+    base = tensor._base if tensor._is_view() else tensor
+    made = None if base is None else base.grad_fn
+    if made is None or made.name() != "ToCopyBackward0":
+        return None
+    weight: Tensor | None = getattr(made.next_functions[0][0], "variable", None)
+    return weight
