@@ -29,6 +29,8 @@ def offload(**options):
         ({"prefetch_numel": 0, "sub_group_numel": "16384"}, {"tied": True}, {"precision": "bf16"}),
         ({"param": "host", "optim": "host"}, {}, {"precision": "bf16", "recompute": "full"}),
         ({}, {"num_experts": 4, "top_k": 2, "family": "mixtral"}, {}),
+        ({"act": "host"}, {}, {}),
+        ({"act": "host"}, {"tied": True}, {"recompute": "full", "precision": "bf16"}),
         ({}, {}, {"optimizer": {"name": "adamw", "fused": False}, "dropout": 0.1}),
     ],
 )

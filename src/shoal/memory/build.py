@@ -152,6 +152,7 @@ def offloaded(
             outgoing=Ring(tiers.host, _OUTGOING, staging.outgoing, "staged gradients"),
             scratch=Ring(tiers.host, 1, staging.outgoing, "staged gradients"),
             prefetch_numel=wanted.prefetch_numel,
+            act=wanted.act,
         )
         ring = Ring(tiers.host, 3, staging.update, "staged optimizer state")
         for buffer in model.buffers():

@@ -31,11 +31,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.memory.home import Home
 from shoal.memory.trace import Trace
+from shoal.memory.waiting import Waiting
 
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm, Pending
     from shoal.memory.mover import Ticket
-    from shoal.memory.tiers import Ring, Tiers
+    from shoal.memory.tiers import Place, Ring, Tiers
 
 __all__ = ["Stream"]
 
@@ -92,7 +93,7 @@ class Stream:
         outgoing: staging buffers of gradients.
         scratch: one more, for what gradients are added to.
         prefetch_numel: elements fetched ahead of their use; 0 for none.
-        saved: what becomes of other tensors that autograd saves: how they are packed and unpacked.
+        act: where other tensors that autograd saves wait: device or host.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class Stream:
         outgoing: Ring,
         scratch: Ring,
         prefetch_numel: int,
-        saved: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None,
+        act: Place = "device",
     ) -> None:
         self.homes, self.tiers = homes, tiers
         self.comm = comm if comm is not None and comm.world > 1 else None
         self._incoming, self._outgoing, self._scratch = incoming, outgoing, scratch
         self._prefetch_numel = prefetch_numel
-        self._saved = saved
+        self._waiting = Waiting(tiers, self._spare) if act == "host" else None
         self.waited_s = 0.0
         """Seconds for which passes waited for parameters."""
         self.last = True
@@ -157,6 +158,8 @@ class Stream:
         recorded = trace.known
         trace.begin()
         self._trace = trace
+        if self._waiting is not None:
+            self._waiting.begin()
         try:
             with scope, saved_tensors_hooks(self._pack, self._unpack):
                 self._ahead()
@@ -236,7 +239,7 @@ class Stream:
         if home is None:
             home = self._cast_of(tensor)
         if home is None:
-            return tensor if self._saved is None else self._saved[0](tensor)
+            return tensor if self._waiting is None else self._waiting.pack(tensor)
         return _Lent(
             home,
             tuple(tensor.shape),
@@ -262,8 +265,8 @@ class Stream:
         if isinstance(packed, Tensor):
             return packed
         if not isinstance(packed, _Lent):
-            assert self._saved is not None
-            return self._saved[1](packed)
+            assert self._waiting is not None
+            return self._waiting.unpack(packed)
         home = packed.home
         if not home.uses and not home.kept:
             self._bring(home)
@@ -318,7 +321,7 @@ class Stream:
         """Start to fetch what is used next, as far as there is room for it."""
         assert self._trace is not None
         left = self._prefetch_numel
-        room = self._slack - sum(self._early.values())
+        room = self._spare() - (0 if self._waiting is None else self._waiting.early_bytes)
         for home in self._trace.upcoming() if left else ():
             left -= home.cut.whole
             if left < 0:
@@ -330,6 +333,11 @@ class Stream:
                     return
                 self._start(home)
                 self._early[home] = nbytes
+
+    def _spare(self) -> int:
+        """Bytes of the device that nobody needs, less those of parameters that came early."""
+        assert self._trace is not None
+        return self._slack - sum(self._early.values()) if self._trace.known else 0
 
     def _device_bytes(self, home: Home) -> int:
         """What fetching a parameter takes of the device."""
@@ -468,6 +476,8 @@ class Stream:
     def _make_room(self, need: int) -> None:
         """Wait for what leaves the device; then do without what was fetched early."""
         scope = self.tiers.scope
+        if self._waiting is not None:
+            self._waiting.make_room()
         while self._leaving and scope.room < need:
             self._leaving.popleft().wait()
         early = list(self._early)
