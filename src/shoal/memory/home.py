@@ -61,6 +61,18 @@ class Cut:
             self.padded = each * self.width
         self.numel = self.rows * self.width
 
+    def __eq__(self, other: object) -> bool:
+        """The same part of a parameter of the same shape."""
+        mine = (self.shape, self.owner, self.first, self.rows)
+        return isinstance(other, Cut) and mine == (
+            other.shape,
+            other.owner,
+            other.first,
+            other.rows,
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
     def of(self, whole: Tensor) -> Tensor:
         """This rank's elements of the whole parameter, flat."""
         start = self.first * self.width
