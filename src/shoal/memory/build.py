@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import TierFullError
+from shoal.core.errors import ConfigError, TierFullError
 from shoal.core.sizes import human_bytes
 from shoal.kernel.squares import ROW
 from shoal.memory.disk import SECTOR
 from shoal.memory.home import Cut, Home
+from shoal.memory.initial import part_of
 from shoal.memory.mover import EmulatedLink
 from shoal.memory.offloaded import OffloadedModel
 from shoal.memory.stream import Stream, chunks
 from shoal.memory.subgroups import Elementwise, SubGroups, elementwise
 from shoal.memory.tiers import Ring, Row, Tiers, make_row
+from shoal.memory.tiling import Tile, tile
 
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
@@ -31,6 +33,12 @@ SMALL = 2**13
 # Staging buffers of parameters, and of gradients.
 _INCOMING, _OUTGOING = 4, 3
 _MOST_STAGED = 4 * 2**20
+# A parameter on the device while it is used backward: itself, its gradient, and one more of it.
+_COPIES = 3
+# A layer is cut where its operator would take more than this part of the device.
+_SHARE = 4
+# Layers that are used by their weight, not by their forward pass.
+_BY_WEIGHT = ("output", "embed", "router")
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class Wanted:
         prefetch_numel: elements fetched ahead.
         owner: one rank has all of a parameter, instead of each its part.
         path: directory of the disk's file.
+        tiles: tiles of every linear layer; 0 to cut those that the device has no room for.
         links: mover -> what holds it to a rate.
         strict: operators may only use what lies on the device.
     """
@@ -60,6 +69,7 @@ class Wanted:
     prefetch_numel: int
     owner: bool
     path: Path
+    tiles: int = 1
     links: Mapping[str, EmulatedLink] = field(default_factory=dict)
     strict: bool = True
 
@@ -110,7 +120,13 @@ def offloaded(
         TierFullError: a budget is too small; says what would do.
     """
     rule = elementwise(optimizer, "offload")
+    tiles: dict[str, Tile] = {}
+    if wanted.tiles != 1:
+        size = max(p.element_size() for p in model.parameters())
+        most = max(1, wanted.device_bytes // (_COPIES * _SHARE * size))
+        tiles = tile(model, most, tiles=wanted.tiles or None, keep=_BY_WEIGHT)
     named = dict(model.named_parameters())
+    _check_device(model, named, wanted, tiles)
     cuts = _cuts({name: tuple(p.shape) for name, p in named.items()}, comm, owner=wanted.owner)
     itemsize = max(p.element_size() for p in named.values())
     largest = max(cut.numel for cut in cuts.values())
@@ -138,7 +154,7 @@ def offloaded(
     try:
         incoming = Ring(tiers.host, _INCOMING, staging.incoming, "staged parameters")
         homes = [
-            _move(model, name, cut, rule, tiers, wanted, incoming, values)
+            _move(model, name, cut, rule, tiers, wanted, incoming, _cut_from(values, tiles))
             for name, cut in cuts.items()
         ]
         stream = Stream(
@@ -150,6 +166,7 @@ def offloaded(
             outgoing=Ring(tiers.host, _OUTGOING, staging.outgoing, "staged gradients"),
             scratch=Ring(tiers.host, 1, staging.outgoing, "staged gradients"),
             prefetch_numel=wanted.prefetch_numel,
+            act=wanted.act,
         )
         ring = Ring(tiers.host, 3, staging.update, "staged optimizer state")
         for buffer in model.buffers():
@@ -158,7 +175,52 @@ def offloaded(
         tiers.close()
         raise
     update = SubGroups(homes, rule, tiers, staging.sub_group, ring)
-    return OffloadedModel(model, homes, tiers, stream, update, comm)
+    return OffloadedModel(model, homes, tiers, stream, update, comm, tiles)
+
+
+def _check_device(
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    wanted: Wanted,
+    tiles: Mapping[str, Tile],
+) -> None:
+    """Refuse a device that has no room for one of the operators."""
+    name, largest = max(named.items(), key=lambda item: item[1].nbytes)
+    need = _COPIES * largest.nbytes
+    if need <= wanted.device_bytes:
+        return
+    owner = name.rpartition(".")[0]
+    plain = type(model.get_submodule(owner)) is nn.Linear
+    if name in tiles or (plain and owner.rpartition(".")[2] not in _BY_WEIGHT):
+        size = Cut(tiles[name].shape, 0, 1).numel if name in tiles else largest.numel()
+        fits = -(-_COPIES * size * largest.element_size() // wanted.device_bytes)
+        how = f"cut it: tiling: {2 * fits}"
+    else:
+        how = f"give device_budget at least {human_bytes(need)}"
+    raise TierFullError(
+        f"offload: {name} {list(largest.shape)} needs {human_bytes(need)} of the device (itself, "
+        f"its gradient and a copy of it) and device_budget is {human_bytes(wanted.device_bytes)}; "
+        f"{how}"
+    )
+
+
+def _cut_from(
+    values: Callable[[str], Tensor] | None, tiles: Mapping[str, Tile]
+) -> Callable[[str], Tensor] | None:
+    """The values of tiles, from those of the parameters that they are cut from."""
+    if values is None or not tiles:
+        return values
+
+    def value(name: str) -> Tensor:
+        if name not in tiles:
+            return values(name)
+        box = tiles[name]
+        part = values(box.whole).view(box.shape)
+        for dim, (start, size) in enumerate(zip(box.offset, box.size, strict=True)):
+            part = part.narrow(dim, start, size)
+        return part.contiguous()
+
+    return value
 
 
 def _cuts(shapes: Mapping[str, tuple[int, ...]], comm: Comm, *, owner: bool) -> dict[str, Cut]:
@@ -187,13 +249,22 @@ def _move(
     """Give one parameter its home, and leave nothing of it in the model but its shape."""
     parameter = model.get_parameter(name)
     dtype, device = parameter.dtype, tiers.device.device
-    whole = values(name) if parameter.is_meta and values is not None else parameter.detach()
-    whole = whole.to("cpu", dtype)
+    begun = part_of(parameter)
+    if begun is not None:
+        if begun.cut != cut:
+            raise ConfigError(
+                f"offload: {name} was built for rank {begun.rank} of {begun.world} by rows; build "
+                "the model under init_sharded with the ranks that train it, placement: sharded"
+            )
+        mine = begun.values
+    else:
+        whole = values(name) if parameter.is_meta and values is not None else parameter.detach()
+        mine = cut.of(whole.to("cpu", dtype))
     param, optim = wanted.param, wanted.optim
     if cut.numel < SMALL:
         param = optim = "host"
     weight = make_row(tiers, param, cut.numel, dtype, name)
-    _fill(weight, cut.of(whole), ring)
+    _fill(weight, mine, ring)
     nothing = torch.full((1,), float("nan"), dtype=dtype, device=device).expand(cut.shape)
     if parameter.is_meta:
         fresh = nn.Parameter(nothing, requires_grad=parameter.requires_grad)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.ir.comm import Held
+from shoal.ir.comm import Held, Pending
 from shoal.kernel.squares import ROW, row_norms
 
 if TYPE_CHECKING:
@@ -61,6 +61,18 @@ class Cut:
             self.padded = each * self.width
         self.numel = self.rows * self.width
 
+    def __eq__(self, other: object) -> bool:
+        """The same part of a parameter of the same shape."""
+        mine = (self.shape, self.owner, self.first, self.rows)
+        return isinstance(other, Cut) and mine == (
+            other.shape,
+            other.owner,
+            other.first,
+            other.rows,
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
     def of(self, whole: Tensor) -> Tensor:
         """This rank's elements of the whole parameter, flat."""
         start = self.first * self.width
@@ -87,7 +99,9 @@ class Home:
 
     Attributes:
         flat: all of it on the device, while it is there.
-        ticket: of what brings it there.
+        ticket: of what brings this rank's part there.
+        part: this rank's part on the device, until the other ranks are asked for theirs.
+        gathering: what brings the other ranks' parts.
         uses: passes under way that need it.
         kept: needed until its gradient has come, or until it is asked to go.
         fresh: no gradient has come yet in this step.
@@ -108,6 +122,8 @@ class Home:
         self.weight, self.gradient, self.states = weight, gradient, states
         self.flat: Tensor | None = None
         self.ticket: Ticket | None = None
+        self.part: Tensor | None = None
+        self.gathering: Pending | None = None
         self.uses = 0
         self.kept = False
         self.fresh = True

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shoal.memory.stream import Stream
     from shoal.memory.subgroups import SubGroups
     from shoal.memory.tiers import Tiers
+    from shoal.memory.tiling import Tile
 
 __all__ = ["OffloadedModel"]
 
@@ -33,6 +34,7 @@ class OffloadedModel:
         stream: brings parameters and takes gradients.
         update: the optimizer.
         comm: the ranks that share the parameters.
+        tiles: parameters that are boxes of others.
     """
 
     overlap = True
@@ -45,7 +47,9 @@ class OffloadedModel:
         stream: Stream,
         update: SubGroups,
         comm: Comm,
+        tiles: Mapping[str, Tile] | None = None,
     ) -> None:
+        self.tiles = tiles or {}
         self.model, self.tiers, self.stream = model, tiers, stream
         self._homes = {home.name: home for home in homes if home.gradient is not None}
         self._update = update
@@ -70,11 +74,16 @@ class OffloadedModel:
 
     def held(self) -> dict[str, Held]:
         """Slices along the first dimension; what lies on disk is read as it is looked at."""
-        return {
-            name: home.cut.held(home.weight.shown())
-            for name, home in self._homes.items()
-            if home.cut.numel
-        }
+        found: dict[str, Held] = {}
+        for name, home in self._homes.items():
+            if home.cut.numel:
+                part = home.cut.held(home.weight.shown())
+                if name in self.tiles:
+                    box = self.tiles[name]
+                    offset = tuple(a + b for a, b in zip(part.offset, box.offset, strict=True))
+                    part = Held(part.tensor, offset, box.shape)
+                found[name] = part
+        return found
 
     def lend(self, names: Collection[str]) -> dict[str, Tensor]:
         """Parameters of these names, empty, with their gradients on the device."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.memory.tiers import Tiers
+    from shoal.memory.tiling import Tile
 
 __all__ = ["Offload", "Offloaded"]
 
@@ -29,9 +30,11 @@ class Offloaded(Sharded, Protocol):
 
     Attributes:
         tiers: where everything is; ``tiers.used()`` and ``tiers.peaks()`` count bytes by tier.
+        tiles: parameter -> the box of another one that it is, by whose name it is saved.
     """
 
     tiers: Tiers
+    tiles: Mapping[str, Tile]
 
     def passes(self, name: str, *inputs: Tensor | None) -> AbstractContextManager[None]:
         """Around all passes of a step (``train``) or those that score (``score``).

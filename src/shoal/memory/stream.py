@@ -5,13 +5,13 @@ looks at it inside of a pass (a tied matrix, a method that is not ``forward``), 
 pass that autograd saved it for. It stays until the forward pass of the module is over, or until
 its gradient has come. What autograd saves of it is its name, not its memory.
 
-Once a pass has shown the order, parameters are fetched ahead of their use: read from disk into a
-ring of staging buffers, copied to the device, gathered from the ranks, three operations of
-different parameters at a time, each on a thread of its own. What is fetched early has room of its
-own: what the first pass left free of the budget.
+Once a pass has shown the order, parameters are fetched ahead of their use: while one is gathered
+from the ranks, the next is copied to the device and those after it are read from disk into a ring
+of staging buffers, by threads of their own. What is fetched early has room of its own: what the
+first pass left free of the budget.
 
-Every decision is a function of counts and order alone, so that all ranks take the same: the
-collectives of one rank meet those of the others.
+Collectives are called by the thread that computes, and every decision is a function of counts and
+order alone: all ranks take the same, and their collectives meet.
 
 Source: Rajbhandari et al., ZeRO-Infinity, 2021, sections 6.2 (overlap) and 7.1 (hooks).
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,11 +31,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.memory.home import Home
 from shoal.memory.trace import Trace
+from shoal.memory.waiting import Waiting
 
 if TYPE_CHECKING:
-    from shoal.ir.comm import Comm
+    from shoal.ir.comm import Comm, Pending
     from shoal.memory.mover import Ticket
-    from shoal.memory.tiers import Ring, Tiers
+    from shoal.memory.tiers import Place, Ring, Tiers
 
 __all__ = ["Stream"]
 
@@ -42,6 +44,8 @@ __all__ = ["Stream"]
 _REORDERED = ("TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
 # Gradients on their way from the device while the next one is computed.
 _OUTGOING = 1
+# Gradients that are summed over the ranks while the next one is computed.
+_SUMMING = 1
 
 
 class _Lent(NamedTuple):
@@ -52,6 +56,15 @@ class _Lent(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+
+
+class _Sum(NamedTuple):
+    """A gradient that the ranks are adding up."""
+
+    home: Home
+    whole: Tensor
+    mine: Tensor
+    pending: Pending
 
 
 class _Watched(dict[str, Any]):
@@ -80,7 +93,7 @@ class Stream:
         outgoing: staging buffers of gradients.
         scratch: one more, for what gradients are added to.
         prefetch_numel: elements fetched ahead of their use; 0 for none.
-        saved: what becomes of other tensors that autograd saves: how they are packed and unpacked.
+        act: where other tensors that autograd saves wait: device or host.
     """
 
     def __init__(
@@ -94,13 +107,13 @@ class Stream:
         outgoing: Ring,
         scratch: Ring,
         prefetch_numel: int,
-        saved: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None,
+        act: Place = "device",
     ) -> None:
         self.homes, self.tiers = homes, tiers
         self.comm = comm if comm is not None and comm.world > 1 else None
         self._incoming, self._outgoing, self._scratch = incoming, outgoing, scratch
         self._prefetch_numel = prefetch_numel
-        self._saved = saved
+        self._waiting = Waiting(tiers, self._spare) if act == "host" else None
         self.waited_s = 0.0
         """Seconds for which passes waited for parameters."""
         self.last = True
@@ -113,6 +126,7 @@ class Stream:
         self._early: dict[Home, int] = {}
         self._passing: Home | None = None
         self._slack = 0
+        self._summing: deque[_Sum] = deque()
         self._leaving: deque[Ticket] = deque()
         self._writing: deque[Ticket] = deque()
         tiers.scope.make_room = self._make_room
@@ -144,6 +158,8 @@ class Stream:
         recorded = trace.known
         trace.begin()
         self._trace = trace
+        if self._waiting is not None:
+            self._waiting.begin()
         try:
             with scope, saved_tensors_hooks(self._pack, self._unpack):
                 self._ahead()
@@ -171,6 +187,7 @@ class Stream:
 
     def settle(self) -> None:
         """Return when every gradient is where it belongs."""
+        self._summed(0)
         for pending in (self._leaving, self._writing):
             while pending:
                 pending.popleft().wait()
@@ -222,7 +239,7 @@ class Stream:
         if home is None:
             home = self._cast_of(tensor)
         if home is None:
-            return tensor if self._saved is None else self._saved[0](tensor)
+            return tensor if self._waiting is None else self._waiting.pack(tensor)
         return _Lent(
             home,
             tuple(tensor.shape),
@@ -248,8 +265,8 @@ class Stream:
         if isinstance(packed, Tensor):
             return packed
         if not isinstance(packed, _Lent):
-            assert self._saved is not None
-            return self._saved[1](packed)
+            assert self._waiting is not None
+            return self._waiting.unpack(packed)
         home = packed.home
         if not home.uses and not home.kept:
             self._bring(home)
@@ -275,6 +292,7 @@ class Stream:
         while self._writing and self._writing[0].done():
             self._writing.popleft().wait()
         self._send(home, gradient.detach().reshape(-1))
+        self._summed(_SUMMING)
 
     # Bringing parameters.
 
@@ -286,9 +304,16 @@ class Stream:
         if home.flat is None:
             self._start(home)
         self._ahead()
-        if home.ticket is not None:
-            self.waited_s += home.ticket.wait()
-            home.ticket = None
+        self._arrive(home)
+        if self.comm is not None:
+            following = next(self._trace.upcoming(), None)
+            if following in self._early:
+                self._arrive(following)
+        if home.gathering is not None:
+            begin = time.perf_counter()
+            home.gathering.wait()
+            self.waited_s += time.perf_counter() - begin
+            home.gathering = None
         assert home.flat is not None
         home.parameter.data = home.flat[: home.cut.whole].view(home.cut.shape)
 
@@ -296,7 +321,7 @@ class Stream:
         """Start to fetch what is used next, as far as there is room for it."""
         assert self._trace is not None
         left = self._prefetch_numel
-        room = self._slack - sum(self._early.values())
+        room = self._spare() - (0 if self._waiting is None else self._waiting.early_bytes)
         for home in self._trace.upcoming() if left else ():
             left -= home.cut.whole
             if left < 0:
@@ -308,6 +333,11 @@ class Stream:
                     return
                 self._start(home)
                 self._early[home] = nbytes
+
+    def _spare(self) -> int:
+        """Bytes of the device that nobody needs, less those of parameters that came early."""
+        assert self._trace is not None
+        return self._slack - sum(self._early.values()) if self._trace.known else 0
 
     def _device_bytes(self, home: Home) -> int:
         """What fetching a parameter takes of the device."""
@@ -323,12 +353,25 @@ class Stream:
         parts = 1 if comm is None or cut.owner is not None else comm.world
         flat = torch.empty(cut.padded * parts, dtype=home.dtype, device=where)
         mine = flat if parts == 1 else torch.empty(cut.padded, dtype=home.dtype, device=where)
-        home.flat = flat
+        home.flat, home.part = flat, None if comm is None else mine
         self._by_storage[flat.untyped_storage()._cdata] = home
         for first, count in chunks(cut.numel, self._incoming.nbytes // home.dtype.itemsize):
             home.ticket = self._copy_up(home, mine[first : first + count], first, count)
-        if comm is not None:
-            home.ticket = self._gather(comm, cut.owner, flat, mine, home.ticket)
+
+    def _arrive(self, home: Home) -> None:
+        """Wait for this rank's part on the device, and ask the other ranks for theirs."""
+        if home.ticket is not None:
+            self.waited_s += home.ticket.wait()
+            home.ticket = None
+        if home.part is not None:
+            assert self.comm is not None
+            assert home.flat is not None
+            owner = home.cut.owner
+            if owner is None:
+                home.gathering = self.comm.all_gather(home.flat, home.part, tag="parameters")
+            else:
+                home.gathering = self.comm.broadcast(home.flat, owner, tag="parameters")
+            home.part = None
 
     def _copy_up(self, home: Home, target: Tensor, first: int, count: int) -> Ticket:
         row, ring, tiers = home.weight, self._incoming, self.tiers
@@ -355,66 +398,55 @@ class Stream:
 
         return tiers.up.submit(up, target.nbytes)
 
-    def _gather(
-        self, comm: Comm, owner: int | None, flat: Tensor, mine: Tensor, copied: Ticket | None
-    ) -> Ticket:
-        def work() -> None:
-            if copied is not None:
-                copied.wait()
-            if owner is None:
-                comm.all_gather(flat, mine, tag="parameters").wait()
-            else:
-                comm.broadcast(flat, owner, tag="parameters").wait()
-
-        return self.tiers.gather.submit(work, flat.nbytes)
-
     def _drop(self, home: Home) -> None:
         """Let go of a parameter's memory; whoever still looks at it keeps it alive."""
         if home.flat is not None:
             self._by_storage.pop(home.flat.untyped_storage()._cdata, None)
             home.parameter.data = home.empty
             self._early.pop(home, None)
-            home.flat = home.ticket = None
+            if home.gathering is not None:
+                home.gathering.wait()
+            home.flat = home.part = home.ticket = home.gathering = None
 
     # Sending gradients.
 
     def _send(self, home: Home, gradient: Tensor) -> None:
-        """Sum a gradient over the ranks and add this rank's part to what there is."""
+        """Begin to sum a gradient over the ranks; this rank's part goes where it lives."""
         cut, comm = home.cut, self.comm
-        summed: Ticket | None = None
-        mine = gradient
-        if comm is not None and cut.owner is not None:
-            owner = cut.owner
-            summed = self.tiers.gather.submit(
-                lambda: comm.reduce(gradient, owner, tag="gradients").wait(), gradient.nbytes
-            )
-        elif comm is not None:
+        if comm is None:
+            self._keep(home, gradient)
+        elif cut.owner is not None:
+            pending = comm.reduce(gradient, cut.owner, tag="gradients")
+            self._summing.append(_Sum(home, gradient, gradient, pending))
+        else:
             whole = gradient
             if cut.padded * comm.world != cut.whole:
                 whole = gradient.new_zeros(cut.padded * comm.world)
                 whole[: cut.whole] = gradient
             mine = gradient.new_empty(cut.padded)
-            summed = self.tiers.gather.submit(
-                lambda: comm.reduce_scatter(mine, whole, tag="gradients").wait(), whole.nbytes
-            )
-        fresh, home.fresh = home.fresh, False
-        for first, count in chunks(cut.numel, self._outgoing.nbytes // home.dtype.itemsize):
-            part = mine[first : first + count]
-            self._leaving.append(self._copy_down(home, part, first, fresh, summed))
-        if summed is not None and not cut.numel:
-            self._leaving.append(summed)
+            pending = comm.reduce_scatter(mine, whole, tag="gradients")
+            self._summing.append(_Sum(home, whole, mine, pending))
 
-    def _copy_down(
-        self, home: Home, part: Tensor, first: int, fresh: bool, summed: Ticket | None
-    ) -> Ticket:
+    def _summed(self, most: int) -> None:
+        """Wait until at most so many gradients are being summed; keep those that are."""
+        while len(self._summing) > most:
+            done = self._summing.popleft()
+            done.pending.wait()
+            self._keep(done.home, done.mine)
+
+    def _keep(self, home: Home, mine: Tensor) -> None:
+        """Add this rank's part of a gradient to what there is."""
+        fresh, home.fresh = home.fresh, False
+        for first, count in chunks(home.cut.numel, self._outgoing.nbytes // home.dtype.itemsize):
+            self._leaving.append(self._copy_down(home, mine[first : first + count], first, fresh))
+
+    def _copy_down(self, home: Home, part: Tensor, first: int, fresh: bool) -> Ticket:
         row, ring, last = home.gradient, self._outgoing, self.last
         assert row is not None
         nbytes = part.nbytes
         found: list[Tensor] = []
 
         def down() -> None:
-            if summed is not None:
-                summed.wait()
             slot = ring.get()
             values = slot[:nbytes].view(part.dtype)
             _copied(part, values)
@@ -444,6 +476,8 @@ class Stream:
     def _make_room(self, need: int) -> None:
         """Wait for what leaves the device; then do without what was fetched early."""
         scope = self.tiers.scope
+        if self._waiting is not None:
+            self._waiting.make_room()
         while self._leaving and scope.room < need:
             self._leaving.popleft().wait()
         early = list(self._early)

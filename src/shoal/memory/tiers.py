@@ -1,7 +1,6 @@
 """The places of one rank's run, and the ways between them.
 
-Each way has a thread: disk to host, host to device, device to host, host to disk; and one that
-carries out the collectives, in the order in which they were asked for.
+Each way has a thread: disk to host, host to device, device to host, host to disk.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ class Tiers:
         host_bytes: budget of the host.
         disk_bytes: budget of the disk; 0 for none.
         path: directory of the disk's file.
-        links: mover -> what holds it to a rate; movers are read, up, down, write and gather.
+        links: mover -> what holds it to a rate; movers are read, up, down and write.
         strict: operators may only use what lies on the device.
 
     Raises:
@@ -179,16 +178,16 @@ class Tiers:
         where = str(self.device.device)
 
         def mover(name: str) -> Mover:
-            on = where if name in ("up", "down", "gather") else "cpu"
+            on = where if name in ("up", "down") else "cpu"
             return Mover(name, link=links.get(name), depth=256, device=on)
 
-        self.read, self.up, self.down = mover("read"), mover("up"), mover("down")
-        self.write, self.gather = mover("write"), mover("gather")
+        self.read, self.up = mover("read"), mover("up")
+        self.down, self.write = mover("down"), mover("write")
 
     @property
     def movers(self) -> tuple[Mover, ...]:
         """All of them."""
-        return self.read, self.up, self.gather, self.down, self.write
+        return self.read, self.up, self.down, self.write
 
     def used(self) -> dict[str, int]:
         """Tier -> bytes in use now."""

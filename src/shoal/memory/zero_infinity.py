@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from shoal.core.errors import ConfigError, require
-from shoal.core.parts import part
+from shoal.core.parts import part, table
 from shoal.core.sizes import Size
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
 
@@ -99,15 +99,21 @@ class ZeroInfinity:
             expected="a share of 1",
         )
         require(
-            isinstance(self.tiling, str) or self.tiling >= 1,
+            isinstance(self.tiling, str) or self.tiling >= 2,
             f"{where}.tiling",
             self.tiling,
-            expected="auto, none, or a number of tiles",
+            expected="auto, none, or a number of tiles from 2",
         )
 
     def check(self, job: TrainJob) -> None:
         """Refuse what this does not compose with."""
         refuse(job, "zero_infinity")
+        split = job.parallel.tp * job.parallel.pp * job.parallel.cp
+        if self.tiling != "none" and split > 1:
+            raise ConfigError(
+                f"offload.zero_infinity.tiling = {self.tiling}: tp, pp and cp have cut the layers "
+                "already; use tiling: none"
+            )
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes by tier, and the seconds that the slow tiers add to a step."""
@@ -135,6 +141,7 @@ class ZeroInfinity:
             sub_group_numel=self.sub_group_numel,
             prefetch_numel=self.prefetch_numel,
             owner=self.placement == "owner",
+            tiles={"none": 1, "auto": 0}.get(str(self.tiling), self.tiling),
             path=Path(self.path) if self.path else place,
         )
         return offloaded(model, comm, optimizer, wanted, device=device, values=values)
@@ -151,6 +158,11 @@ def refuse(job: TrainJob, name: str) -> None:
         raise ConfigError(
             f"{where} divides parameters over the data-parallel ranks itself and shard is "
             f"{job.shard}; leave shard out"
+        )
+    if not hasattr(table("optimizer").load(job.optimizer.name), "states"):
+        raise ConfigError(
+            f"{where} updates parameters in pieces, and optimizer {job.optimizer.name} looks at "
+            "several elements of a parameter in its update; use optimizer: adamw"
         )
     if job.compile:
         raise ConfigError(

@@ -456,7 +456,15 @@ class Engine:
 
     def held(self) -> dict[str, list[Held]]:
         """Parameter name -> boxes of the whole parameter that this rank holds."""
-        return {name: self._boxes(name, part) for name, part in self.sharded.held().items()}
+        found: dict[str, list[Held]] = {}
+        for name, part in self.sharded.held().items():
+            found.setdefault(self.saved_as(name), []).extend(self._boxes(name, part))
+        return found
+
+    def saved_as(self, name: str) -> str:
+        """The parameter as a part of which this one is saved: itself, if it is no tile."""
+        tiles = {} if self.offloaded is None else self.offloaded.tiles
+        return tiles[name].whole if name in tiles else name
 
     def boxes(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Held]]:
         """The same of tensors that are split as the parameters: gradients, optimizer state."""

@@ -13,9 +13,10 @@ called it and may communicate.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -398,12 +399,10 @@ class ThreadComm:
 
     def _match(self, key: tuple[int, int, str]) -> None:
         """Copy what both ends have come for; the lock is held."""
-        import torch
-
         sends, receives = self.group.sends[key], self.group.receives[key]
         while sends and receives:
             sent, received = sends.popleft(), receives.popleft()
-            with torch.no_grad():
+            with _carrying():
                 _deliver("send", key[2], key[0], sent.tensor, key[1], received.tensor)
             received.times = sent.times
             sent.done = received.done = True
@@ -448,8 +447,6 @@ class ThreadComm:
         act: Callable[[list[Any]], Any],
     ) -> Meeting:
         """Come to the next collective; who comes last carries it out for all."""
-        import torch
-
         call = (op, tag, *call)
         with self.shared.changed:
             self.shared.check()
@@ -463,13 +460,23 @@ class ThreadComm:
             meeting.parts[self.rank] = part
             if len(meeting.parts) == self.world:
                 del meetings[self._turn]
-                with torch.no_grad():
+                with _carrying():
                     meeting.result = act([meeting.parts[r] for r in range(self.world)])
                 meeting.parts.clear()
                 meeting.done = True
                 self.shared.changed.notify_all()
             self._turn += 1
             return meeting
+
+
+@contextlib.contextmanager
+def _carrying() -> Iterator[None]:
+    """What is done in here is the network's: no rank's autograd or watched memory sees it."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch.no_grad(), _disable_current_modes():  # type: ignore[no-untyped-call]
+        yield
 
 
 def _deliver(op: str, tag: str, source: int, x: Tensor, target: int, out: Tensor) -> None:

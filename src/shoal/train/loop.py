@@ -358,7 +358,8 @@ def _held(
         for key, value in entries.items():
             whole = value.dim() == 0
             boxes = [Held(value, (), ())] if whole else engine.boxes({name: value})[name]
-            found[f"optimizer.{name}.{key}"] = _pieces(boxes)
+            saved = f"optimizer.{engine.saved_as(name)}.{key}"
+            found[saved] = _pieces(boxes) if whole else found.get(saved, []) + _pieces(boxes)
     return found
 
 
@@ -377,8 +378,8 @@ def fill(engine: Engine, updater: Updater, saved: Stored) -> None:
     held = updater.state()
     for name, parameter in engine.sharded.owned().items():
         entries: dict[str, torch.Tensor] = {}
-        for key in keys.get(name, []):
-            stored = f"optimizer.{name}.{key}"
+        for key in keys.get(engine.saved_as(name), []):
+            stored = f"optimizer.{engine.saved_as(name)}.{key}"
             if saved.shape(stored) == ():
                 entries[key] = saved.tensor(stored)
             else:

@@ -1,0 +1,152 @@
+"""ZeRO-Infinity: the same bits as without it, within its budgets."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from offload_runs import BUDGETS, config, job, run, same  # noqa: E402
+
+from shoal.core.errors import (  # noqa: E402
+    DeviceMemoryError,
+    MachineError,
+    ShoalError,
+    TierFullError,
+)
+from shoal.memory.trace import Trace  # noqa: E402
+from shoal.parallel.legal import check_split  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def offload(**options):
+    return {"name": "zero_infinity", **BUDGETS, **options}
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "changes"),
+    [
+        ({}, {}, {}),
+        ({"param": "host", "optim": "disk"}, {"tied": True}, {"recompute": "full"}),
+        ({"prefetch_numel": 0, "sub_group_numel": "16384"}, {"tied": True}, {"precision": "bf16"}),
+        ({"param": "host", "optim": "host"}, {}, {"precision": "bf16", "recompute": "full"}),
+        ({}, {"num_experts": 4, "top_k": 2, "family": "mixtral"}, {}),
+        ({"act": "host"}, {}, {}),
+        ({"act": "host"}, {"tied": True}, {"recompute": "full", "precision": "bf16"}),
+        ({}, {}, {"optimizer": {"name": "adamw", "fused": False}, "dropout": 0.1}),
+    ],
+)
+def test_one_rank_is_the_same_to_the_bit(options, model, changes, tmp_path):
+    one = run(job(**changes), config(**model), tmp_path)
+    tiers = run(job(offload=offload(**options), **changes), config(**model), tmp_path)
+    same(one, tiers)
+    assert tiers.peaks["device"] <= 8 * 2**20
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("placement", ["sharded", "owner"])
+def test_two_ranks_are_one_that_adds_the_halves(placement, tmp_path):
+    plain = {"optimizer": {"name": "adamw", "fused": False}, "grad_clip": 0}
+    model = config(vocab_size=301, hidden=56, num_heads=4, num_kv_heads=2)
+    one = run(job(**plain), model, tmp_path)
+    two = run(job({"dp": 2}, offload=offload(placement=placement), **plain), model, tmp_path)
+    for name, value in one.parameters.items():
+        assert torch.equal(value, two.parameters[name]), name
+    assert two.losses == pytest.approx(one.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"dp": 2, "tp": 2, "sp": True},
+        {"pp": 2, "dp": 2},
+        {"cp": 2},
+        {"pp": 2, "vpp": 2, "schedule": "interleaved"},
+    ],
+)
+def test_other_splits_are_what_they_are_without(parallel, tmp_path):
+    model = config(num_layers=4, tied=True, qk_norm=True, family="qwen3")
+    plain = run(job(parallel), model, tmp_path)
+    tiers = run(job(parallel, offload=offload()), model, tmp_path)
+    assert tiers.losses == pytest.approx(plain.losses, rel=1e-6)
+    for name, value in plain.parameters.items():
+        torch.testing.assert_close(value, tiers.parameters[name], rtol=0, atol=1e-5)
+
+
+def test_tiles_are_saved_as_what_they_are_cut_from(tmp_path):
+    plain = run(job(), config(), tmp_path)
+    tiled = run(job(offload=offload(tiling=3)), config(), tmp_path)
+    assert tiled.losses == pytest.approx(plain.losses, rel=1e-5)
+    for name, value in plain.parameters.items():
+        torch.testing.assert_close(value, tiled.parameters[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "message"),
+    [
+        ({}, {"shard": "zero1"}, "divides parameters over the data-parallel ranks itself"),
+        ({}, {"compile": True}, "use compile: false"),
+        ({}, {"optimizer": "muon"}, "optimizer muon looks at several elements"),
+        ({}, {"optimizer": "lamb"}, "optimizer lamb looks at several elements"),
+        ({}, {"parallel": {"pp": 2, "schedule": "zb_h1"}}, "no offload with schedule zb_h1"),
+        ({"tiling": "auto"}, {"parallel": {"tp": 2}}, "use tiling: none"),
+        ({"device_budget": "1 meter"}, {}, "1 meter' is no size"),
+        ({"device_budget": 12}, {}, "device_budget = 12: expected at least 1MiB"),
+        ({"sub_group_numel": 3}, {}, "sub_group_numel = 3: expected at least 16384"),
+        ({"prefetch_numel": -1}, {}, "prefetch_numel = -1: expected 0 or more"),
+        ({"tiling": 1}, {}, "tiling = 1: expected auto, none"),
+        ({"min_efficiency": 2}, {}, "min_efficiency = 2"),
+        ({"speed": 2}, {}, "speed: no such key"),
+    ],
+)
+def test_what_does_not_go_together_is_one_error(options, changes, message, tmp_path):
+    with pytest.raises(ShoalError, match=message):
+        check_split(job(offload=offload(**options), **changes), config().shape())
+
+
+def test_budgets_and_paths_that_cannot_do(tmp_path):
+    def attempt(**options):
+        run(job(offload=offload(**options)), config(), tmp_path, steps=1)
+
+    with pytest.raises(TierFullError, match=r"staging buffers take .* a smaller sub_group_numel"):
+        attempt(host_budget="1MiB", sub_group_numel=10**7)
+    with pytest.raises(DeviceMemoryError, match=r"needs .* of 1.0 MiB are free"):
+        run(
+            job(offload=offload(device_budget="1MiB"), global_batch=8, microbatch=8),
+            config(),
+            tmp_path,
+        )
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(MachineError, match=r"cannot be written"):
+        attempt(path=str(blocked / "inner"))
+
+
+def test_another_order_is_recorded_anew_with_one_warning():
+    trace = Trace("train")
+    a, b, c = "abc"
+
+    def go(*items):
+        trace.begin()
+        ahead = []
+        for item in items:
+            trace.use(item)
+            ahead.append("".join(trace.upcoming()))
+        trace.end()
+        return ahead
+
+    assert go(a, b, c) == ["", "", ""]
+    assert go(a, b, c) == ["bc", "c", ""]
+    with pytest.warns(RuntimeWarning, match="another order"):
+        assert go(a, c, b) == ["bc", "", ""]
+    assert go(a, c, b) == ["cb", "b", ""]
+    assert go(a, b) == ["cb", "", ]
+    assert trace.violations == 2
+    assert go(a, b) == ["b", ""]
