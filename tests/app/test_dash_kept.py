@@ -55,6 +55,29 @@ def test_what_is_kept_and_what_is_not(root: Path) -> None:
     assert (oldest.state, oldest.nbytes) == ("not kept", None)
 
 
+def test_causes_add_up_and_failures_are_told(root: Path) -> None:
+    write_events(
+        root,
+        {
+            "kind": "checkpoint",
+            "step": 30,
+            "seconds": 9.0,
+            "blocked_s": {"copy": 0.5, "plan": 0.25},
+        },
+        {"kind": "checkpoint_failed", "step": 40, "message": "the disk is full"},
+        {"kind": "checkpoint", "step": 50, "seconds": "much"},
+        more=True,
+    )
+    found = {one.step: one for one in saves_of(root)}
+    assert found[30].stall_s == 0.75
+    assert (found[40].state, found[40].told, found[40].stall_s) == (
+        "failed",
+        "the disk is full",
+        None,
+    )
+    assert found[50].stall_s is None
+
+
 def test_damage_is_told(root: Path, tmp_path: Path) -> None:
     folder = Store(RunDir(root).checkpoints).folder(30)
     file = next(folder.glob("*.safetensors"))

@@ -31,7 +31,7 @@ class Save:
         stall_s: for which training stood still; None if no event tells.
         nbytes: on the disk; None when it is not kept any more.
         files: ranks that wrote it.
-        state: complete, damaged, or not kept.
+        state: complete, damaged, failed, or not kept.
         told: what is wrong.
         mode: how it was saved, as the event says.
     """
@@ -62,15 +62,24 @@ def checkpoints(root: Path | None, events: Events) -> list[Save]:
     found = []
     for step in sorted({*stalls, *folders}, reverse=True)[:MOST]:
         event = stalls.get(step, {})
-        seconds = number(event.get("seconds"))
-        stall = seconds if math.isfinite(seconds) else None
+        stall = _stall(event)
         mode = str(event.get("mode", ""))[:40]
         if step not in folders:
-            found.append(Save(step, stall, mode=mode))
+            failed = event.get("kind") == "checkpoint_failed"
+            told = str(event.get("message", ""))[:500] if failed else ""
+            found.append(Save(step, stall, None, 0, "failed" if failed else "not kept", told, mode))
             continue
         state, told, nbytes, files = _looked_at(folders[step], _stamp(folders[step]))
         found.append(Save(step, stall, nbytes, files, state, told, mode))
     return found
+
+
+def _stall(event: dict[str, Any]) -> float | None:
+    """Seconds for which training stood still, of all causes; None if the event does not tell."""
+    blocked = event.get("blocked_s")
+    causes = blocked.values() if isinstance(blocked, dict) else [event.get("seconds")]
+    total = math.fsum(map(number, causes))
+    return total if math.isfinite(total) else None
 
 
 def _stamp(folder: Path) -> int:

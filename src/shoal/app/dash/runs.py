@@ -153,7 +153,7 @@ class Events:
             elif kind == "start":
                 self.start = event
                 self.starts += 1
-            elif kind == "checkpoint":
+            elif kind in ("checkpoint", "checkpoint_failed"):
                 self.saves[int(event["step"])] = event
             elif kind == "sample":
                 self.sample = str(event["text"])[:20_000]
