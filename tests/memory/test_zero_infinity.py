@@ -147,6 +147,9 @@ def test_another_order_is_recorded_anew_with_one_warning():
     with pytest.warns(RuntimeWarning, match="another order"):
         assert go(a, c, b) == ["bc", "", ""]
     assert go(a, c, b) == ["cb", "b", ""]
-    assert go(a, b) == ["cb", "", ]
+    assert go(a, b) == [
+        "cb",
+        "",
+    ]
     assert trace.violations == 2
     assert go(a, b) == ["b", ""]

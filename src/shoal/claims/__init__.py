@@ -38,6 +38,7 @@ CLAIMS = PartTable(
         "tilus": "shoal.claims.experiments.tilus:Tilus",
         "tempi": "shoal.claims.experiments.tempi:Tempi",
         "bipolar_int": "shoal.claims.experiments.bipolar_int:BipolarIntClaim",
+        "zero_infinity": "shoal.claims.experiments.zero_infinity:ZeroInfinity",
         "smash": "shoal.claims.experiments.smash:Smash",
         "parallel_algorithms": "shoal.claims.experiments.parallel_algorithms:ParallelAlgorithms",
         "fastswitch": "shoal.claims.experiments.fastswitch:FastSwitch",

@@ -334,7 +334,9 @@ class Pricer:
         if rates.is_cpu:
             self._as_rehearsed(work, rates, terms)
         if job.offload is not None:
-            terms["memory"] += self._part("offload", job.offload).estimate(work, machine).step_s.value
+            terms["memory"] += (
+                self._part("offload", job.offload).estimate(work, machine).step_s.value
+            )
         step = sum(terms.values())
         tokens = float(job.global_batch * job.seq_len)
         interval = Interval.around(step, _spread(machine, terms, step))

@@ -188,9 +188,7 @@ def _cut_from(
     return value
 
 
-def _cuts(
-    shapes: Mapping[str, tuple[int, ...]], comm: Comm, *, owner: bool
-) -> dict[str, Cut]:
+def _cuts(shapes: Mapping[str, tuple[int, ...]], comm: Comm, *, owner: bool) -> dict[str, Cut]:
     """What this rank has of every parameter."""
     owners: dict[str, int] = {}
     if owner and comm.world > 1:

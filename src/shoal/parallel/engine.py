@@ -179,13 +179,17 @@ class Engine:
         self.offloaded: Offloaded | None = None
         self.sharded: Sharded
         if job.offload is not None:
-            self.sharded = self.offloaded = table("offload").build(job.offload).apply(
-                self.local,
-                self.ranks.data,
-                optimizer,
-                place=place or Path(tempfile.gettempdir()),
-                device=self.device,
-                values=self._values(weights),
+            self.sharded = self.offloaded = (
+                table("offload")
+                .build(job.offload)
+                .apply(
+                    self.local,
+                    self.ranks.data,
+                    optimizer,
+                    place=place or Path(tempfile.gettempdir()),
+                    device=self.device,
+                    values=self._values(weights),
+                )
             )
         else:
             self.sharded = shard.apply(

@@ -114,7 +114,9 @@ def _offloaded(job: TrainJob, shape: ModelShape, machine: Machine) -> str:
         return ""
     for name in table("offload"):
         for act in ({}, {"act": "host"}):
-            options = {key: act[key] for key in act if key in options_of(table("offload").load(name))}
+            options = {
+                key: act[key] for key in act if key in options_of(table("offload").load(name))
+            }
             choice = Choice(name=name, options=options)
             away = job.model_copy(update={"offload": choice, "shard": Choice(name="replicated")})
             item = _best(away, shape, machine)
