@@ -218,7 +218,7 @@ def efficiency(flops_per_byte: float, bandwidth: float, peak: float) -> float:
 
 
 def disk_bandwidth(machine: Machine) -> float:
-    """Bytes per second that the machine's slowest tier reads; what a plain drive does if unknown."""
+    """Bytes per second that the machine's disk reads; what a plain drive does if unknown."""
     for tier in machine.device.memory:
         if tier.name in ("disk", "nvme", "ssd") and tier.read_bandwidth:
             return tier.read_bandwidth

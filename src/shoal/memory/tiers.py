@@ -62,7 +62,7 @@ class Row(Protocol):
         ...
 
     def give(self, first: int, values: Tensor, slot: Tensor | None) -> None:
-        """Keep ``values``, which are what :meth:`take` gave, or lie at the beginning of ``slot``."""
+        """Keep ``values``, which :meth:`take` gave, or which are the beginning of ``slot``."""
         ...
 
     def shown(self) -> Tensor:

@@ -113,10 +113,8 @@ def _offloaded(job: TrainJob, shape: ModelShape, machine: Machine) -> str:
     if job.offload is not None:
         return ""
     for name in table("offload"):
-        for act in ({}, {"act": "host"}):
-            options = {
-                key: act[key] for key in act if key in options_of(table("offload").load(name))
-            }
+        known = options_of(table("offload").load(name))
+        for options in ({}, {"act": "host"}) if "act" in known else ({},):
             choice = Choice(name=name, options=options)
             away = job.model_copy(update={"offload": choice, "shard": Choice(name="replicated")})
             item = _best(away, shape, machine)
