@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError, TierFullError
 from shoal.core.sizes import human_bytes
+from shoal.machine.host import memory_total
 from shoal.memory.disk import SECTOR
 from shoal.memory.home import Cut, Home
 from shoal.memory.initial import part_of
@@ -42,7 +43,7 @@ class Wanted:
 
     Args:
         device_bytes: budget of the device.
-        host_bytes: budget of the host.
+        host_bytes: budget of the host; None for what is needed.
         param: tier of parameters.
         optim: tier of gradients and optimizer state.
         act: tier of what autograd saves.
@@ -56,7 +57,7 @@ class Wanted:
     """
 
     device_bytes: int
-    host_bytes: int
+    host_bytes: int | None
     param: Literal["host", "disk"]
     optim: Literal["host", "disk"]
     act: Literal["device", "host"]
@@ -96,21 +97,27 @@ def offloaded(
     itemsize = max(p.element_size() for p in named.values())
     largest = max(cut.numel for cut in cuts.values())
     staging = Staging.of(largest, itemsize, len(rule.states), wanted.sub_group_numel)
-    disk = 0
+    disk, rows = 0, 0
     for name, cut in cuts.items():
-        if cut.numel >= SMALL:
-            size = -(-cut.numel * named[name].element_size() // SECTOR) * SECTOR
-            kept = (1 + len(rule.states)) if named[name].requires_grad else 0
-            disk += size * ((wanted.param == "disk") + kept * (wanted.optim == "disk"))
-    if staging.nbytes > wanted.host_bytes:
+        size = -(-max(1, cut.numel * named[name].element_size()) // SECTOR) * SECTOR
+        kept = (1 + len(rule.states)) if named[name].requires_grad else 0
+        slow = size * ((wanted.param == "disk") + kept * (wanted.optim == "disk"))
+        disk += slow if cut.numel >= SMALL else 0
+        rows += size * (1 + kept) - (slow if cut.numel >= SMALL else 0)
+    host_bytes = wanted.host_bytes
+    if host_bytes is None:
+        host_bytes = staging.nbytes + rows
+        if wanted.act == "host":
+            host_bytes = max(host_bytes, memory_total() * 3 // 4)
+    if staging.nbytes > host_bytes:
         raise TierFullError(
             f"offload: staging buffers take {human_bytes(staging.nbytes)} and host_budget is "
-            f"{human_bytes(wanted.host_bytes)}; give more, or a smaller sub_group_numel"
+            f"{human_bytes(host_bytes)}; give more, or a smaller sub_group_numel"
         )
     tiers = Tiers(
         device=device,
         device_bytes=wanted.device_bytes,
-        host_bytes=wanted.host_bytes,
+        host_bytes=host_bytes,
         disk_bytes=disk,
         path=wanted.path,
         links=wanted.links,

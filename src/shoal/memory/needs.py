@@ -136,7 +136,11 @@ def _device_bytes(work: Work, *, act: str, prefetch_numel: int) -> float:
         loss += table
     largest = max(matrices[len(matrices) - 4 * layers :])
     follower = hidden * width * 4.0
-    operator = kept + 2 * 4.0 * largest + follower + 2 * tokens * width * a
+    inner = tokens * width * a
+    # Of the last block, from behind: down, the activation, and gate and up, which is the largest.
+    operator = kept + max(
+        2 * follower + inner, follower + 2 * inner, 2 * 4.0 * largest + follower - inner
+    )
     embedding = 3 * table + 2 * stream
     moments = [loss, operator, embedding]
     if job.recompute != "none":

@@ -98,7 +98,7 @@ class Waiting:
             TierFullError: the host has no room for it.
         """
         storage = tensor.untyped_storage()
-        if storage.nbytes() < _LEAST or tensor.device != self._tiers.device.device:
+        if storage.nbytes() < _LEAST or tensor.device.type != self._tiers.device.device.type:
             return tensor
         away = self._known.get(storage._cdata)
         if away is None or away.source() is not storage:

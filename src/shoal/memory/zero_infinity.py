@@ -50,7 +50,8 @@ class ZeroInfinity:
 
     Args:
         device_budget: bytes of the device that a step may use; all of it if not given.
-        host_budget: bytes of the host's memory; three quarters of it if not given.
+        host_budget: bytes of the host's memory; what is needed if not given, and with ``act: host``
+            three quarters of what there is.
         param: where parameters live: host or disk.
         optim: where gradients and the optimizer's state live: host or disk.
         act: where what autograd saves waits for the backward pass: device or host.
@@ -198,7 +199,7 @@ class ZeroInfinity:
 
         wanted = Wanted(
             device_bytes=self.device_budget or 2**40,
-            host_bytes=self.host_budget or 2**40,
+            host_bytes=self.host_budget,
             param=self.param,
             optim=self.optim,
             act=self.act,
