@@ -199,14 +199,16 @@ def _saved_on_host(work: Work) -> float:
     tokens = microbatch_of(job) * job.seq_len / split.cp
     stream = tokens * shape.hidden * a
     layers = -(-shape.num_layers // split.pp)
+    # Storages begin at sectors; tables of the rotation are saved too.
+    aside = (layers + 1) * 12 * _SECTOR + 4.0 * job.seq_len * shape.head_dim * 2
     if job.recompute != "none":
-        return (layers + 3) * stream
+        return (layers + 3) * stream + aside
     width = (shape.expert_hidden if shape.num_experts else shape.ffn_hidden) / split.tp
     width *= max(1, shape.top_k)
     heads = shape.num_heads * shape.head_dim
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     block = 4 * stream + tokens * a * ((2 * qkv + heads) / split.tp + 3 * width)
-    return layers * (block + tokens * 4.0 * (shape.num_heads + 2) * 2) + 3 * stream
+    return layers * (block + tokens * 4.0 * (shape.num_heads + 2) * 2) + 3 * stream + aside
 
 
 def efficiency(flops_per_byte: float, bandwidth: float, peak: float) -> float:
