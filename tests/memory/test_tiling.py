@@ -95,9 +95,7 @@ def test_a_model_is_built_without_ever_existing_whole(tmp_path):
         model = Deep()
     assert host.stats.peak < 0.6 * MIB  # of 4 MiB
     assert all(p.untyped_storage().nbytes() == 4 for p in model.parameters())
-    for (name, whole), kept in zip(
-        reference.named_parameters(), model.parameters(), strict=True
-    ):
+    for (name, whole), kept in zip(reference.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(part_of(kept).values, whole.detach().reshape(-1)), name
     part = ZeroInfinity(device_budget=MIB, host_budget=16 * MIB)
 

@@ -14,6 +14,8 @@ from shoal.core.errors import (  # noqa: E402
     ShoalError,
     TierFullError,
 )
+from shoal.core.parts import table  # noqa: E402
+from shoal.ir import Device, Machine, MemoryTier, Work  # noqa: E402
 from shoal.memory.trace import Trace  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
 
@@ -28,6 +30,11 @@ def _one_thread():
 
 def offload(**options):
     return {"name": "zero_infinity", **BUDGETS, **options}
+
+
+def small_machine():
+    tier = MemoryTier(name="dram", capacity_bytes=2**34, read_bandwidth=1e10)
+    return Machine(name="small", device=Device(name="cpu", kind="cpu", num_cores=2, memory=(tier,)))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +136,34 @@ def test_budgets_and_paths_that_cannot_do(tmp_path):
         attempt(path=str(blocked / "inner"))
 
 
+def test_budgets_that_nobody_gives_are_what_is_needed(tmp_path):
+    away = {"name": "zero_infinity", "prefetch_numel": 0}
+    tiers = run(job(offload=away), config(), tmp_path, steps=1)
+    given = run(job(offload=offload(prefetch_numel=0)), config(), tmp_path, steps=1)
+    assert tiers.peaks == given.peaks
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {"prefetch_numel": 0}),
+        ({"recompute": "full"}, {"prefetch_numel": 0}),
+        ({"precision": "bf16"}, {"param": "host", "prefetch_numel": 0}),
+        ({}, {}),
+        ({}, {"act": "host", "optim": "host"}),
+    ],
+)
+def test_peaks_are_foretold(changes, options, tmp_path):
+    model = config(hidden=128, ffn_hidden=384, num_layers=3, vocab_size=512, head_dim=32)
+    wanted = job(offload=offload(**options), **changes)
+    found = run(wanted, model, tmp_path, steps=2)
+    part = table("offload").build(wanted.offload)
+    told = part.estimate(Work(shape=model.shape(), job=wanted), small_machine()).memory_bytes
+    for tier, peak in found.peaks.items():
+        assert peak <= told[tier], tier
+        assert peak >= (0.5 if tier == "device" else 0.9) * told[tier], tier
+
+
 def test_another_order_is_recorded_anew_with_one_warning():
     trace = Trace("train")
     a, b, c = "abc"
@@ -147,6 +182,9 @@ def test_another_order_is_recorded_anew_with_one_warning():
     with pytest.warns(RuntimeWarning, match="another order"):
         assert go(a, c, b) == ["bc", "", ""]
     assert go(a, c, b) == ["cb", "b", ""]
-    assert go(a, b) == ["cb", "", ]
+    assert go(a, b) == [
+        "cb",
+        "",
+    ]
     assert trace.violations == 2
     assert go(a, b) == ["b", ""]

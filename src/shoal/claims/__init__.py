@@ -45,6 +45,7 @@ CLAIMS = PartTable(
         "tilus": "shoal.claims.experiments.tilus:Tilus",
         "tempi": "shoal.claims.experiments.tempi:Tempi",
         "bipolar_int": "shoal.claims.experiments.bipolar_int:BipolarIntClaim",
+        "zero_infinity": "shoal.claims.experiments.zero_infinity:ZeroInfinity",
         "smash": "shoal.claims.experiments.smash:Smash",
         "superpipeline": "shoal.claims.experiments.superpipeline:SuperpipelineClaim",
         "parallel_algorithms": "shoal.claims.experiments.parallel_algorithms:ParallelAlgorithms",

@@ -350,6 +350,10 @@ class Pricer:
         }
         if rates.is_cpu:
             self._as_rehearsed(work, rates, terms)
+        if job.offload is not None:
+            terms["memory"] += (
+                self._part("offload", job.offload).estimate(work, machine).step_s.value
+            )
         step = sum(terms.values())
         tokens = float(job.global_batch * job.seq_len)
         interval = Interval.around(step, _spread(machine, terms, step))
@@ -418,6 +422,9 @@ class Pricer:
         job = work.job
         split, microbatch = job.parallel, microbatch_of(job)
         held = 1.0
+        if job.offload is not None:
+            tiers = self._part("offload", job.offload).estimate(work, self.machine).memory_bytes
+            return {**tiers, "runtime": RUNTIME_BYTES[self.machine.device.kind]}
         if split.pp > 1:
             passes = max(1, job.global_batch // split.dp // microbatch)
             held = self._part("schedule", split.schedule).in_flight(split.pp, passes, split.vpp)

@@ -49,7 +49,8 @@ class Estimate(Value):
             ``matmul``, ``attention``, ``memory``, ``overhead``, ``optimizer``,
             ``collective``, ``bubble``, ``data``.
         memory_bytes: cause -> bytes per rank: ``weights``, ``gradients``,
-            ``optimizer``, ``activations``, ``logits``, ``runtime``.
+            ``optimizer``, ``activations``, ``logits``, ``runtime``; of an offloaded run by
+            tier: ``device``, ``host``, ``disk``, and ``runtime``.
         wire_bytes: link scope -> bytes each rank sends in one step.
         flops: floating-point operations of one step, all ranks.
         tokens: tokens of one step.
@@ -72,8 +73,8 @@ class Estimate(Value):
 
     @property
     def memory_total(self) -> float:
-        """Bytes per rank."""
-        return sum(self.memory_bytes.values())
+        """Bytes of memory per rank; what lies on disk is none."""
+        return sum(size for cause, size in self.memory_bytes.items() if cause != "disk")
 
     @property
     def tokens_per_s(self) -> float:

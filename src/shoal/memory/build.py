@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError, TierFullError
 from shoal.core.sizes import human_bytes
-from shoal.kernel.squares import ROW
+from shoal.machine.host import memory_total
 from shoal.memory.disk import SECTOR
 from shoal.memory.home import Cut, Home
 from shoal.memory.initial import part_of
 from shoal.memory.mover import EmulatedLink
+from shoal.memory.needs import INCOMING, OUTGOING, SMALL, UPDATING, Staging
 from shoal.memory.offloaded import OffloadedModel
 from shoal.memory.stream import Stream, chunks
 from shoal.memory.subgroups import Elementwise, SubGroups, elementwise
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Wanted", "offloaded"]
 
-# Elements of a parameter below which it stays in host memory: a transfer's overhead would be all.
-SMALL = 2**13
-# Staging buffers of parameters, and of gradients.
-_INCOMING, _OUTGOING = 4, 3
-_MOST_STAGED = 4 * 2**20
 # A parameter on the device while it is used backward: itself, its gradient, and one more of it.
 _COPIES = 3
 # A layer is cut where its operator would take more than this part of the device.
@@ -47,7 +43,7 @@ class Wanted:
 
     Args:
         device_bytes: budget of the device.
-        host_bytes: budget of the host.
+        host_bytes: budget of the host; None for what is needed.
         param: tier of parameters.
         optim: tier of gradients and optimizer state.
         act: tier of what autograd saves.
@@ -61,7 +57,7 @@ class Wanted:
     """
 
     device_bytes: int
-    host_bytes: int
+    host_bytes: int | None
     param: Literal["host", "disk"]
     optim: Literal["host", "disk"]
     act: Literal["device", "host"]
@@ -72,36 +68,6 @@ class Wanted:
     tiles: int = 1
     links: Mapping[str, EmulatedLink] = field(default_factory=dict)
     strict: bool = True
-
-
-@dataclass(frozen=True)
-class Staging:
-    """Bytes of the host that transfers go through.
-
-    Args:
-        incoming: of one buffer of parameters, of which there are four.
-        outgoing: of one buffer of gradients, of which there are four with the one to add to.
-        sub_group: elements of a sub-group.
-        update: of one buffer of the update, of which there are three.
-    """
-
-    incoming: int
-    outgoing: int
-    sub_group: int
-    update: int
-
-    @classmethod
-    def of(cls, largest: int, itemsize: int, states: int, sub_group_numel: int) -> Staging:
-        """For parts of at most ``largest`` elements."""
-        rows = -(-largest // ROW)
-        chunk = min(rows * ROW * itemsize, _MOST_STAGED)
-        sub_group = min(rows, max(1, sub_group_numel // ROW)) * ROW
-        return cls(chunk, chunk, sub_group, SubGroups.staged_bytes(sub_group, itemsize, states))
-
-    @property
-    def nbytes(self) -> int:
-        """Of all buffers."""
-        return _INCOMING * self.incoming + (_OUTGOING + 1) * self.outgoing + 3 * self.update
 
 
 def offloaded(
@@ -131,28 +97,34 @@ def offloaded(
     itemsize = max(p.element_size() for p in named.values())
     largest = max(cut.numel for cut in cuts.values())
     staging = Staging.of(largest, itemsize, len(rule.states), wanted.sub_group_numel)
-    disk = 0
+    disk, rows = 0, 0
     for name, cut in cuts.items():
-        if cut.numel >= SMALL:
-            size = -(-cut.numel * named[name].element_size() // SECTOR) * SECTOR
-            kept = (1 + len(rule.states)) if named[name].requires_grad else 0
-            disk += size * ((wanted.param == "disk") + kept * (wanted.optim == "disk"))
-    if staging.nbytes > wanted.host_bytes:
+        size = -(-max(1, cut.numel * named[name].element_size()) // SECTOR) * SECTOR
+        kept = (1 + len(rule.states)) if named[name].requires_grad else 0
+        slow = size * ((wanted.param == "disk") + kept * (wanted.optim == "disk"))
+        disk += slow if cut.numel >= SMALL else 0
+        rows += size * (1 + kept) - (slow if cut.numel >= SMALL else 0)
+    host_bytes = wanted.host_bytes
+    if host_bytes is None:
+        host_bytes = staging.nbytes + rows
+        if wanted.act == "host":
+            host_bytes = max(host_bytes, memory_total() * 3 // 4)
+    if staging.nbytes > host_bytes:
         raise TierFullError(
             f"offload: staging buffers take {human_bytes(staging.nbytes)} and host_budget is "
-            f"{human_bytes(wanted.host_bytes)}; give more, or a smaller sub_group_numel"
+            f"{human_bytes(host_bytes)}; give more, or a smaller sub_group_numel"
         )
     tiers = Tiers(
         device=device,
         device_bytes=wanted.device_bytes,
-        host_bytes=wanted.host_bytes,
+        host_bytes=host_bytes,
         disk_bytes=disk,
         path=wanted.path,
         links=wanted.links,
         strict=wanted.strict,
     )
     try:
-        incoming = Ring(tiers.host, _INCOMING, staging.incoming, "staged parameters")
+        incoming = Ring(tiers.host, INCOMING, staging.incoming, "staged parameters")
         homes = [
             _move(model, name, cut, rule, tiers, wanted, incoming, _cut_from(values, tiles))
             for name, cut in cuts.items()
@@ -163,12 +135,12 @@ def offloaded(
             tiers,
             comm,
             incoming=incoming,
-            outgoing=Ring(tiers.host, _OUTGOING, staging.outgoing, "staged gradients"),
+            outgoing=Ring(tiers.host, OUTGOING, staging.outgoing, "staged gradients"),
             scratch=Ring(tiers.host, 1, staging.outgoing, "staged gradients"),
             prefetch_numel=wanted.prefetch_numel,
             act=wanted.act,
         )
-        ring = Ring(tiers.host, 3, staging.update, "staged optimizer state")
+        ring = Ring(tiers.host, UPDATING, staging.update, "staged optimizer state")
         for buffer in model.buffers():
             buffer.data = tiers.scope.adopt(buffer.data.to(tiers.device.device), "buffer")
     except BaseException:

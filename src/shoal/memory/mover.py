@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from shoal.core.errors import MachineError, require
 from shoal.memory.disk import DiskTier
@@ -107,7 +107,10 @@ class Mover:
         self.bytes = 0
         self.busy_s = 0.0
         self._device = device
-        self._queue: queue.Queue[tuple[Callable[[], None], Ticket] | None] = queue.Queue(depth)
+        # What to do, who is told, and on a GPU what must be done before: the memory that is copied
+        # may still be written, or have been another's, on the stream that asks.
+        self._queue: queue.Queue[tuple[Callable[[], None], Ticket, Any] | None]
+        self._queue = queue.Queue(depth)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"mover {name}", daemon=True)
         self._thread.start()
@@ -121,7 +124,12 @@ class Mover:
         if self._closed:
             raise MachineError(f"mover {self.name}: closed; nothing can be moved any more")
         ticket = Ticket(nbytes)
-        self._queue.put((work, ticket))
+        before = None
+        if self._device != "cpu":
+            import torch
+
+            before = torch.cuda.current_stream(self._device).record_event()
+        self._queue.put((work, ticket, before))
         return ticket
 
     def copy(self, source: Tensor, target: Tensor) -> Ticket:
@@ -175,11 +183,13 @@ class Mover:
             stream = torch.cuda.stream(own)
         with stream, torch.no_grad():
             while (item := self._queue.get()) is not None:
-                work, ticket = item
+                work, ticket, before = item
                 begin = time.perf_counter()
                 through = self.link.book(ticket.nbytes) if self.link is not None else begin
                 error: BaseException | None = None
                 try:
+                    if before is not None:
+                        torch.cuda.current_stream().wait_event(before)
                     work()
                     if self._device != "cpu":
                         torch.cuda.current_stream().synchronize()

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from shoal.core.errors import CheckpointError, ConfigError
-from shoal.kernel.squares import ROW
 from shoal.memory.stream import chunks
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class SubGroups:
         optimizer: how.
         tiers: places and ways.
         numel: most elements of a sub-group, a multiple of 2**14.
-        ring: three staging buffers of :meth:`staged_bytes`.
+        ring: staging buffers, each for weight, gradient and state of a sub-group.
     """
 
     def __init__(
@@ -106,13 +105,6 @@ class SubGroups:
         self._numel, self._ring = numel, ring
         self.scales: list[Tensor] = []
         """What gradients are multiplied by before they are used."""
-        self.moved_bytes = 0
-
-    @staticmethod
-    def staged_bytes(numel: int, itemsize: int, states: int) -> int:
-        """Bytes of a staging buffer: weight, gradient and state of a sub-group."""
-        assert numel % ROW == 0
-        return numel * itemsize * (2 + states)
 
     def _pieces(self) -> Iterator[_Piece]:
         for home in self.homes:

@@ -188,6 +188,7 @@ class MemoryTier(Ledger):
         capacity: budget in bytes.
         device: where the memory lies.
         alignment: of blocks; a disk's transfers ask for sectors.
+        pinned: pages of the host stay where they are, so that a GPU can copy by itself.
     """
 
     def __init__(
@@ -197,9 +198,11 @@ class MemoryTier(Ledger):
         device: torch.device | str = "cpu",
         *,
         alignment: int = ALIGNMENT,
+        pinned: bool = False,
     ) -> None:
         import torch
 
+        self._pinned = pinned
         super().__init__(name, capacity, alignment)
         self.device = torch.device(device)
         self._first = 0
@@ -213,12 +216,14 @@ class MemoryTier(Ledger):
         if self._storage is None:
             # Pages that are never touched cost nothing; a base that is aligned makes blocks so.
             size = self.capacity + self.alignment
-            if self.device.type == "cpu":
+            if self.device.type == "cpu" and not self._pinned:
                 # Nor are they promised: a budget may be larger than the memory that is free.
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
                 base = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
             else:
-                base = torch.empty(size, dtype=torch.uint8, device=self.device)
+                base = torch.empty(
+                    size, dtype=torch.uint8, device=self.device, pin_memory=self._pinned
+                )
             self._first = -base.data_ptr() % self.alignment
             self._storage = base.untyped_storage()
         return self._storage

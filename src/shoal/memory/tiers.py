@@ -62,7 +62,7 @@ class Row(Protocol):
         ...
 
     def give(self, first: int, values: Tensor, slot: Tensor | None) -> None:
-        """Keep ``values``, which are what :meth:`take` gave, or lie at the beginning of ``slot``."""
+        """Keep ``values``, which :meth:`take` gave, or which are the beginning of ``slot``."""
         ...
 
     def shown(self) -> Tensor:
@@ -169,7 +169,10 @@ class Tiers:
     ) -> None:
         links = links or {}
         self.device = MemoryTier("device", device_bytes, device)
-        self.host = MemoryTier("host", host_bytes, alignment=SECTOR)
+        gpu = self.device.device.type == "cuda"
+        self.host = MemoryTier("host", host_bytes, alignment=SECTOR, pinned=gpu)
+        if gpu:
+            _hold(self.device)
         self.disk: DiskTier | None = None
         if disk_bytes:
             assert path is not None
@@ -191,13 +194,20 @@ class Tiers:
 
     def used(self) -> dict[str, int]:
         """Tier -> bytes in use now."""
-        self.scope.live_bytes  # noqa: B018 -- settles what has ended
-        found = {"device": self.device.stats.used, "host": self.host.stats.used}
+        found = {"device": self.device.capacity - self.scope.room, "host": self.host.stats.used}
+        if self.device.device.type == "cuda":
+            import torch
+
+            found["device"] = torch.cuda.memory_allocated(self.device.device)
         return found | ({"disk": self.disk.stats.used} if self.disk is not None else {})
 
     def peaks(self) -> dict[str, int]:
         """Tier -> most bytes in use at one time."""
         found = {"device": self.device.stats.peak, "host": self.host.stats.peak}
+        if self.device.device.type == "cuda":
+            import torch
+
+            found["device"] = torch.cuda.max_memory_allocated(self.device.device)
         return found | ({"disk": self.disk.stats.peak} if self.disk is not None else {})
 
     def close(self) -> None:
@@ -206,6 +216,15 @@ class Tiers:
             mover.close()
         if self.disk is not None:
             self.disk.close()
+
+
+def _hold(device: MemoryTier) -> None:
+    """Have the GPU's allocator keep the budget."""
+    import torch
+
+    total = torch.cuda.get_device_properties(device.device).total_memory
+    device.capacity = min(device.capacity, total)
+    torch.cuda.set_per_process_memory_fraction(device.capacity / total, device.device)
 
 
 def make_row(tiers: Tiers, place: Place, numel: int, dtype: torch.dtype, tag: str) -> Row:

@@ -168,5 +168,3 @@ def tile(
             setattr(model.get_submodule(owner), leaf, made)
             found |= made.boxes(name)
     return found
-
-

@@ -27,6 +27,8 @@ __all__ = ["Waiting"]
 
 # Bytes of a storage from which it pays to send it away.
 _LEAST = 4096
+# What leaves the device at a time is no more than so many of the largest.
+_LEAVING = 3
 
 
 class _Away:
@@ -70,6 +72,7 @@ class Waiting:
         self._known: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
         self._order: list[weakref.ref[_Away]] = []
         self._leaving: deque[Ticket] = deque()
+        self._largest = 0
         self._ended: deque[tuple[Block, Ticket]] = deque()
         self.waited_s = 0.0
 
@@ -95,7 +98,7 @@ class Waiting:
             TierFullError: the host has no room for it.
         """
         storage = tensor.untyped_storage()
-        if storage.nbytes() < _LEAST or tensor.device != self._tiers.device.device:
+        if storage.nbytes() < _LEAST or tensor.device.type != self._tiers.device.device.type:
             return tensor
         away = self._known.get(storage._cdata)
         if away is None or away.source() is not storage:
@@ -111,6 +114,9 @@ class Waiting:
     def _send(self, tensor: Tensor, storage: torch.UntypedStorage) -> _Away:
         self._settle()
         tiers, nbytes = self._tiers, storage.nbytes()
+        self._largest = max(self._largest, nbytes)
+        while sum(t.nbytes for t in self._leaving) + nbytes > _LEAVING * self._largest:
+            self._leaving.popleft().wait()
         what = f"saved {'x'.join(map(str, tensor.shape))} for the backward pass"
         block = tiers.host.alloc(nbytes, what)
         away = _Away(block, storage, len(self._order))

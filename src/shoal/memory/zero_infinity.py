@@ -6,6 +6,7 @@ Source: Rajbhandari et al., ZeRO-Infinity, 2021, sections 3 (sizes), 4 (bandwidt
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,8 +14,10 @@ from pydantic import BeforeValidator
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part, table
-from shoal.core.sizes import Size
+from shoal.core.sizes import Size, human_bytes
+from shoal.cost.arithmetic import flops_per_token
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
+from shoal.memory.needs import Needs, disk_bandwidth, efficiency, needs
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +50,8 @@ class ZeroInfinity:
 
     Args:
         device_budget: bytes of the device that a step may use; all of it if not given.
-        host_budget: bytes of the host's memory; three quarters of it if not given.
+        host_budget: bytes of the host's memory; what is needed if not given, and with ``act: host``
+            three quarters of what there is.
         param: where parameters live: host or disk.
         optim: where gradients and the optimizer's state live: host or disk.
         act: where what autograd saves waits for the backward pass: device or host.
@@ -116,8 +120,69 @@ class ZeroInfinity:
             )
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Bytes by tier, and the seconds that the slow tiers add to a step."""
-        return Estimate(step_s=Interval(value=0, low=0, high=0))
+        """Bytes by tier, and the seconds for which a step waits for the disk.
+
+        Parameters are read while passes compute, as far as these last; the update's traffic is
+        the disk's alone.
+        """
+        need = self._needs(work)
+        bandwidth = disk_bandwidth(machine)
+        shown = flops_per_token(work.shape, work.job.seq_len) * work.job.global_batch
+        shown *= work.job.seq_len / work.job.parallel.world / _peak(work, machine)
+        fetched = need.fetched / bandwidth
+        seconds = max(0.0, fetched - shown) + (need.read + need.written) / bandwidth
+        return Estimate(
+            step_s=Interval.around(seconds, 0.5),
+            terms_s={"memory": seconds},
+            memory_bytes={"device": need.device, "host": need.host, "disk": need.disk},
+        )
+
+    def _needs(self, work: Work) -> Needs:
+        need = needs(
+            work,
+            param=self.param,
+            optim=self.optim,
+            act=self.act,
+            sub_group_numel=self.sub_group_numel,
+            prefetch_numel=self.prefetch_numel,
+        )
+        if self.device_budget is None:
+            return need
+        # What comes early takes no more than is left.
+        least = needs(
+            work,
+            param=self.param,
+            optim=self.optim,
+            act=self.act,
+            sub_group_numel=self.sub_group_numel,
+            prefetch_numel=0,
+        ).device
+        return replace(need, device=max(least, min(need.device, self.device_budget)))
+
+    def notes(self, work: Work, machine: Machine) -> tuple[str, ...]:
+        """What a plan should say: budgets that are too small, tiers that are too slow."""
+        need, job = self._needs(work), work.job
+        found: list[str] = []
+        for name, most in (("device", need.device), ("host", need.host)):
+            budget = getattr(self, f"{name}_budget")
+            if budget is not None and most > budget:
+                found.append(
+                    f"offload: {name}_budget {human_bytes(budget)} is below the "
+                    f"{human_bytes(most)} that the step is predicted to need"
+                )
+        tokens = job.seq_len * job.global_batch / job.parallel.dp
+        for what, intensity, tier in (
+            ("parameters and gradients", tokens, self.param),
+            ("optimizer states", tokens / 4, self.optim),
+        ):
+            share = efficiency(intensity, disk_bandwidth(machine), _peak(work, machine))
+            if tier == "disk" and share < self.min_efficiency:
+                found.append(
+                    f"offload: with {what} on disk at most {share:.0%} of a step computes, below "
+                    f"min_efficiency {self.min_efficiency:.0%}; use a larger batch, a faster disk "
+                    "or host memory"
+                )
+        return tuple(found)
 
     def apply(
         self,
@@ -134,7 +199,7 @@ class ZeroInfinity:
 
         wanted = Wanted(
             device_bytes=self.device_budget or 2**40,
-            host_bytes=self.host_budget or 2**40,
+            host_bytes=self.host_budget,
             param=self.param,
             optim=self.optim,
             act=self.act,
@@ -145,6 +210,14 @@ class ZeroInfinity:
             path=Path(self.path) if self.path else place,
         )
         return offloaded(model, comm, optimizer, wanted, device=device, values=values)
+
+
+def _peak(work: Work, machine: Machine) -> float:
+    """Operations per second of a rank's matrix products."""
+    device = machine.device
+    rates = {**device.peak_flops, **device.matmul_flops}
+    found = rates.get(work.job.precision) or rates.get("fp32") or 1e11
+    return found / (work.job.parallel.world if device.kind == "cpu" else 1)
 
 
 def refuse(job: TrainJob, name: str) -> None:

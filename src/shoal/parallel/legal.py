@@ -142,7 +142,7 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
             not (schedule.splits or schedule.vocab_barriers or schedule.cells),
             "offload",
             job.offload.name,
-            expected=f"no offload with schedule {p.schedule.name} and vocab {p.vocab}, whose passes "
+            expected=f"no offload with schedule {p.schedule.name} and vocab {p.vocab}, which "
             "write gradients themselves; use schedule 1f1b, gpipe or interleaved with vocab auto",
             error=PlanError,
         )

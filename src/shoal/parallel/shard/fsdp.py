@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.core.errors import ConfigError
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
+from shoal.kernel.squares import sum_of_squares
 from shoal.parallel.protocols import Held
 from shoal.parallel.shard.cost import sharding_estimate
-from shoal.kernel.squares import sum_of_squares
 from shoal.parallel.shard.units import check_divided, units
 
 if TYPE_CHECKING:

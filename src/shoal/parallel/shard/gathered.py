@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from shoal.parallel.protocols import Held
 from shoal.kernel.squares import sum_of_squares
+from shoal.parallel.protocols import Held
 from shoal.parallel.shard.units import check_divided, units
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.errors import RankError, require
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
+from shoal.kernel.squares import sum_of_squares
 from shoal.parallel.protocols import Held
 from shoal.parallel.shard.cost import sharding_estimate
-from shoal.kernel.squares import sum_of_squares
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from shoal.core.parts import table
 from shoal.cost.rates import Rates
 from shoal.cost.training import Pricer, estimate, microbatch_of, steps_of
 from shoal.ir import Estimate, Machine, ModelShape, Plan, TrainJob, Work
@@ -35,12 +36,19 @@ def usable_bytes(job: TrainJob, machine: Machine) -> float:
 
 def fits(job: TrainJob, machine: Machine, cost: Estimate) -> bool:
     """The predicted memory of a rank is within what it may fill."""
-    return cost.memory_total <= usable_bytes(job, machine)
+    return _filled(job, machine, cost.memory_bytes) <= usable_bytes(job, machine)
+
+
+def _filled(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> float:
+    """Bytes of the device's memory; of a GPU's, what is offloaded takes none."""
+    away = {"disk", "host"} if job.offload and machine.device.kind == "gpu" else {"disk"}
+    return sum(size for cause, size in causes.items() if cause not in away)
 
 
 def may_fit(work: Work, pricer: Pricer) -> bool:
     """The same, without pricing the plan."""
-    return sum(pricer.memory(work).values()) <= usable_bytes(work.job, pricer.machine)
+    filled = _filled(work.job, pricer.machine, pricer.memory(work))
+    return filled <= usable_bytes(work.job, pricer.machine)
 
 
 def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Judged) -> str:
@@ -142,12 +150,14 @@ def to_plan(
         planner=planner,
         fits=fitting,
         why=why,
-        notes=(*notes, *_notes(concrete, shape)),
+        notes=(*notes, *_notes(concrete, shape, machine)),
     )
 
 
-def _notes(job: TrainJob, shape: ModelShape) -> tuple[str, ...]:
-    found = []
+def _notes(job: TrainJob, shape: ModelShape, machine: Machine) -> tuple[str, ...]:
+    found: list[str] = []
+    if job.offload is not None:
+        found += table("offload").build(job.offload).notes(Work(shape=shape, job=job), machine)
     if shape.attention not in ("MHA", "GQA", "MQA"):
         found.append(f"{shape.attention} attention is counted as grouped-query attention")
     return tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.errors import ShoalError
+from shoal.core.parts import Choice, options_of, table
 from shoal.cost.training import Pricer, microbatch_of
 from shoal.ir import Link, Machine, ModelShape, TrainJob, Work
 from shoal.plan.strategy.judge import Judged, fits, rank, usable_bytes
@@ -43,6 +44,7 @@ def remedies(
     ]
     for would in (
         _opened(job, shape, machine),
+        _offloaded(job, shape, machine),
         _more_devices(job, shape, machine),
         _smaller(job, shape, machine),
     ):
@@ -103,6 +105,21 @@ def _opened(job: TrainJob, shape: ModelShape, machine: Machine) -> str:
         item = _best(opened, shape, machine)
         if item is not None:
             return _changes(job, item[0], names)
+    return ""
+
+
+def _offloaded(job: TrainJob, shape: ModelShape, machine: Machine) -> str:
+    """A part that keeps the state elsewhere than on the device."""
+    if job.offload is not None:
+        return ""
+    for name in table("offload"):
+        known = options_of(table("offload").load(name))
+        for options in ({}, {"act": "host"}) if "act" in known else ({},):
+            choice = Choice(name=name, options=options)
+            away = job.model_copy(update={"offload": choice, "shard": Choice(name="replicated")})
+            item = _best(away, shape, machine)
+            if item is not None:
+                return f"offload: {choice}, recompute: {item[0].recompute}"
     return ""
 
 

@@ -109,7 +109,7 @@ def sharding_choices(job: TrainJob, parallel: Parallel) -> tuple[Choice, ...]:
     """Shard parts to try for a split."""
     if "shard" in job.model_fields_set:
         return (job.shard,)
-    if parallel.dp == 1:
+    if parallel.dp == 1 or job.offload is not None:
         return (Choice(name="replicated"),)
     known = table("shard")
     whole = needs_whole_matrices(job)

@@ -1,0 +1,259 @@
+"""[64] ZeRO-Infinity: do models train whose state is many times the device's memory?
+
+Source: Rajbhandari et al., ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
+Learning, 2021.
+
+A decoder in a device of 64 MiB and a host of 256 MiB, budgets that are counted operator by
+operator. The baseline of the size is PyTorch with everything on the device; of the fetch, one rank
+that has all of a parameter and sends it; of the overlap, the same without fetching ahead. The A/A
+run puts each baseline in the method's place. The quick run has an eighth of the budgets and no
+clock.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.core.random import generator
+
+__all__ = ["ZeroInfinity"]
+
+_MIB = 2**20
+_PLAIN = "PyTorch, everything on the device"
+
+
+@part
+class ZeroInfinity:
+    """Sizes, fetches, overlap and predicted peaks.
+
+    Args:
+        device_mib: budget of the device.
+        host_mib: budget of the host.
+        widest: largest width that is tried.
+        disk_rate: emulated bytes per second of each rank's disk, for the fetches.
+        width: of the model whose fetches and overlap are measured.
+        pairs: rounds.
+    """
+
+    device_mib: int = 64
+    host_mib: int = 256
+    widest: int = 1536
+    disk_rate: float = 100e6
+    width: int = 512
+    pairs: int = 9
+
+    rows: ClassVar[tuple[int, ...]] = (64,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.counted(
+            "parameters", ">=", 8.0, _PLAIN, statistic="ratio", unit="x", paper="40x on 32 GPUs"
+        ),
+        Metric.counted("state_over_device", ">=", 8.0, "state that fits the device", unit="x"),
+        Metric.counted("differing_bits", "<=", 0.0, "torch.optim.AdamW", statistic="max"),
+        Metric.counted("peak_error", "<=", 0.1, _PLAIN, statistic="max"),
+        Metric.counted("peak_over_estimate", "<=", 1.0, _PLAIN, statistic="max", unit="x"),
+        Metric.speedup("fetch", 1.6, "an owner sends each parameter", evidence="mechanism"),
+        Metric.speedup("overlap", 1.25, "nothing fetched ahead", evidence="mechanism"),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("device_mib", "host_mib", "pairs"):
+            require(
+                getattr(self, name) >= 1,
+                f"claim.zero_infinity.{name}",
+                getattr(self, name),
+                expected="1 or more",
+            )
+        for name in ("widest", "width"):
+            value = getattr(self, name)
+            require(
+                value >= 128 and value % 64 == 0,
+                f"claim.zero_infinity.{name}",
+                value,
+                expected="a multiple of 64 from 128",
+            )
+        require(
+            self.disk_rate > 0,
+            "claim.zero_infinity.disk_rate",
+            self.disk_rate,
+            expected="above 0",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """It needs torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            metrics, details = self._sizes(context, quick=quick, as_baseline=as_baseline)
+            if quick:
+                return Samples(metrics=metrics, details=details)
+            context.progress("fetches of two ranks", 0.5)
+            metrics["fetch"] = self._fetches(context, as_baseline=as_baseline)
+            context.progress("overlap", 0.7)
+            metrics["overlap"], profile = self._overlap(context, as_baseline=as_baseline)
+        finally:
+            torch.set_num_threads(threads)
+        bounds = {"fetch": 2.0, "overlap": 2.0}
+        return Samples(metrics=metrics, bounds=bounds, profile=profile, details=details)
+
+    def _sizes(
+        self, context: Context, *, quick: bool, as_baseline: bool
+    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+        """The largest models that train three steps, and their peaks beside the predicted."""
+        import torch
+
+        from shoal.claims.experiments import zero_infinity_runs as runs
+
+        share = 8 if quick else 1
+        budgets = runs.Budgets(self.device_mib * _MIB // share, self.host_mib * _MIB // share)
+        seed = context.seed
+
+        def largest_plain() -> runs.Trained:
+            best: runs.Trained | None = None
+            for width in range(64, self.widest + 1, 64):
+                made = runs.plain(runs.model_of(width), budgets.device, steps=3, seed=seed)
+                if made is None:
+                    break
+                best = made
+            assert best is not None
+            return best
+
+        def largest_streamed() -> runs.Trained:
+            widest = int(self.widest / math.sqrt(share)) // 128 * 128
+            for width in range(widest, 0, -128):
+                context.progress(f"{width} wide", 0.2)
+                made = runs.streamed(
+                    runs.model_of(width),
+                    budgets,
+                    context.work_dir,
+                    steps=3,
+                    seed=seed,
+                    prefetch_numel=10**5,
+                    sub_group_numel=10**6 // share,
+                    tiled=True,
+                )
+                if made is not None:
+                    return made
+            raise AssertionError("no width fits")
+
+        context.progress("plain training", 0.05)
+        plain = context.remember(f"plain {share}", largest_plain)
+        best = plain if as_baseline else largest_streamed()
+        metrics = {
+            "parameters": Paired(method=(best.parameters,), baseline=(plain.parameters,)),
+            "state_over_device": Paired(method=(16.0 * best.parameters / budgets.device,)),
+        }
+        small = runs.model_of(128)
+        steps = 20
+        one = runs.plain(small, 2**30, steps=steps, seed=seed, keep=True)
+        two = runs.streamed(
+            small, runs.Budgets(2**24, 2**26), context.work_dir, steps=steps, seed=seed, keep=True
+        )
+        assert one is not None
+        assert two is not None
+        differ = sum(int((two.values[n] != value).sum()) for n, value in one.values.items())
+        metrics["differing_bits"] = Paired(method=(float(differ),))
+        errors, over, peaks = [], [], []
+        # Widths and lengths such that each of the formula's moments is the largest once.
+        source = generator(seed, purpose="zero infinity peaks")
+        chosen = ((256, 512), (128, 256)) if quick else ((128, 256), (256, 128), (256, 512))
+        for width, tokens in chosen:
+            ahead = int(source.integers(0, 2)) * 10**7
+            made = runs.streamed(
+                runs.model_of(width),
+                runs.Budgets(2**27, 2**27),
+                context.work_dir,
+                steps=2,
+                seed=seed,
+                tokens=tokens,
+                prefetch_numel=ahead,
+            )
+            assert made is not None
+            found = made.peaks
+            if as_baseline:
+                whole = runs.plain(runs.model_of(width), 2**30, steps=2, seed=seed)
+                assert whole is not None
+                found = {**found, **whole.peaks}
+            for tier, predicted in made.predicted.items():
+                errors.append(abs(found[tier] / predicted - 1))
+                over.append(found[tier] / predicted)
+            peaks.append({"width": width, "tokens": tokens, **found})
+        metrics["peak_error"] = Paired(method=tuple(errors))
+        metrics["peak_over_estimate"] = Paired(method=tuple(over))
+        torch.set_num_threads(1)
+        details: dict[str, JsonValue] = {
+            "parameters": best.parameters,
+            "plain_parameters": plain.parameters,
+            "peaks": dict(best.peaks),
+            "predicted_runs": [{key: float(n) for key, n in peak.items()} for peak in peaks],
+        }
+        return metrics, details
+
+    def _fetches(self, context: Context, *, as_baseline: bool) -> Paired:
+        """Seconds until parameters are there: both ranks read a part, or one reads all."""
+        from shoal.claims.experiments import zero_infinity_runs as runs
+
+        def measured(*, owner: bool) -> tuple[float, ...]:
+            return runs.fetch_seconds(
+                runs.model_of(self.width // 2),
+                context.work_dir,
+                owner=owner,
+                bytes_per_s=self.disk_rate,
+                rounds=self.pairs,
+            )
+
+        return Paired(method=measured(owner=as_baseline), baseline=measured(owner=True))
+
+    def _overlap(self, context: Context, *, as_baseline: bool) -> tuple[Paired, str]:
+        """Seconds of steps, fetched ahead or not, where computing takes as long as reading."""
+        from shoal.claims.experiments import zero_infinity_runs as runs
+        from shoal.memory.mover import EmulatedLink
+
+        config, tokens = runs.model_of(self.width), 128
+
+        def step(ahead: int, links: dict[str, EmulatedLink], steps: int) -> runs.Trained:
+            made = runs.streamed(
+                config,
+                runs.Budgets(2**29, 2**29),
+                context.work_dir,
+                steps=steps,
+                seed=context.seed,
+                prefetch_numel=ahead,
+                optim_on_host=True,
+                tokens=tokens,
+                links=links,
+            )
+            assert made is not None
+            return made
+
+        free = step(2 * 10**7, {}, 4)
+        twice = 2 * 4.0 * free.parameters
+        rate = twice / min(free.seconds[1:])
+        found: dict[str, list[float]] = {"method": [], "baseline": []}
+        for turn in range(self.pairs):
+            order = ("method", "baseline") if turn % 2 else ("baseline", "method")
+            for name in order:
+                ahead = 0 if as_baseline or name == "baseline" else 2 * 10**7
+                made = step(ahead, {"read": EmulatedLink(rate)}, 3)
+                found[name].append(made.seconds[-1])
+        profile = (
+            f"a step takes {min(free.seconds[1:]):.3f} s without waiting; the disk reads "
+            f"{rate / 1e6:.0f} MB/s"
+        )
+        paired = Paired(method=tuple(found["method"]), baseline=tuple(found["baseline"]))
+        return paired, profile

@@ -1,0 +1,241 @@
+"""Training runs in budgets: plain, and with the state in tiers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import TierFullError
+from shoal.core.random import generator
+from shoal.ir import TrainJob, Work
+from shoal.memory.build import Wanted, offloaded
+from shoal.memory.device import DeviceScope
+from shoal.memory.mover import EmulatedLink
+from shoal.memory.needs import needs
+from shoal.memory.offloaded import OffloadedModel
+from shoal.memory.tier import MemoryTier
+from shoal.model.config import ModelConfig
+from shoal.model.initialise import empty
+from shoal.model.transformer import Transformer
+from shoal.parallel.measure_passes import Cheap
+from shoal.parallel.thread_comm import run_ranks
+from shoal.train.optimizers.adamw import AdamW
+
+if TYPE_CHECKING:
+    from shoal.ir.comm import Comm
+
+__all__ = ["Budgets", "Trained", "fetch_seconds", "model_of", "plain", "streamed"]
+
+VOCAB = 256
+LAYERS = 4
+TOKENS = 32
+_LR = 1e-3
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes of device and host."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run came to.
+
+    Args:
+        parameters: of the model.
+        values: of every parameter afterwards; none where nobody compares them.
+        peaks: tier -> most bytes.
+        predicted: the same, as told beforehand.
+        seconds: of every step.
+    """
+
+    parameters: int
+    values: dict[str, Tensor]
+    peaks: dict[str, float]
+    predicted: dict[str, float]
+    seconds: tuple[float, ...] = ()
+
+
+def model_of(hidden: int) -> ModelConfig:
+    """A byte-level decoder of four layers, four times as wide inside."""
+    return ModelConfig(
+        name=f"lm-{hidden}",
+        family="llama",
+        vocab_size=VOCAB,
+        hidden=hidden,
+        num_layers=LAYERS,
+        num_heads=hidden // 64,
+        num_kv_heads=hidden // 64,
+        head_dim=64,
+        ffn_hidden=hidden * 8 // 3 // 64 * 64,
+        max_position=512,
+    )
+
+
+def _batch(seed: int, step: int, tokens: int) -> tuple[Tensor, Tensor]:
+    ids = generator(seed, purpose="zero infinity", step=step).integers(0, VOCAB, (1, tokens + 1))
+    whole = torch.from_numpy(ids)
+    return whole[:, :-1].clone(), whole[:, 1:].clone()
+
+
+def _count(config: ModelConfig) -> int:
+    return sum(p.numel() for p in empty(config).parameters())
+
+
+def plain(
+    config: ModelConfig, device_bytes: int, *, steps: int, seed: int, keep: bool = False
+) -> Trained | None:
+    """PyTorch with everything on the device; None where that has no room."""
+    tier = MemoryTier("device", device_bytes)
+    scope = DeviceScope(tier)
+    weights = Cheap(config)
+    model = empty(config)
+    try:
+        for name, parameter in list(model.named_parameters()):
+            tier_room = scope.adopt(weights.whole(name), name)
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tier_room))
+            del parameter
+        updater = AdamW(lr=_LR, fused=False).build(dict(model.named_parameters()))
+        for step in range(steps):
+            x, y = (scope.adopt(part) for part in _batch(seed, step, TOKENS))
+            with scope:
+                (model.loss_sum(x, y) / TOKENS).backward()  # type: ignore[no-untyped-call]
+                updater.step(1.0)
+                for parameter in model.parameters():
+                    parameter.grad = None
+    except TierFullError:
+        return None
+    values = {n: p.detach() for n, p in model.named_parameters()} if keep else {}
+    return Trained(_count(config), values, {"device": tier.stats.peak}, {})
+
+
+def _job(tokens: int) -> TrainJob:
+    return TrainJob(seq_len=tokens, global_batch=1, microbatch=1, precision="fp32", steps=1)
+
+
+def streamed(
+    config: ModelConfig,
+    budgets: Budgets,
+    place: Path,
+    *,
+    steps: int,
+    seed: int,
+    keep: bool = False,
+    prefetch_numel: int = 10**6,
+    sub_group_numel: int = 10**6,
+    optim_on_host: bool = False,
+    tiled: bool = False,
+    links: dict[str, EmulatedLink] | None = None,
+    tokens: int = TOKENS,
+) -> Trained | None:
+    """ZeRO-Infinity, parameters on disk; None where the budgets have no room."""
+
+    def train(comm: Comm) -> Trained:
+        model = empty(config)
+        made = _offloaded(
+            model,
+            comm,
+            budgets,
+            place,
+            prefetch_numel=prefetch_numel,
+            sub_group_numel=sub_group_numel,
+            optim_on_host=optim_on_host,
+            tiles=0 if tiled else 1,
+            links=links or {},
+        )
+        seconds = []
+        with contextlib.closing(made):
+            for step in range(steps):
+                x, y = _batch(seed, step, tokens)
+                begin = time.perf_counter()
+                with made.passes("train", x, y):
+                    (model.loss_sum(x, y) / tokens).backward()  # type: ignore[no-untyped-call]
+                made.step(1.0)
+                seconds.append(time.perf_counter() - begin)
+            values = {n: h.tensor.clone() for n, h in made.held().items()} if keep else {}
+        peaks = {tier: float(peak) for tier, peak in made.tiers.peaks().items()}
+        return Trained(_count(config), values, peaks, told, tuple(seconds))
+
+    found = needs(
+        Work(shape=config.shape(), job=_job(tokens)),
+        param="disk",
+        optim="host" if optim_on_host else "disk",
+        act="device",
+        sub_group_numel=sub_group_numel,
+        prefetch_numel=prefetch_numel,
+    )
+    told = {"device": found.device, "host": found.host, "disk": found.disk}
+    try:
+        return run_ranks(1, train)[0]
+    except TierFullError:
+        return None
+
+
+def _offloaded(
+    model: Transformer,
+    comm: Comm,
+    budgets: Budgets,
+    place: Path,
+    *,
+    prefetch_numel: int,
+    sub_group_numel: int = 10**6,
+    optim_on_host: bool = False,
+    owner: bool = False,
+    tiles: int = 1,
+    links: dict[str, EmulatedLink],
+) -> OffloadedModel:
+    wanted = Wanted(
+        device_bytes=budgets.device,
+        host_bytes=budgets.host,
+        param="disk",
+        optim="host" if optim_on_host else "disk",
+        act="device",
+        sub_group_numel=sub_group_numel,
+        prefetch_numel=prefetch_numel,
+        owner=owner,
+        path=place,
+        tiles=tiles,
+        links=links,
+    )
+    rule = AdamW(lr=_LR, fused=False)
+    return offloaded(model, comm, rule, wanted, values=Cheap(model.config).whole)
+
+
+def fetch_seconds(
+    config: ModelConfig, place: Path, *, owner: bool, bytes_per_s: float, rounds: int
+) -> tuple[float, ...]:
+    """Seconds for which the forward passes of two ranks wait for parameters, each round.
+
+    Each rank has a disk of its own rate. Nothing is fetched ahead: what is measured is how soon
+    a layer can be there.
+    """
+    budgets = Budgets(2**28, 2**28)
+
+    def train(comm: Comm) -> tuple[float, ...]:
+        model = empty(config)
+        links = {"read": EmulatedLink(bytes_per_s)}
+        with contextlib.closing(
+            _offloaded(model, comm, budgets, place, prefetch_numel=0, owner=owner, links=links)
+        ) as made:
+            found = []
+            for step in range(rounds + 1):
+                x, y = _batch(comm.rank, step, 8)
+                before = made.stream.waited_s
+                comm.barrier()
+                with torch.no_grad(), made.passes("score", x, y):
+                    model.loss_sum(x, y)
+                found.append(made.stream.waited_s - before)
+            return tuple(found[1:])
+
+    both = run_ranks(2, train)
+    return tuple(max(pair) for pair in zip(*both, strict=True))
