@@ -39,6 +39,7 @@ CLAIMS = PartTable(
         "tempi": "shoal.claims.experiments.tempi:Tempi",
         "bipolar_int": "shoal.claims.experiments.bipolar_int:BipolarIntClaim",
         "smash": "shoal.claims.experiments.smash:Smash",
+        "ssdtrain": "shoal.claims.experiments.ssdtrain:SSDTrainClaim",
         "superpipeline": "shoal.claims.experiments.superpipeline:SuperpipelineClaim",
         "parallel_algorithms": "shoal.claims.experiments.parallel_algorithms:ParallelAlgorithms",
         "fastswitch": "shoal.claims.experiments.fastswitch:FastSwitch",
