@@ -231,6 +231,7 @@ class TrainJob(Value):
         objective: what a plan should make small: time, cost (money) or energy.
         parallel: degrees of parallelism.
         shard: what is sharded over the data-parallel ranks.
+        activation: where that lies which the forward pass saves for the backward pass.
         recompute: none; full (only each block's input is kept); or stage (only the input of
             a pipeline stage is kept).
         layers: groups of blocks from first to last, where blocks run in different ways; their
@@ -269,6 +270,7 @@ class TrainJob(Value):
     objective: Literal["time", "cost", "energy"] = "time"
     parallel: Parallel = Parallel()
     shard: Annotated[Choice, Kind("shard")] = Choice(name="replicated")
+    activation: Annotated[Choice, Kind("activation")] = Choice(name="keep")
     recompute: Literal["none", "full", "stage"] = "none"
     layers: tuple[LayerGroup, ...] = ()
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)

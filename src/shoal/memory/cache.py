@@ -92,7 +92,7 @@ class TensorCache:
         self._thread = threading.get_ident()
         self._let_go: deque[tuple[Entry, bool]] = deque()
         self._steps = 0
-        self._profiled: list[Record] = []
+        self._records: dict[int, Record] = {}  # of this step
         self._began = 0.0
 
     # -- around a step
@@ -115,7 +115,7 @@ class TensorCache:
             ]
         self._thread, self._began = threading.get_ident(), time.perf_counter()
         self._saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        self.microbatch(next(self._numbers))
+        self.microbatch(-1 - next(self._numbers))
         self._saving.__enter__()
         return self
 
@@ -134,7 +134,7 @@ class TensorCache:
         self._hooks.clear()
         self._stack.clear()
         self._record = None
-        profiled, self._profiled = self._profiled, []
+        records, self._records = self._records, {}
         if kind is not None:
             for entry in self._going:
                 entry.called_off = True
@@ -146,7 +146,7 @@ class TensorCache:
         self._steps += 1
         # The first step is slower than all others.
         if self._adaptive and self.cut is None and self._steps > 1:
-            self._choose(profiled[-1])
+            self._choose(list(records.values())[-1])
         self._reap()
 
     def step(self) -> contextlib.AbstractContextManager[Any]:
@@ -154,17 +154,17 @@ class TensorCache:
         return self
 
     def microbatch(self, number: int) -> None:
-        """What is saved from now on is of this micro-batch: a record of its own.
+        """What is saved from now on is of this micro-batch, which has a record of its own.
 
         Raises:
             MachineError: no step has begun.
         """
         if self._saving is None:
             raise MachineError("ssdtrain: no step has begun; use the cache around a training step")
-        self._record = Record(number)
+        if number not in self._records:
+            self._records[number] = Record(number)
+        self._record = self._records[number]
         self._stack = [self._scope("")]
-        if self._adaptive and self.cut is None:
-            self._profiled.append(self._record)
 
     def on_module(self, name: str, phase: Phase) -> None:
         """The forward pass enters or leaves a scope."""
@@ -173,7 +173,7 @@ class TensorCache:
             return
         if phase == "enter":
             if name in record.seen:  # the next micro-batch; nobody said so
-                self.microbatch(next(self._numbers))
+                self.microbatch(-1 - next(self._numbers))
             assert self._record is not None
             self._record.seen.add(name)
             self._stack[-1].made_s = time.perf_counter() - self._began
@@ -432,10 +432,9 @@ def _stamped(storage: torch.UntypedStorage) -> int:
 
 def _scopes_of(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a model; its parts, where it has no chain of blocks."""
-    from shoal.memory.chain import find_chain
+    from shoal.memory.chain import find_blocks
 
     try:
-        chain = find_chain(model)
+        return dict(find_blocks(model)[1])
     except ModelError:
         return {n: m for n, m in model.named_children() if any(True for _ in m.parameters())}
-    return dict(zip(chain.names, chain.blocks, strict=True))

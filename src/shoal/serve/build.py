@@ -113,13 +113,23 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
     if dtype == torch.float32 and few_rows.backend == "torch" and not model.embed.weight.is_cuda:
         _store_by_columns(model)
     memory: MemoryPart = table("memory").build(job.memory, where="memory")
-    model = accelerate(
-        model,
-        job.kernel,
-        positions=positions(job, model.config),
-        exact=job.exact,
-        pack=job.memory.name == "resident",
-    )
+    if job.memory.name == "superpipeline":  # kernels hold weights, and these come and go
+        require(
+            not job.kernel and not job.exact and job.weights == "plain",
+            "memory",
+            job.memory.name,
+            expected="resident with kernel, exact or weights: blocks that come and go compute with "
+            "the library's operators",
+            error=ServeError,
+        )
+    else:
+        model = accelerate(
+            model,
+            job.kernel,
+            positions=positions(job, model.config),
+            exact=job.exact,
+            pack=job.memory.name == "resident",
+        )
     memory.apply(model)
     return model
 

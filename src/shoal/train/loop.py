@@ -175,8 +175,10 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """End the thread that reads rows."""
+        """End the threads that read rows and keep what passes save."""
         self._source.close()
+        if self.engine.saved is not None:
+            self.engine.saved.close()
 
     def _rows(self, step: int) -> Rows:
         """The rows of this rank's replica."""

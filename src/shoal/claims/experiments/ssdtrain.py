@@ -25,10 +25,7 @@ from shoal.core.measure import interleave
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from shoal.memory.cache import TensorCache
-    from shoal.model.transformer import Transformer
+    from shoal.claims.bench.activations import Way
 
 __all__ = ["SSDTrainClaim"]
 
@@ -103,8 +100,8 @@ class SSDTrainClaim:
             torch.set_num_threads(threads)
 
     def _run(self, context: Context, quick: bool, as_baseline: bool) -> Samples:
-        ways = {name: self._way(context, name) for name in ("keep", "recompute", "disk")}
-        method = ways["keep" if as_baseline else "disk"]
+        ways = {name: self._way(context, name) for name in ("keep", "recompute", "ssdtrain")}
+        method = ways["keep" if as_baseline else "ssdtrain"]
         context.progress("warming up", 0.05)
         for way in ways.values():
             for _ in range(_WARM):
@@ -117,7 +114,7 @@ class SSDTrainClaim:
             for a, b in zip(method.model.parameters(), ways["keep"].model.parameters(), strict=True)
         )
         left = len(list(Path(context.work_dir).rglob("*tier*")))
-        cache = ways["disk"].cache
+        cache = ways["ssdtrain"].cache
         assert cache is not None
         left += cache.disk.stats.used
         metrics = {
@@ -140,11 +137,13 @@ class SSDTrainClaim:
         runs: dict[str, Callable[[], object]] = {n: way.step for n, way in ways.items()}
         if as_baseline:
             # The baseline in the method's place: the same steps under another name.
-            runs["disk"] = self._way(context, "keep").step
+            runs["ssdtrain"] = self._way(context, "keep").step
         times = interleave(runs, self.pairs, warmup=1, seed=context.seed)
         seconds = times.seconds
-        metrics["step_time"] = Paired(method=seconds["disk"], baseline=seconds["keep"])
-        metrics["over_recompute"] = Paired(method=seconds["disk"], baseline=seconds["recompute"])
+        metrics["step_time"] = Paired(method=seconds["ssdtrain"], baseline=seconds["keep"])
+        metrics["over_recompute"] = Paired(
+            method=seconds["ssdtrain"], baseline=seconds["recompute"]
+        )
         medians = {name: times.median(name).value for name in seconds}
         steps = self.pairs + 1
         written = (cache.stats.written_bytes - before[0]) / steps
@@ -153,7 +152,7 @@ class SSDTrainClaim:
         details["stall_s_a_step"] = (cache.stats.stall_s - before[1]) / steps
         details["forwarded_a_step"] = (cache.stats.forwarded - before[2]) / steps
         if written:
-            details["years_of_600_tb"] = lifetime_years(600e12, written, medians["disk"])
+            details["years_of_600_tb"] = lifetime_years(600e12, written, medians["ssdtrain"])
         _close(ways)
         return Samples(
             metrics=metrics,
@@ -162,74 +161,27 @@ class SSDTrainClaim:
             details=details,
         )
 
-    def _way(self, context: Context, name: str) -> _Way:
-        import torch
-
+    def _way(self, context: Context, name: str) -> Way:
+        from shoal.claims.bench.activations import way
         from shoal.memory.ssdtrain import SSDTrain
         from shoal.model.config import ModelConfig
-        from shoal.model.transformer import Transformer
 
-        torch.manual_seed(context.seed)
-        model = Transformer(
-            ModelConfig(
-                name="claim",
-                vocab_size=_VOCABULARY,
-                hidden=self.hidden,
-                ffn_hidden=4 * self.hidden,
-                num_layers=6,
-                num_heads=self.hidden // 64,
-                num_kv_heads=self.hidden // 64,
-                head_dim=64,
-                max_position=self.length,
-            )
+        config = ModelConfig(
+            name="claim",
+            vocab_size=_VOCABULARY,
+            hidden=self.hidden,
+            ffn_hidden=4 * self.hidden,
+            num_layers=6,
+            num_heads=self.hidden // 64,
+            num_kv_heads=self.hidden // 64,
+            head_dim=64,
+            max_position=self.length,
         )
-        source = torch.Generator().manual_seed(context.seed)
-        shape = (self.sequences, self.length + 1)
-        tokens = torch.randint(0, _VOCABULARY, shape, generator=source)
-        cache = None
-        if name == "disk":
-            cache = SSDTrain(path=str(context.work_dir)).apply(model)
-        return _Way(model, tokens, cache, recompute=name == "recompute")
+        disk = SSDTrain(path=str(context.work_dir))
+        return way(name, config, self.sequences, self.length, disk, context.seed)
 
 
-class _Way:
-    """One way of keeping what is saved, and its model."""
-
-    def __init__(
-        self, model: Transformer, tokens: Tensor, cache: TensorCache | None, *, recompute: bool
-    ) -> None:
-        import torch
-
-        self.model, self.cache, self._recompute = model, cache, recompute
-        self._inputs, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-
-    def step(self) -> None:
-        """Forward and back."""
-        self.model.zero_grad(set_to_none=False)
-        if self.cache is None:
-            self._passes()
-            return
-        with self.cache:
-            self._passes()
-
-    def peak(self) -> int:
-        """Most bytes that a step makes at one time."""
-        from shoal.memory.device import DeviceScope
-        from shoal.memory.tier import MemoryTier
-
-        tier = MemoryTier("device", 2**33)
-        with DeviceScope(tier, strict=False):
-            self.step()
-        return tier.stats.peak
-
-    def _passes(self) -> None:
-        loss = self.model.loss_sum(self._inputs, self._targets, recompute=self._recompute)
-        (loss / self._targets.numel()).backward()
-
-
-def _close(ways: dict[str, _Way]) -> None:
+def _close(ways: dict[str, Way]) -> None:
     for way in ways.values():
         if way.cache is not None:
             way.cache.close()
