@@ -1,4 +1,4 @@
-"""Jobs that say where what passes save lies: the same losses, gradients and parameters, to the bit."""
+"""Jobs that say where lies what passes save: the same losses and parameters, to the bit."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ __all__ = ["Row", "Way", "compare", "way"]
 
 WAYS = ("keep", "recompute", "ssdtrain")
 _WARM = 3
-_ARENA = 2**36
+_ARENA = 2**33
 
 
 @dataclass(frozen=True)
