@@ -142,7 +142,8 @@ class TensorCache:
         for entry in self._going:
             if not entry.handles and not entry.called_off:
                 assert entry.ticket is not None
-                entry.ticket.wait()
+                with contextlib.suppress(ShoalError):  # told below
+                    entry.ticket.wait()
         self._steps += 1
         # The first step is slower than all others.
         if self._adaptive and self.cut is None and self._steps > 1:
@@ -312,7 +313,9 @@ class TensorCache:
             if entry.called_off:
                 continue
             entry.called_off = True  # until it is known to be there
-            entry.ticket.wait()
+            # An error leads to the graph, and the graph to the entry: it must not have the error.
+            ticket, entry.ticket = entry.ticket, None
+            ticket.wait()
             entry.called_off, entry.stored = False, True
             entry.live = None
             self.stats.written_bytes += entry.nbytes

@@ -334,7 +334,9 @@ def engine_of(
     )
     kernel = attention_kernel(job, model, cache)
     captured = None
-    if kernel is not None and cache.device.type == "cpu" and runner_type is LocalRunner:
+    # What is recorded has addresses of weights in it: they must stay where they are.
+    here = runner_type is LocalRunner and job.memory.name != "superpipeline"
+    if kernel is not None and cache.device.type == "cpu" and here:
         captured = Captured(model, cache, kernel, job.max_position)
     adjust = Adjuster(Grammars(lambda: vocabulary(job, config)))
     runner = runner_type(
