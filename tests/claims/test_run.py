@@ -253,6 +253,7 @@ def test_catalogue_has_every_system_once() -> None:
         91: "tokenring",
         93: "skippipe",
         95: "flover",
+        99: "ssdtrain",
         100: "lca_bench",
         103: "galvatron",
         109: "tilus",

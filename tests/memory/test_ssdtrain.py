@@ -19,8 +19,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from shoal.memory.cache import Handle, ScopeTimes, choose_cut  # noqa: E402
 from shoal.memory.device import DeviceScope  # noqa: E402
+from shoal.memory.records import Handle, ScopeTimes, choose_cut  # noqa: E402
 from shoal.memory.ssdtrain import SSDTrain, lifetime_years  # noqa: E402
 from shoal.memory.superpipeline import wrap  # noqa: E402
 from shoal.memory.tier import MemoryTier  # noqa: E402
@@ -247,7 +247,7 @@ def test_a_full_disk_names_tensor_and_scope(tmp_path, tokens, monkeypatch):
     whole = copy.deepcopy(model)
     small = SSDTrain(path=str(tmp_path), capacity=30_000).apply(model)
     with (
-        pytest.raises(TierFullError, match=r"disk: blocks.0: a tensor \[16, 8, 32\].* needs"),
+        pytest.raises(TierFullError, match=r"disk: blocks.0: a tensor \[128, 32\].* needs"),
         small,
     ):
         loss_of(model, tokens)

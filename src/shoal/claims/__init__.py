@@ -47,6 +47,7 @@ CLAIMS = PartTable(
         "bipolar_int": "shoal.claims.experiments.bipolar_int:BipolarIntClaim",
         "zero_infinity": "shoal.claims.experiments.zero_infinity:ZeroInfinity",
         "smash": "shoal.claims.experiments.smash:Smash",
+        "ssdtrain": "shoal.claims.experiments.ssdtrain:SSDTrainClaim",
         "superpipeline": "shoal.claims.experiments.superpipeline:SuperpipelineClaim",
         "parallel_algorithms": "shoal.claims.experiments.parallel_algorithms:ParallelAlgorithms",
         "fastswitch": "shoal.claims.experiments.fastswitch:FastSwitch",

@@ -245,6 +245,7 @@ class TrainJob(Value):
         shard: what is sharded over the data-parallel ranks.
         offload: what of the state lives in host memory or on disk, and is fetched when needed; in
             the place of ``shard``.
+        activation: where that lies which the forward pass saves for the backward pass.
         recompute: none; full (only each block's input is kept); or stage (only the input of
             a pipeline stage is kept).
         layers: groups of blocks from first to last, where blocks run in different ways; their
@@ -285,6 +286,7 @@ class TrainJob(Value):
     parallel: Parallel = Parallel()
     shard: Annotated[Choice, Kind("shard")] = Choice(name="replicated")
     offload: Annotated[Choice, Kind("offload")] | None = None
+    activation: Annotated[Choice, Kind("activation")] = Choice(name="keep")
     recompute: Literal["none", "full", "stage"] = "none"
     layers: tuple[LayerGroup, ...] = ()
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)

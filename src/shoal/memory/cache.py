@@ -1,10 +1,10 @@
-"""The tensor cache of SSDTrain: entries, records of micro-batches, scopes, the cut.
+"""The tensor cache of SSDTrain, where autograd saves and asks again.
 
-An :class:`Entry` is the memory behind saved tensors. It is live (referred to), on its way to the
-disk, there, or loaded again; handles that autograd holds keep it, and the last one that goes gives
-its place on the disk back. Everything but the transfers happens in the thread that trains, so
-nothing here has a lock; one thread writes in the order of the queue, so a write that is called off
-too late is over before its place is written for another.
+An :class:`~shoal.memory.records.Entry` is the memory behind saved tensors. It is live, which is
+referred to, on its way to the disk, there, or loaded again; handles that autograd holds keep it,
+and the last one that goes gives its place on the disk back. Everything but the transfers happens
+in the thread that trains, so nothing here has a lock; one thread writes in the order of the queue,
+so a write that is called off too late is over before its place is written for another.
 """
 
 from __future__ import annotations
@@ -15,172 +15,38 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import MachineError, ModelError
+from shoal.core.errors import MachineError, ModelError, ShoalError
 from shoal.memory.activation import Kept, Phase, check_version, in_backward, weight_of_cast
 from shoal.memory.disk import SECTOR, DiskTier, staging
-from shoal.memory.mover import EmulatedLink, Mover, Ticket, end_of_work
+from shoal.memory.mover import EmulatedLink, Mover, end_of_work
+from shoal.memory.records import (
+    CacheStats,
+    Cut,
+    Entry,
+    Handle,
+    Record,
+    Scope,
+    ScopeTimes,
+    choose_cut,
+)
 from shoal.memory.tier import Block
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["CacheStats", "Cut", "ScopeTimes", "TensorCache", "choose_cut"]
+__all__ = ["TensorCache"]
 
 _CHUNK = 4 * 2**20
 _DEPTH = 4096
 _STAMP = "_shoal_stamp"
 _WEIGHT = -1
 _stamps = itertools.count()
-
-
-@dataclass(slots=True)
-class CacheStats:
-    """What a cache has done.
-
-    Args:
-        saves: tensors that autograd saved.
-        offloaded: of these, tensors whose memory goes to the disk.
-        repeated: of these, tensors whose memory was saved before.
-        kept: of all, tensors that stay.
-        written_bytes: to the disk.
-        read_bytes: from it.
-        forwarded: entries that were needed before they were written.
-        called_off: of these, whose write had not begun.
-        stall_s: s for which the backward pass waited.
-    """
-
-    saves: int = 0
-    offloaded: int = 0
-    repeated: int = 0
-    kept: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    forwarded: int = 0
-    called_off: int = 0
-    stall_s: float = 0.0
-
-
-class ScopeTimes(NamedTuple):
-    """What one block did in a measured step.
-
-    Args:
-        nbytes: it saved, apart from what stays.
-        made_s: when its forward pass was over, from the step's beginning.
-        needed_s: when the backward pass came to it.
-    """
-
-    nbytes: int
-    made_s: float
-    needed_s: float
-
-
-class Cut(NamedTuple):
-    """How much is offloaded.
-
-    Args:
-        scopes: from the first, whose tensors go to the disk.
-        nbytes: of these.
-        of_bytes: of all.
-    """
-
-    scopes: int
-    nbytes: int
-    of_bytes: int
-
-
-def choose_cut(scopes: list[ScopeTimes], write_bytes_per_s: float, read_bytes_per_s: float) -> Cut:
-    """The most scopes, from the first, that are written before they have to be read again.
-
-    Source: SSDTrain, section 3.4.
-    """
-    written = 0.0
-    total = 0
-    best = Cut(0, 0, sum(scope.nbytes for scope in scopes))
-    for number, scope in enumerate(scopes):
-        if not scope.nbytes:
-            continue
-        written = max(written, scope.made_s) + scope.nbytes / write_bytes_per_s
-        if written > scope.needed_s - scope.nbytes / read_bytes_per_s:
-            break
-        total += scope.nbytes
-        best = best._replace(scopes=number + 1, nbytes=total)
-    return best
-
-
-class Entry:
-    """The memory behind saved tensors."""
-
-    __slots__ = (
-        "alias", "began", "block", "called_off", "device", "first", "handles", "key", "left",
-        "live", "loaded", "nbytes", "scope", "stored", "ticket", "version", "weak",
-    )  # fmt: skip
-
-    def __init__(self, tensor: Tensor, scope: _Scope, block: Block, key: tuple[int, int]) -> None:
-        storage = tensor.untyped_storage()
-        self.nbytes, self.device = storage.nbytes(), tensor.device
-        self.scope, self.block, self.key = scope, block, key
-        self.version = tensor._version
-        # Knows of writes to the tensor, and holds none of its memory.
-        self.alias = tensor.detach()
-        with torch.no_grad():
-            self.alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self.live: torch.UntypedStorage | None = storage
-        self.loaded: Tensor | None = None  # uint8, whole sectors
-        # The memory, as long as anybody has it, and where the entry begins in it.
-        self.weak, self.first = weakref.ref(storage), 0
-        self.began = self.stored = self.called_off = False
-        self.ticket: Ticket | None = None
-        self.handles = 0
-        self.left = 0  # handles that the backward pass under way has not asked for
-
-
-class Handle:
-    """What autograd holds in place of a tensor."""
-
-    __slots__ = ("asked", "cache", "dtype", "entry", "offset", "shape", "stride")
-
-    def __init__(self, cache: TensorCache, entry: Entry, tensor: Tensor) -> None:
-        self.cache, self.entry = cache, entry
-        self.dtype, self.offset = tensor.dtype, int(tensor.storage_offset())
-        self.shape, self.stride = tuple(tensor.shape), tensor.stride()
-        self.asked = -1  # by which backward pass
-        entry.handles += 1
-        entry.left += 1
-
-    def __del__(self) -> None:
-        self.cache._released(self.entry, asked=self.asked >= 0)
-
-
-@dataclass(slots=True, eq=False)
-class _Scope:
-    """What one block of one micro-batch saved."""
-
-    name: str
-    index: int
-    record: _Record
-    entries: list[Entry] = field(default_factory=list)
-    nbytes: int = 0
-    made_s: float = 0.0
-    needed_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Record:
-    """The scopes of one micro-batch in the order of its forward pass."""
-
-    number: int
-    scopes: list[_Scope] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
-    entries: dict[tuple[int, int], Entry] = field(default_factory=dict)
-    reached: int | None = None  # scope of the backward pass
-    task: int = -1  # the backward pass
 
 
 class TensorCache:
@@ -218,15 +84,15 @@ class TensorCache:
         self._loads = Mover("disk-device", link=links[1], depth=_DEPTH, device=device)
         self._staging = staging(_CHUNK)
         self._going: deque[Entry] = deque()
-        self._record: _Record | None = None
-        self._stack: list[_Scope] = []
+        self._record: Record | None = None
+        self._stack: list[Scope] = []
         self._hooks: list[RemovableHandle] = []
         self._saving: contextlib.AbstractContextManager[Any] | None = None
         self._numbers = itertools.count()
         self._thread = threading.get_ident()
         self._let_go: deque[tuple[Entry, bool]] = deque()
         self._steps = 0
-        self._profiled: list[_Record] = []
+        self._records: dict[int, Record] = {}  # of this step
         self._began = 0.0
 
     # -- around a step
@@ -249,7 +115,7 @@ class TensorCache:
             ]
         self._thread, self._began = threading.get_ident(), time.perf_counter()
         self._saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        self.microbatch(next(self._numbers))
+        self.microbatch(-1 - next(self._numbers))
         self._saving.__enter__()
         return self
 
@@ -268,15 +134,20 @@ class TensorCache:
         self._hooks.clear()
         self._stack.clear()
         self._record = None
-        profiled, self._profiled = self._profiled, []
+        records, self._records = self._records, {}
         if kind is not None:
             for entry in self._going:
                 entry.called_off = True
             return
+        for entry in self._going:
+            if not entry.handles and not entry.called_off:
+                assert entry.ticket is not None
+                with contextlib.suppress(ShoalError):  # told below
+                    entry.ticket.wait()
         self._steps += 1
         # The first step is slower than all others.
         if self._adaptive and self.cut is None and self._steps > 1:
-            self._choose(profiled[-1])
+            self._choose(list(records.values())[-1])
         self._reap()
 
     def step(self) -> contextlib.AbstractContextManager[Any]:
@@ -284,17 +155,17 @@ class TensorCache:
         return self
 
     def microbatch(self, number: int) -> None:
-        """What is saved from now on is of this micro-batch: a record of its own.
+        """What is saved from now on is of this micro-batch, which has a record of its own.
 
         Raises:
             MachineError: no step has begun.
         """
         if self._saving is None:
             raise MachineError("ssdtrain: no step has begun; use the cache around a training step")
-        self._record = _Record(number)
+        if number not in self._records:
+            self._records[number] = Record(number)
+        self._record = self._records[number]
         self._stack = [self._scope("")]
-        if self._adaptive and self.cut is None:
-            self._profiled.append(self._record)
 
     def on_module(self, name: str, phase: Phase) -> None:
         """The forward pass enters or leaves a scope."""
@@ -303,7 +174,7 @@ class TensorCache:
             return
         if phase == "enter":
             if name in record.seen:  # the next micro-batch; nobody said so
-                self.microbatch(next(self._numbers))
+                self.microbatch(-1 - next(self._numbers))
             assert self._record is not None
             self._record.seen.add(name)
             self._stack[-1].made_s = time.perf_counter() - self._began
@@ -376,13 +247,13 @@ class TensorCache:
 
         return run
 
-    def _scope(self, name: str) -> _Scope:
+    def _scope(self, name: str) -> Scope:
         assert self._record is not None
-        scope = _Scope(name, len(self._record.scopes), self._record)
+        scope = Scope(name, len(self._record.scopes), self._record)
         self._record.scopes.append(scope)
         return scope
 
-    def _goes(self, tensor: Tensor, scope: _Scope) -> bool:
+    def _goes(self, tensor: Tensor, scope: Scope) -> bool:
         """Whether a tensor is one of those that go to the disk."""
         if tensor.layout != torch.strided or tensor.nbytes < self._min:
             return False
@@ -396,7 +267,7 @@ class TensorCache:
         record = scope.record
         return len(record.seen) <= len(self._names) - self._last
 
-    def _store(self, tensor: Tensor, scope: _Scope, key: tuple[int, int]) -> Entry:
+    def _store(self, tensor: Tensor, scope: Scope, key: tuple[int, int]) -> Entry:
         tag = f"{scope.name or 'the beginning'}: a tensor {list(tensor.shape)} of {tensor.dtype}"
         block = self.disk.alloc(tensor.untyped_storage().nbytes(), tag)
         entry = Entry(tensor, scope, block, key)
@@ -442,7 +313,9 @@ class TensorCache:
             if entry.called_off:
                 continue
             entry.called_off = True  # until it is known to be there
-            entry.ticket.wait()
+            # An error leads to the graph, and the graph to the entry: it must not have the error.
+            ticket, entry.ticket = entry.ticket, None
+            ticket.wait()
             entry.called_off, entry.stored = False, True
             entry.live = None
             self.stats.written_bytes += entry.nbytes
@@ -450,7 +323,7 @@ class TensorCache:
             if not entry.handles:
                 self._free(entry)
 
-    def _arrive(self, scope: _Scope, task: int) -> None:
+    def _arrive(self, scope: Scope, task: int) -> None:
         """The backward pass is at a scope: read ahead what it needs after it."""
         record = scope.record
         if record.task != task:
@@ -513,7 +386,7 @@ class TensorCache:
         assert storage is not None
         return storage
 
-    def _released(self, entry: Entry, *, asked: bool) -> None:
+    def released(self, entry: Entry, *, asked: bool) -> None:
         """Autograd has let a handle go, in whatever thread."""
         if threading.get_ident() == self._thread:
             self._forget(entry, asked)
@@ -540,7 +413,7 @@ class TensorCache:
         entry.scope.entries.remove(entry)
         entry.scope.record.entries.pop(entry.key, None)
 
-    def _choose(self, record: _Record) -> None:
+    def _choose(self, record: Record) -> None:
         """Measure is taken: how much pays."""
         times = []
         for scope in record.scopes:
@@ -562,10 +435,9 @@ def _stamped(storage: torch.UntypedStorage) -> int:
 
 def _scopes_of(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a model; its parts, where it has no chain of blocks."""
-    from shoal.memory.chain import find_chain
+    from shoal.memory.chain import find_blocks
 
     try:
-        chain = find_chain(model)
+        return dict(find_blocks(model)[1])
     except ModelError:
         return {n: m for n, m in model.named_children() if any(True for _ in m.parameters())}
-    return dict(zip(chain.names, chain.blocks, strict=True))

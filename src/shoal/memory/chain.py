@@ -18,7 +18,7 @@ from shoal.core.errors import ModelError, require
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Chain", "find_chain"]
+__all__ = ["Chain", "find_blocks", "find_chain"]
 
 _MOST = 0.5
 
@@ -59,8 +59,17 @@ def find_chain(model: nn.Module, containers: str = "") -> Chain:
     """
     if containers:
         lists = [_named(model, name.strip()) for name in containers.split(",")]
-        found = [pair for each in lists for pair in each]
-        return _chain(model, found, "container")
+        return _chain(model, [pair for each in lists for pair in each], "container")
+    how, blocks = find_blocks(model)
+    return _chain(model, blocks, how)
+
+
+def find_blocks(model: nn.Module) -> tuple[str, list[tuple[str, nn.Module]]]:
+    """How the blocks of a model were found, and they by name in the order in which they run.
+
+    Raises:
+        ModelError: it has none.
+    """
     total = sum(p.numel() for p in model.parameters())
     largest = max(_containers(model), key=lambda pair: pair[0], default=(0, []))
     size, blocks = largest
@@ -68,7 +77,7 @@ def find_chain(model: nn.Module, containers: str = "") -> Chain:
     if size < _MOST * total or widest > _MOST * size:
         traced = _traced(model)
         if _size([block for _, block in traced]) > size or len(traced) > len(blocks):
-            return _chain(model, traced, "trace")
+            return "trace", traced
     require(
         bool(blocks),
         "chain",
@@ -77,7 +86,7 @@ def find_chain(model: nn.Module, containers: str = "") -> Chain:
         hint="name the containers of its blocks",
         error=ModelError,
     )
-    return _chain(model, blocks, "container")
+    return "container", blocks
 
 
 def _size(blocks: list[nn.Module]) -> int:
@@ -90,7 +99,7 @@ def _containers(model: nn.Module) -> Iterator[tuple[int, list[tuple[str, nn.Modu
     from torch import nn
 
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             blocks = _members(name, module)
             if len(blocks) > 1:
                 yield _size([block for _, block in blocks]), blocks

@@ -93,6 +93,12 @@ class DeepOptimizerStates:
                 f"offload: deep_optimizer_states keeps whole weights on every rank and shard is "
                 f"{job.shard}; leave shard out"
             )
+        if job.activation.name != "keep":
+            raise ConfigError(
+                "offload: deep_optimizer_states counts what lies on the device and activation is "
+                f"{job.activation.name}; use activation: keep, and recompute: full where "
+                "activations are large"
+            )
         if job.replan.enabled:
             raise ConfigError(
                 "offload: deep_optimizer_states: replan moves a state between plans, and not one "

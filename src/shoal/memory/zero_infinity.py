@@ -237,6 +237,11 @@ def refuse(job: TrainJob, name: str) -> None:
             f"{where} updates parameters in pieces, and optimizer {job.optimizer.name} looks at "
             "several elements of a parameter in its update; use optimizer: adamw"
         )
+    if job.activation.name != "keep":
+        raise ConfigError(
+            f"{where} sees what autograd saves itself and activation is {job.activation.name}; "
+            "use activation: keep, and act: host or recompute: full where activations are large"
+        )
     if job.compile:
         raise ConfigError(
             f"{where} fetches parameters in hooks, which compile does not see; use compile: false"

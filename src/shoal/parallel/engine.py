@@ -35,6 +35,7 @@ from shoal.parallel.slices import Slices
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
+    from shoal.memory.activation import ActivationPolicy
     from shoal.memory.protocols import Offloaded
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
@@ -99,6 +100,19 @@ class _Whole:
         return self._loss(
             mb.tokens, mb.targets, documents_BT=mb.documents, recompute=again, **extra
         )
+
+
+class _Hinted:
+    """A stage that tells whose passes it runs."""
+
+    def __init__(self, stage: Any, saved: ActivationPolicy) -> None:
+        self._stage, self._saved = stage, saved
+
+    def __call__(self, x: Tensor | None, mb: MicroBatch, *, recompute: bool) -> Tensor:
+        if torch.is_grad_enabled():
+            self._saved.microbatch(mb.row)
+        found: Tensor = self._stage(x, mb, recompute=recompute)
+        return found
 
 
 class Engine:
@@ -197,6 +211,12 @@ class Engine:
             )
         if self.whole is not None:  # now that its loss_sum is the sharded one
             stages = {0: _Whole(self.whole, job.compile, dropout, self.recomputed)}
+        # What keeps what is saved for backward passes; None where autograd does.
+        self.saved: ActivationPolicy | None = table("activation").build(job.activation).apply(
+            self.local
+        )
+        if self.saved is not None:
+            stages = {number: _Hinted(stage, self.saved) for number, stage in stages.items()}
         compute = torch.bfloat16 if job.precision == "bf16" else dtype
         # Stages of a pipeline end their backward passes at different times.
         self.sharded.overlap = parallel.pp == 1
@@ -400,7 +420,8 @@ class Engine:
             self._shares = (count / self._visitors(batches)).tolist()
             with self.sharded.accumulate(last=False):
                 pass  # a rank that no micro-batch visits has zeros to add
-        with self._passes("train", *self._copied(batches)):
+        keeping = contextlib.nullcontext() if self.saved is None else self.saved.step()
+        with self._passes("train", *self._copied(batches)), keeping:
             loss = self.runtime.step(batches, 1.0 / count, record=record)
         return loss if self.counts else torch.zeros_like(loss)
 

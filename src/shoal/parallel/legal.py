@@ -183,6 +183,13 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         expected="false where tp, cp or pp is above 1",
         error=PlanError,
     )
+    require(
+        not job.compile or job.activation.name == "keep",
+        "activation",
+        job.activation.name,
+        expected="keep with compile = true: compiled code keeps what it saves itself",
+        error=PlanError,
+    )
     return schedule
 
 

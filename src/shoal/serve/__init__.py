@@ -14,5 +14,6 @@ MEMORIES = PartTable(
     {
         "resident": "shoal.serve.memory:Resident",
         "peer": "shoal.serve.memory:Peer",
+        "superpipeline": "shoal.serve.superpipeline:Superpipeline",
     },
 )

@@ -114,14 +114,24 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
     if dtype == torch.float32 and few_rows.backend == "torch" and not model.embed.weight.is_cuda:
         _store_by_columns(model)
     memory: MemoryPart = table("memory").build(job.memory, where="memory")
-    model = accelerate(
-        model,
-        job.kernel,
-        positions=positions(job, model.config),
-        exact=job.exact,
-        pack=job.memory.name == "resident",
-        gates=not job.room_for_adapters,
-    )
+    if job.memory.name == "superpipeline":  # kernels hold weights, and these come and go
+        require(
+            not job.kernel and not job.exact and job.weights == "plain",
+            "memory",
+            job.memory.name,
+            expected="resident with kernel, exact or weights: blocks that come and go compute with "
+            "the library's operators",
+            error=ServeError,
+        )
+    else:
+        model = accelerate(
+            model,
+            job.kernel,
+            positions=positions(job, model.config),
+            exact=job.exact,
+            pack=job.memory.name == "resident",
+            gates=not job.room_for_adapters,
+        )
     memory.apply(model)
     return model
 
@@ -331,7 +341,9 @@ def engine_of(
             bank.load(name, Path(directory))
     kernel = attention_kernel(job, model, cache)
     captured = None
-    if kernel is not None and cache.device.type == "cpu" and runner_type is LocalRunner:
+    # What is recorded has addresses of weights in it: they must stay where they are.
+    here = runner_type is LocalRunner and job.memory.name != "superpipeline"
+    if kernel is not None and cache.device.type == "cpu" and here:
         captured = Captured(model, cache, kernel, job.max_position)
     adjust = Adjuster(Grammars(lambda: vocabulary(job, config)))
     runner = runner_type(

@@ -35,7 +35,7 @@ __all__ = ["MemoryPart", "Peer", "PeerPool", "Resident", "elsewhere", "least_res
 class MemoryPart(Protocol):
     """A part of kind ``memory``."""
 
-    def apply(self, model: Transformer) -> PeerPool | None:
+    def apply(self, model: Transformer) -> object | None:
         """Bring weights of a model for inference to where they are to lie; None if they stay.
 
         Raises:

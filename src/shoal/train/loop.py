@@ -266,8 +266,10 @@ class Trainer:
             torch.autograd.backward(penalty / self.comm.world)
 
     def close(self) -> None:
-        """End the thread that reads rows, and give back the places of an offloaded run."""
+        """End the threads that read rows and keep what passes save, and give back the places."""
         self._source.close()
+        if self.engine.saved is not None:
+            self.engine.saved.close()
         if self.engine.offloaded is not None:
             self.engine.offloaded.close()
 

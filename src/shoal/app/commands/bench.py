@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.app.commands.bench_activations import activations
 from shoal.app.commands.bench_compile import compile_, planes
 from shoal.app.commands.bench_pack import pack
 from shoal.app.commands.bench_shown import (
@@ -30,6 +31,7 @@ app = typer.Typer(
     help="Predict a workload and run it for real; compare kernels.", no_args_is_help=True
 )
 
+app.command("activations")(activations)
 app.command("compile")(compile_)
 app.command("planes")(planes)
 app.command("pack")(pack)

@@ -75,7 +75,7 @@ class _Link(Mapping[str, Tensor]):
 
 def accelerated(model: Transformer, link: EmulatedLink) -> Transformer:
     """A model whose blocks the library accelerate brings when they are to run, and drops then."""
-    from accelerate.hooks import attach_align_device_hook  # type: ignore[import-untyped]
+    from accelerate.hooks import attach_align_device_hook
 
     weights = {name: p.detach().clone() for name, p in model.blocks.named_parameters()}
     kind: dict[str, Any] = {"preload_module_classes": ["Block"]}

@@ -1,0 +1,193 @@
+"""[99] SSDTrain: does sending what autograd saves to a disk halve its peak at the same speed?
+
+Source: Wu et al., SSDTrain: An Activation Offloading Framework to SSDs for Faster Large Language
+Model Training, 2024.
+
+A decoder of 6 blocks and 256 channels trains on enough sequences that what is saved takes more than
+200 MiB. Three ways take turns: it is kept, every block is computed again, or it goes to this
+machine's disk past the cache of pages and comes back. An arena counts every tensor that a step
+makes; weights and gradients are made before. One thread computes, the other core moves. The A/A
+run keeps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.measure import interleave
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from shoal.claims.bench.activations import Way
+
+__all__ = ["SSDTrainClaim"]
+
+_WARM = 3
+_VOCABULARY = 256
+
+
+@part
+class SSDTrainClaim:
+    """What is saved kept, computed again, and on a disk.
+
+    Args:
+        sequences: of a step.
+        length: tokens of a sequence.
+        hidden: width of the model.
+        pairs: rounds.
+    """
+
+    sequences: int = 4
+    length: int = 256
+    hidden: int = 256
+    pairs: int = 21
+
+    rows: ClassVar[tuple[int, ...]] = (99,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.counted(
+            "peak", "<=", 0.6, "keep", statistic="ratio", evidence="mechanism", paper="47 % less"
+        ),
+        Metric.counted("wrong_gradients", "<=", 0.0, "keep", statistic="max", evidence="mechanism"),
+        Metric.counted("left_behind", "<=", 0.0, "keep", statistic="max", evidence="mechanism"),
+        Metric(
+            name="step_time",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=1.10,
+            baseline="keep",
+            evidence="mechanism",
+            timing=True,
+            paper="negligible overhead",
+        ),
+        Metric.speedup("over_recompute", 1.0, "recompute", evidence="mechanism"),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "length", "pairs"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.ssdtrain.{name}", value, expected="at least 1")
+        require(
+            self.hidden >= 64 and self.hidden % 64 == 0,
+            "claim.ssdtrain.hidden",
+            self.hidden,
+            expected="a multiple of 64",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """It needs torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self._run(context, quick, as_baseline)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _run(self, context: Context, quick: bool, as_baseline: bool) -> Samples:
+        ways = {name: self._way(context, name) for name in ("keep", "recompute", "ssdtrain")}
+        method = ways["keep" if as_baseline else "ssdtrain"]
+        context.progress("warming up", 0.05)
+        for way in ways.values():
+            for _ in range(_WARM):
+                way.step()
+        context.progress("counting", 0.2)
+        peaks = {name: way.peak() for name, way in ways.items()}
+        mine = method.peak()
+        wrong = sum(
+            not _equal(a.grad, b.grad)
+            for a, b in zip(method.model.parameters(), ways["keep"].model.parameters(), strict=True)
+        )
+        left = len(list(Path(context.work_dir).rglob("*tier*")))
+        cache = ways["ssdtrain"].cache
+        assert cache is not None
+        left += cache.disk.stats.used
+        metrics = {
+            "peak": Paired(method=(float(mine),), baseline=(float(peaks["keep"]),)),
+            "wrong_gradients": Paired(method=(float(wrong),)),
+            "left_behind": Paired(method=(float(left),)),
+        }
+        details: dict[str, JsonValue] = {
+            "peak_bytes": {name: float(peak) for name, peak in peaks.items()},
+            "cut": None if cache.cut is None else list(cache.cut),
+            "direct": cache.disk.direct,
+        }
+        if quick:
+            _close(ways)
+            return Samples(metrics=metrics, details=details)
+        from shoal.memory.ssdtrain import lifetime_years
+
+        context.progress("timing", 0.4)
+        before = cache.stats.written_bytes, cache.stats.stall_s, cache.stats.forwarded
+        runs: dict[str, Callable[[], object]] = {n: way.step for n, way in ways.items()}
+        if as_baseline:
+            # The baseline in the method's place: the same steps under another name.
+            runs["ssdtrain"] = self._way(context, "keep").step
+        times = interleave(runs, self.pairs, warmup=1, seed=context.seed)
+        seconds = times.seconds
+        metrics["step_time"] = Paired(method=seconds["ssdtrain"], baseline=seconds["keep"])
+        metrics["over_recompute"] = Paired(
+            method=seconds["ssdtrain"], baseline=seconds["recompute"]
+        )
+        medians = {name: times.median(name).value for name in seconds}
+        steps = self.pairs + 1
+        written = (cache.stats.written_bytes - before[0]) / steps
+        details["seconds"] = dict(medians)
+        details["written_bytes_a_step"] = written
+        details["stall_s_a_step"] = (cache.stats.stall_s - before[1]) / steps
+        details["forwarded_a_step"] = (cache.stats.forwarded - before[2]) / steps
+        if written:
+            details["years_of_600_tb"] = lifetime_years(600e12, written, medians["ssdtrain"])
+        _close(ways)
+        return Samples(
+            metrics=metrics,
+            bounds={"over_recompute": medians["recompute"] / medians["keep"], "step_time": 1.0},
+            profile=", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in medians.items()),
+            details=details,
+        )
+
+    def _way(self, context: Context, name: str) -> Way:
+        from shoal.claims.bench.activations import way
+        from shoal.memory.ssdtrain import SSDTrain
+        from shoal.model.config import ModelConfig
+
+        config = ModelConfig(
+            name="claim",
+            vocab_size=_VOCABULARY,
+            hidden=self.hidden,
+            ffn_hidden=4 * self.hidden,
+            num_layers=6,
+            num_heads=self.hidden // 64,
+            num_kv_heads=self.hidden // 64,
+            head_dim=64,
+            max_position=self.length,
+        )
+        disk = SSDTrain(path=str(context.work_dir))
+        return way(name, config, self.sequences, self.length, disk, context.seed)
+
+
+def _close(ways: dict[str, Way]) -> None:
+    for way in ways.values():
+        if way.cache is not None:
+            way.cache.close()
+
+
+def _equal(a: Any, b: Any) -> bool:
+    import torch
+
+    return torch.equal(a, b)
