@@ -55,6 +55,7 @@ CLAIMS = PartTable(
         "longctx": "shoal.claims.experiments.longctx:LongCtx",
         "flover": "shoal.claims.experiments.flover:Flover",
         "malloc_game": "shoal.claims.experiments.malloc_game:MallocGameClaim",
+        "peft": "shoal.claims.experiments.peft:PeftClaim",
         "tune_serving": "shoal.claims.experiments.tune_serving:TuneServing",
     },
 )

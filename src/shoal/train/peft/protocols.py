@@ -22,8 +22,8 @@ class PeftHandle(Protocol):
 
     name: str
     model: nn.Module
-    options: Mapping[str, Any]
-    modules: Mapping[str, Any]
+    options: dict[str, Any]
+    modules: dict[str, nn.Module]
     looks: int  # batches that the method looks at before the first step
 
     def trainable(self) -> dict[str, nn.Parameter]:

@@ -85,7 +85,7 @@ class PrefixTokens(nn.Module):
         if self.made is None:
             gate = {} if self.gate is None else {"gate": self.gate}
             return {"prompt_embeddings": self.inputs, **gate}
-        return {name: value for name, value in self.named_parameters()}
+        return dict(self.named_parameters())
 
 
 class PromptTokens(nn.Module):
