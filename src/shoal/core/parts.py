@@ -85,6 +85,7 @@ KINDS: dict[str, str] = {
     "context": "shoal.parallel:CONTEXTS",
     "launch": "shoal.train:LAUNCHERS",
     "locator": "shoal.train.watch:LOCATORS",
+    "memory_code": "shoal.checkpoint.inmemory:MEMORY_CODES",
     "claim": "shoal.claims:CLAIMS",
 }
 

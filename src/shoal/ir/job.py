@@ -182,10 +182,13 @@ class CheckpointPolicy(Value):
     Args:
         every: steps between checkpoints; 0 for only at the end.
         keep: newest checkpoints kept; the last verified one is kept in any case.
+        memory: how the newest state is kept in the memory of processes that outlive the
+            trainers; None keeps it on the disk alone.
     """
 
     every: NonNegativeInt = 100
     keep: PositiveInt = 3
+    memory: Annotated[Choice, Kind("memory_code")] | None = None
 
 
 class Replan(Value):

@@ -10,7 +10,7 @@ and every random number are functions of the seed and the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shoal.train.protocols import LrSchedule, Updater
     from shoal.train.watch.recorder import Recorder
 
-__all__ = ["StepResult", "Stored", "Trainer", "fill", "pieces_of"]
+__all__ = ["StepResult", "Stored", "Trainer", "fill", "held_by", "pieces_of"]
 
 IGNORED = -100
 
@@ -121,6 +121,9 @@ class Trainer:
         self.engine = Engine(job, check_split(job, shape), weights, comm, device=device)
         self.updater: Updater = optimizer.build(self.engine.sharded.owned())
         self.microbatch = job.microbatch or job.global_batch // job.parallel.dp
+        self.before_update: Callable[[], None] | None = None
+        """Called in every step after the backward pass, before the first thing that all ranks do
+        together: when a rank updates its state, all ranks have returned from it."""
         # The rows of the next step are read while this one computes.
         self._source = prefetch(self._rows, 0)
 
@@ -146,6 +149,8 @@ class Trainer:
         count = self._global_count(rows)
         engine = self.engine
         loss_sum = engine.backward(rows, self.microbatch, count, record=record)
+        if self.before_update is not None:
+            self.before_update()
         # One small reduction carries the loss and the wish to stop.
         shared = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop))])
         pending = self.comm.all_reduce(shared, tag="loss")
@@ -234,12 +239,23 @@ class Trainer:
 
 def pieces_of(engine: Engine, updater: Updater) -> dict[str, list[Piece]]:
     """What a rank holds and writes of weights and optimizer state, by name."""
+    return _held(engine, updater, engine.writes)
+
+
+def held_by(engine: Engine, updater: Updater) -> dict[str, list[Piece]]:
+    """All that a rank holds of them, whoever else does: nothing is copied."""
+    return _held(engine, updater, lambda name: True)
+
+
+def _held(
+    engine: Engine, updater: Updater, wanted: Callable[[str], bool]
+) -> dict[str, list[Piece]]:
     found: dict[str, list[Piece]] = {}
     for name, boxes in engine.held().items():
-        if engine.writes(name):
+        if wanted(name):
             found[f"model.{name}"] = _pieces(boxes)
     for name, entries in updater.state().items():
-        if not engine.writes(name):
+        if not wanted(name):
             continue
         for key, value in entries.items():
             whole = value.dim() == 0

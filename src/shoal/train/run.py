@@ -24,6 +24,7 @@ from shoal.ir import Machine, Plan, Report, TrainJob
 from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.legal import check_split
 from shoal.train.layout import RunDir
+from shoal.train.memory import check_memory, memory_level, recovered
 from shoal.train.report import make_report, write_page
 from shoal.train.supervise import Supervisor
 
@@ -161,35 +162,41 @@ def execute(
     prepare_run(plan, directory, resume=resume, watch=watch)
     job = plan.job
     threads = threads_of(job)
-    while True:
-        supervisor = Supervisor(
-            directory,
-            ranks=job.parallel.world,
-            threads=threads,
-            timeout_s=job.timeout_s,
-            resume=resume,
-            from_step=from_step,
-        )
-        tail = EventTail(directory.events)
+    with memory_level(job, directory) as level:
+        while True:
+            supervisor = Supervisor(
+                directory,
+                ranks=job.parallel.world,
+                threads=threads,
+                timeout_s=job.timeout_s,
+                resume=resume,
+                from_step=from_step,
+                level=level,
+            )
+            tail = EventTail(directory.events)
 
-        def tick(tail: EventTail = tail, supervisor: Supervisor = supervisor) -> None:
-            for event in tail:
+            def tick(tail: EventTail = tail, supervisor: Supervisor = supervisor) -> None:
+                for event in tail:
+                    if watch is not None:
+                        watch(event)
+                    if inject is not None:
+                        inject(supervisor, event)
+
+            supervisor.start()
+            try:
+                supervisor.wait(tick)
+                break
+            except RankError as error:
+                if restarts <= 0:
+                    raise
+                restarts -= 1
+                resume, from_step = True, None
                 if watch is not None:
-                    watch(event)
-                if inject is not None:
-                    inject(supervisor, event)
-
-        supervisor.start()
-        try:
-            supervisor.wait(tick)
-            break
-        except RankError as error:
-            if restarts <= 0:
-                raise
-            restarts -= 1
-            resume, from_step = True, None
-            if watch is not None:
-                watch({"kind": "restart", "message": str(error)})
+                    watch({"kind": "restart", "message": str(error)})
+                if level is not None:
+                    told = recovered(level, directory)
+                    if watch is not None:
+                        watch(told)
     return conclude(plan, directory)
 
 
@@ -218,6 +225,7 @@ def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | N
         expected=f"at most {shape.max_position}, the longest position of {job.model}",
     )
     check_split(job, shape)
+    check_memory(job)
     vocab = shape.vocab_size
     tokenizer = job.tokenizer
     if tokenizer == "bpe" and Path(job.model, "tokenizer.json").is_file():

@@ -16,13 +16,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.core import errors
 from shoal.core.errors import RankError, ShoalError
 from shoal.parallel.heartbeat import Beat, Heartbeat, blame
 from shoal.train.layout import RunDir
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.inmemory.fleet import Fleet
 
 __all__ = ["Supervisor"]
 
@@ -43,6 +47,7 @@ class Supervisor:
         from_step: continue from this checkpoint instead.
         environment: variables of a rank on top of this process's own.
         module: what a rank runs.
+        level: the snapshot processes of the run, which are watched with the ranks.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Supervisor:
         from_step: int | None = None,
         environment: Callable[[int], Mapping[str, str]] | None = None,
         module: str = "shoal.train.worker",
+        level: Fleet | None = None,
     ) -> None:
         self.directory = directory
         self.ranks = ranks
@@ -67,6 +73,7 @@ class Supervisor:
         self.from_step = from_step
         self.environment = environment
         self.module = module
+        self.level = level
         self.processes: list[subprocess.Popen[bytes]] = []
         self.lost: int | None = None
         """The rank that the error of :meth:`wait` is about, once there is one."""
@@ -95,6 +102,7 @@ class Supervisor:
             "TOKENIZERS_PARALLELISM": "false",
             # Ranks of one host talk over its own interface and nobody else's.
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            **(self.level.environment if self.level is not None else {}),
             **(self.environment(rank) if self.environment is not None else {}),
         }
         command = [sys.executable, "-m", self.module, str(self.directory.root)]
@@ -155,12 +163,21 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)
 
+    def lose(self, ranks: Collection[int]) -> None:
+        """Kill ranks and their snapshot processes, as the loss of their node would."""
+        for rank in ranks:
+            self.processes[rank].kill()
+        if self.level is not None:
+            self.level.kill(ranks)
+
     def _poll(self, began: float) -> bool:
         codes = [process.poll() for process in self.processes]
         if all(code == 0 for code in codes):
             return True
         if any(code not in (None, 0) for code in codes):
             self._explain_death()
+        if self.level is not None:
+            self.level.check()
         beats = self.beats()
         limit = self.timeout_s
         if not beats or max(beat.step for beat in beats) < 0:

@@ -6,6 +6,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
+from shoal.core.errors import require
 from shoal.ir import Plan
 from shoal.train.layout import RunDir
 from shoal.train.run import conclude, prepare_run
@@ -25,6 +26,13 @@ def execute_under_torchrun(plan: Plan, run_dir: Path, *, resume: bool) -> None:
     """
     import torch.distributed as dist
 
+    require(
+        plan.job.checkpoint.memory is None,
+        "checkpoint.memory",
+        str(plan.job.checkpoint.memory),
+        expected="nothing under torchrun: its agent starts no snapshot processes",
+        hint="start the ranks with shoal train, or leave checkpoint.memory out",
+    )
     directory = RunDir(run_dir)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(  # type: ignore[attr-defined]

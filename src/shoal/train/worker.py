@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +27,8 @@ from shoal.train.watch.selfcheck import check_arithmetic
 from shoal.train.watch.watched import phase
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.store import Saved, Store
+    from shoal.checkpoint.inmemory.snapshot import Snapshots
+    from shoal.checkpoint.store import Store
     from shoal.core.meter import Meter
     from shoal.corpora.tokens import TokenSet
     from shoal.ir import Plan, TrainJob
@@ -58,6 +59,7 @@ class _Rank:
     total: int
     peak_flops: float
     undo: contextlib.ExitStack
+    memory: Snapshots | None
 
     @property
     def chief(self) -> bool:
@@ -106,6 +108,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     from shoal.train.allocator import keep_freed_memory
     from shoal.train.build import weights_of
     from shoal.train.loop import Trainer
+    from shoal.train.memory import snapshots_of
     from shoal.train.mfu import peak_flops
 
     plan = Plan.load(directory.plan)
@@ -154,6 +157,9 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
             trainer = undo.enter_context(
                 contextlib.closing(Trainer(job, total, weights, tokens, comm, device=device))
             )
+            memory = None
+            if job.checkpoint.memory is not None:
+                memory = undo.enter_context(contextlib.closing(snapshots_of(trainer)))
             yield _Rank(
                 directory=directory,
                 plan=plan,
@@ -165,6 +171,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
                 total=total,
                 peak_flops=peak_flops(plan, threads),
                 undo=undo,
+                memory=memory,
             )
         finally:
             comm.close()
@@ -217,15 +224,23 @@ def _identity(rank: _Rank) -> dict[str, Any]:
 
 def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
     """Load a checkpoint if asked, the newest or a named one; returns the first step."""
+    from shoal.train.memory import version_in_memory
+
     first = 0
-    saved: Saved | None = None
-    if from_step is not None:
+    saved = None
+    version = version_in_memory() if resume and from_step is None else None
+    if version is not None and version.step >= max(rank.store.steps(), default=0):
+        with contextlib.closing(version):
+            _expect_run(rank, version.meta)
+            rank.trainer.load(version)
+        first = version.step
+    elif from_step is not None:
         saved = rank.store.open(from_step)
     elif resume:
         saved = rank.store.latest()
     if saved is not None:
         saved.require_model(_identity(rank))
-        _expect_run(rank, saved)
+        _expect_run(rank, saved.meta)
         rank.trainer.load(saved)
         first = int(saved.meta["step"])
     if rank.chief:
@@ -234,13 +249,14 @@ def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
             step=first,
             total=rank.total,
             ranks=rank.comm.world,
-            resumed=saved is not None,
+            resumed=first > 0,
+            level="memory" if first and saved is None else "disk",
             parameters=int(parameters(rank.plan.shape)),
         )
     return first
 
 
-def _expect_run(rank: _Rank, saved: Saved) -> None:
+def _expect_run(rank: _Rank, meta: Mapping[str, Any]) -> None:
     """Refuse to continue on other data, with another seed or another batch."""
     job = rank.plan.job
     now = {
@@ -250,7 +266,7 @@ def _expect_run(rank: _Rank, saved: Saved) -> None:
         "seq_len": job.seq_len,
         "optimizer": job.optimizer.name,
     }
-    then = saved.meta["run"]
+    then = meta["run"]
     for key, value in now.items():
         if then.get(key) != value:
             raise CheckpointError(
@@ -261,28 +277,51 @@ def _expect_run(rank: _Rank, saved: Saved) -> None:
 
 def _save(rank: _Rank, step: int) -> None:
     begin = time.perf_counter()
-    job = rank.plan.job
     rank.store.save(
         step,
         rank.trainer.pieces(),
-        {
-            "step": step,
-            "model": _identity(rank),
-            "run": {
-                "data": rank.tokens.fingerprint,
-                "seed": job.seed,
-                "global_batch": job.global_batch,
-                "seq_len": job.seq_len,
-                "optimizer": job.optimizer.name,
-            },
-            "job": job.model_dump(mode="json"),
-        },
+        _meta(rank, step),
         rank=rank.comm.rank,
         world=rank.comm.world,
         barrier=rank.comm.barrier,
     )
     if rank.chief:
         rank.meter.event("checkpoint", step=step, seconds=time.perf_counter() - begin)
+
+
+def _meta(rank: _Rank, step: int) -> dict[str, Any]:
+    """What is kept beside the tensors; order of the data and random numbers follow from it."""
+    job = rank.plan.job
+    return {
+        "step": step,
+        "model": _identity(rank),
+        "run": {
+            "data": rank.tokens.fingerprint,
+            "seed": job.seed,
+            "global_batch": job.global_batch,
+            "seq_len": job.seq_len,
+            "optimizer": job.optimizer.name,
+        },
+        "job": job.model_dump(mode="json"),
+    }
+
+
+def _snapshot(rank: _Rank, step: int) -> None:
+    """Begin to copy the state into memory; it is settled before the next update."""
+    from shoal.train.loop import held_by
+
+    assert rank.memory is not None
+    if rank.memory.due(step):
+        held = held_by(rank.trainer.engine, rank.trainer.updater)
+        rank.memory.begin(step, held, _meta(rank, step))
+
+
+def _settle(rank: _Rank) -> None:
+    """Wait until the snapshot that was begun is coded, and tell what it has cost."""
+    assert rank.memory is not None
+    settled = rank.memory.settle()
+    if settled is not None and rank.chief and settled.step % rank.plan.job.log_every == 0:
+        rank.meter.event("snapshot", **settled._asdict())
 
 
 def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
@@ -293,6 +332,8 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
     flops = step_flops(rank.plan)
     recorded = min(first + RECORDED, rank.total - 1) if job.parallel.pp > 1 else None
     replanner = _replanner(rank)
+    if rank.memory is not None:
+        rank.trainer.before_update = lambda: _settle(rank)
     for step in range(first, rank.total):
         before = _sent(rank)
         record = step == recorded or replanner is not None
@@ -314,6 +355,8 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
             )
         done = step + 1
         last = done == rank.total
+        if rank.memory is not None and not last and not result.stop:
+            _snapshot(rank, done)
         due = job.checkpoint.every and done % job.checkpoint.every == 0
         if last or due or result.stop:
             if job.watch.record and job.watch.check_every:

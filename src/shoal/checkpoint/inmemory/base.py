@@ -1,0 +1,69 @@
+"""The options that every code has: when, between whom, and how gently."""
+
+from __future__ import annotations
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+__all__ = ["Coded"]
+
+_MEMBERS = 255
+
+
+@part
+class Coded:
+    """What the codes share.
+
+    Args:
+        every: steps between snapshots; a failure loses at most so many.
+        group: members of a group, each on a node of its own; 0 for one on every node.
+        ranks_per_node: ranks that are lost together when a node is.
+        bucket: bytes that are copied, or sent, at a time.
+        max_overhead: share of a step's time that copying may take from computation.
+    """
+
+    every: int = 1
+    group: int = 0
+    ranks_per_node: int = 1
+    bucket: int = 4 * 2**20
+    max_overhead: float = 0.02
+
+    def __post_init__(self) -> None:
+        where = "checkpoint.memory"
+        require(self.every >= 1, f"{where}.every", self.every, expected="1 or more steps")
+        require(
+            self.group == 0 or 2 <= self.group <= _MEMBERS,
+            f"{where}.group",
+            self.group,
+            expected=f"2 to {_MEMBERS} members, or 0 for one on every node",
+        )
+        require(
+            self.ranks_per_node >= 1,
+            f"{where}.ranks_per_node",
+            self.ranks_per_node,
+            expected="1 or more",
+        )
+        require(
+            self.bucket >= 4096, f"{where}.bucket", self.bucket, expected="4096 or more bytes"
+        )
+        require(
+            0 < self.max_overhead <= 1,
+            f"{where}.max_overhead",
+            self.max_overhead,
+            expected="a share in (0, 1]",
+        )
+
+    def check(self, members: int) -> None:
+        """Refuse a group of so many members.
+
+        Raises:
+            ConfigError: nobody else is there to keep the parity.
+        """
+        require(
+            2 <= members <= _MEMBERS,
+            "checkpoint.memory: members of a group",
+            members,
+            expected=f"2 to {_MEMBERS} replicas (parallel.dp) on different nodes",
+            hint="parity on the node that holds the data is lost with it; use more replicas, "
+            "a smaller ranks_per_node, or leave checkpoint.memory out",
+        )

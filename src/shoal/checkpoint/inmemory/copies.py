@@ -1,0 +1,68 @@
+"""Whole copies with the next members of the group.
+
+Source: Wang et al., Gemini: Fast Failure Recovery in Distributed Training with In-Memory
+Checkpoints, 2023, section 4 (replicas on the following machines).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.checkpoint.inmemory.base import Coded
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.inmemory.field import Bytes
+
+__all__ = ["Copies"]
+
+
+@part
+class Copies(Coded):
+    """Survives the loss of ``copies`` members of a group, for as many times the memory.
+
+    Nothing is computed, neither to keep nor to rebuild.
+
+    Args:
+        copies: members that keep a copy of each piece, beside its own.
+    """
+
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        Coded.__post_init__(self)
+        require(
+            self.copies >= 1,
+            "checkpoint.memory.copies.copies",
+            self.copies,
+            expected="1 or more",
+        )
+
+    def check(self, members: int) -> None:
+        """Refuse more copies than there are other members.
+
+        Raises:
+            ConfigError: two copies would lie on one node.
+        """
+        Coded.check(self, members)
+        require(
+            self.copies < members,
+            "checkpoint.memory.copies.copies",
+            self.copies,
+            expected=f"fewer than the {members} members of a group",
+        )
+
+    def data(self, members: int) -> int:
+        """A stripe is one piece."""
+        return 1
+
+    def parity(self, members: int) -> int:
+        """The copies."""
+        return self.copies
+
+    def matrix(self, members: int) -> Bytes:
+        """Ones."""
+        import numpy as np
+
+        return np.ones((1 + self.copies, 1), np.uint8)

@@ -1,0 +1,192 @@
+"""The snapshot processes of a run, as whoever starts the trainers keeps them.
+
+They are started before the trainers, live on when trainers die, are replaced when they are lost
+themselves, and end with this process, however that ends: each reads a pipe that ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+from shoal.checkpoint.inmemory.recovery import Recovered, recover
+from shoal.checkpoint.inmemory.wire import ENVIRONMENT, SECRET, Members, Place
+from shoal.core.errors import MachineError, RankError
+from shoal.core.files import write_atomic
+
+__all__ = ["Fleet"]
+
+_MODULE = "shoal.checkpoint.inmemory.process"
+
+
+class Fleet:
+    """Snapshot processes, one for each rank.
+
+    Args:
+        folder: where the file of members and the logs are written.
+        world: ranks.
+        host: address at which the process of a rank listens.
+        prefix: what the command of a rank's process begins with, such as the entrance of a
+            network namespace.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: int,
+        *,
+        host: Callable[[int], str] = lambda rank: "127.0.0.1",
+        prefix: Callable[[int], Sequence[str]] = lambda rank: (),
+    ) -> None:
+        self.folder = folder
+        self.file = folder / "memory.json"
+        self._host = host
+        self._prefix = prefix
+        self._secret = secrets.token_bytes(32)
+        self.processes: list[subprocess.Popen[str]] = []
+        self.members = Members(run=secrets.token_hex(8))
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.processes = [self._spawn(rank) for rank in range(world)]
+            places = tuple(self._place(rank) for rank in range(world))
+        except BaseException:
+            self.close()
+            raise
+        self._write(places=places)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What tells a trainer where the processes are."""
+        return {ENVIRONMENT: str(self.file.absolute()), SECRET: self._secret.hex()}
+
+    @property
+    def secret(self) -> bytes:
+        """Of the run."""
+        return self._secret
+
+    def dead(self) -> list[int]:
+        """Ranks whose snapshot process has ended."""
+        return [r for r, process in enumerate(self.processes) if process.poll() is not None]
+
+    def check(self) -> None:
+        """Refuse to go on without a process.
+
+        Raises:
+            RankError: one has ended.
+        """
+        for rank in self.dead():
+            raise RankError(
+                f"the snapshot process of rank {rank} (pid {self.processes[rank].pid}) has ended "
+                f"with status {self.processes[rank].returncode}; see {self._log(rank)}"
+            )
+
+    def recover(self) -> Recovered:
+        """Replace lost processes and bring all to the newest step that is left.
+
+        The trainers must not run.
+
+        Raises:
+            ShoalError: not even a new process can be started or reached.
+        """
+        places = list(self.members.places)
+        for rank in self.dead():
+            self._reap(self.processes[rank])
+            self.processes[rank] = self._spawn(rank)
+            places[rank] = self._place(rank)
+        self._write(generation=self.members.generation + 1, places=tuple(places), restore=None)
+        found = recover(self.members, self._secret)
+        self._write(restore=found.step)
+        return found
+
+    def persist(self, root: Path, keep: int) -> None:
+        """Write the recovered version to a store on the disk; the trainers have no part in it.
+
+        Raises:
+            RankError: it could not be done; the message has the reason.
+        """
+        done = subprocess.run(
+            [sys.executable, "-m", "shoal.checkpoint.inmemory.persist", str(root), str(keep)],
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise RankError(f"step {self.members.restore} in memory was not saved: {said}")
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """End the processes of some ranks at once, as if their node were lost."""
+        for rank in ranks:
+            self.processes[rank].kill()
+        for rank in ranks:
+            self.processes[rank].wait()
+
+    def close(self) -> None:
+        """End all processes; what they hold is gone."""
+        for process in self.processes:
+            process.kill()
+            self._reap(process)
+        self.file.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _spawn(self, rank: int) -> subprocess.Popen[str]:
+        with self._log(rank).open("ab") as log:
+            process = subprocess.Popen(
+                [*self._prefix(rank), sys.executable, "-m", _MODULE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                # One thread: spare cores are for the computation.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        given = {
+            "run": self.members.run,
+            "secret": self._secret.hex(),
+            "rank": rank,
+            "host": self._host(rank),
+        }
+        with contextlib.suppress(BrokenPipeError):  # it has ended: _place says so
+            process.stdin.write(json.dumps(given) + "\n")
+            process.stdin.flush()
+        return process
+
+    def _place(self, rank: int) -> Place:
+        stdout = self.processes[rank].stdout
+        assert stdout is not None
+        line = stdout.readline()
+        if not line:
+            raise MachineError(
+                f"the snapshot process of rank {rank} did not start; see {self._log(rank)}"
+            )
+        return Place.model_validate_json(line)
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"memory-{rank}.log"
+
+    def _write(self, **changes: object) -> None:
+        self.members = self.members.model_copy(update=changes)
+        write_atomic(self.file, self.members.model_dump_json())
+
+    @staticmethod
+    def _reap(process: subprocess.Popen[str]) -> None:
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()

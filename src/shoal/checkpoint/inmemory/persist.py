@@ -1,0 +1,45 @@
+"""From memory to the disk: ``python -m shoal.checkpoint.inmemory.persist STORE KEEP``.
+
+A process of its own reads the recovered version from the snapshot processes and saves it as any
+checkpoint is saved. The trainers have no part in it, and need not live.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from shoal.checkpoint.inmemory.recovery import InMemory
+from shoal.checkpoint.inmemory.snapshot import members
+from shoal.checkpoint.store import Store
+from shoal.core.errors import CheckpointError, ShoalError
+
+__all__ = ["main", "persist"]
+
+
+def persist(version: InMemory, store: Store) -> None:
+    """Save a version.
+
+    Raises:
+        CheckpointError: it cannot be read or saved.
+    """
+    tensors = {name: version.tensor(name) for name in version.names()}
+    store.save(version.step, tensors, version.meta)
+
+
+def main() -> int:
+    """Save what the environment's snapshot processes hold."""
+    found = members()
+    try:
+        if found is None or found[0].restore is None:
+            raise CheckpointError("there is no version in memory to save")
+        root, keep = sys.argv[1:]
+        persist(InMemory(*found, found[0].restore), Store(Path(root), keep=int(keep)))
+    except ShoalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

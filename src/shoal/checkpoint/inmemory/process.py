@@ -1,0 +1,470 @@
+"""The snapshot process of a rank: ``python -m shoal.checkpoint.inmemory.process``.
+
+It is started by whoever starts the trainers and is no child of them, so what it holds outlives
+them. Its memory has no name (``memfd``): the trainer maps it through ``/proc``, and with the
+process it is gone, however that ends. It ends itself when its input does, with its starter.
+
+Two slots take turns: one keeps the newest version that can be used, the other is being filled. A
+version is usable block by block, each with its CRC: blocks of the piece once the trainer commits,
+parities once the ring has been round.
+
+Source: Wang et al., Reliable and Efficient In-Memory Fault Tolerance of Large Language Model
+Pretraining, 2023, sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import select
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shoal.checkpoint.inmemory import MEMORY_CODES
+from shoal.checkpoint.inmemory.field import Bytes, native
+from shoal.checkpoint.inmemory.stripes import Stripes, pass_on
+from shoal.checkpoint.inmemory.wire import Client, Place, receive, refuse, send, welcome
+from shoal.core.errors import CheckpointError, ShoalError, require
+from shoal.machine.host import memory_available
+
+__all__ = ["Slot", "SnapshotProcess", "main"]
+
+_SLOTS = 2
+
+
+class Slot:
+    """One version.
+
+    Args:
+        data: what the member keeps of it [kept].
+    """
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+        self.step: int | None = None
+        self.meta: dict[str, Any] = {}
+        self.crcs: dict[int, int] = {}
+        """Block -> checksum; a block without one cannot be used."""
+
+    def clear(self) -> None:
+        """Nothing in it can be used from now on."""
+        self.step = None
+        self.crcs = {}
+
+
+class SnapshotProcess:
+    """What the process holds, and what it can be asked for.
+
+    Args:
+        run: the run it belongs to.
+        secret: of the run.
+        rank: whose state it keeps.
+    """
+
+    def __init__(self, run: str, secret: bytes, rank: int) -> None:
+        self.run = run
+        self.secret = secret
+        self.rank = rank
+        self.spec: dict[str, Any] | None = None
+        self.stripes: Stripes
+        self.slots: list[Slot] = []
+        self.generation = -1
+        self._memory: tuple[int, mmap.mmap] | None = None
+        # One change of slots at a time; reading goes on beside it.
+        self._lock = threading.Lock()
+        self._ring = threading.Condition()
+        self._arrived: dict[int, socket.socket] = {}
+        self._next: tuple[int, socket.socket] | None = None
+
+    def listen(self, host: str) -> tuple[int, Callable[[], None]]:
+        """The port, and what serves there for ever."""
+        listener = socket.create_server((host, 0))
+
+        def serve() -> None:
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=self._attend, args=(connection,), daemon=True).start()
+
+        return listener.getsockname()[1], serve
+
+    def _attend(self, connection: socket.socket) -> None:
+        """Answer one connection until it ends."""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            welcome(connection, self.secret, self.run)
+            while True:
+                header, _ = receive(connection)
+                if header["op"] == "ring":
+                    self._join(connection, int(header["generation"]))
+                    return
+                try:
+                    answer, payload = self._do(header)
+                except ShoalError as cause:
+                    answer, payload = {"error": str(cause)}, b""
+                except OSError as cause:
+                    # A member of the ring: whoever asked is told, and the ring is made anew.
+                    answer, payload = {"error": f"the ring broke: {cause}"}, b""
+                send(connection, answer, payload)
+        except (OSError, ShoalError, ValueError, KeyError, TypeError) as cause:
+            refuse(connection, str(cause))
+            connection.close()
+
+    def _do(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        op = header.pop("op")
+        if op == "read":
+            return {}, self.read(**header)
+        found: Callable[..., dict[str, Any]] | None = {
+            "open": self.open,
+            "begin": self.begin,
+            "commit": self.commit,
+            "encode": self.encode,
+            "status": self.status,
+            "abort": self.abort,
+            "rebuild": self.rebuild,
+            "keep": self.keep,
+        }.get(op)
+        if found is None:
+            raise CheckpointError(f"{op!r} is nothing a snapshot process can be asked for")
+        return found(**header), b""
+
+    def open(self, spec: dict[str, Any], generation: int, places: list[Any]) -> dict[str, Any]:
+        """Take part in a group; memory that fits already is kept, with what lies in it.
+
+        Args:
+            spec: ``code``, ``group`` (ranks of the members), ``piece`` (bytes of the largest),
+                ``manifests`` (rank -> what of the state it keeps), ``world``.
+            generation: of the trainers.
+            places: of all snapshot processes, by rank.
+
+        Raises:
+            CheckpointError: there is not enough memory for two slots.
+        """
+        with self._lock:
+            self.generation = generation
+            self.places = [Place.model_validate(place) for place in places]
+            if spec != self.spec:
+                self._allocate(spec)
+            assert self._memory is not None
+            return {
+                "pid": os.getpid(),
+                "file": self._memory[0],
+                "kept": self.stripes.kept,
+                "stride": self._stride,
+            }
+
+    def _allocate(self, spec: dict[str, Any]) -> None:
+        code = MEMORY_CODES.build(spec["code"])
+        stripes = Stripes.of(code, len(spec["group"]), int(spec["piece"]))
+        stride = -(-stripes.kept // mmap.PAGESIZE) * mmap.PAGESIZE
+        need, free = _SLOTS * stride, memory_available()
+        self._release()
+        require(
+            need <= free,
+            "checkpoint.memory: free host memory",
+            f"{free} bytes",
+            expected=f"{need} bytes: {_SLOTS} slots of {stripes.data} blocks and "
+            f"{stripes.parity} parities of {stripes.block} bytes",
+            hint="shard over more replicas, or leave checkpoint.memory out",
+            error=CheckpointError,
+        )
+        file = os.memfd_create(f"shoal-memory-{self.rank}")
+        try:
+            # Reserved now: what is short later would end the trainer that touches it first.
+            os.posix_fallocate(file, 0, need)
+        except OSError as cause:
+            os.close(file)
+            raise CheckpointError(
+                f"checkpoint.memory: {need} bytes for {_SLOTS} slots cannot be had: {cause}"
+            ) from cause
+        mapped = mmap.mmap(file, need)
+        view = np.frombuffer(mapped, np.uint8)
+        self.slots = [
+            Slot(view[i * stride : i * stride + stripes.kept]) for i in range(_SLOTS)
+        ]
+        self._memory, self._stride = (file, mapped), stride
+        self.stripes, self.spec, self.bucket = stripes, spec, code.bucket
+        self.member = spec["group"].index(self.rank)
+
+    def _release(self) -> None:
+        if self._memory is not None:
+            os.close(self._memory[0])
+            # The mapping goes with the last slice of it.
+            self.slots, self._memory, self.spec = [], None, None
+
+    def begin(self) -> dict[str, Any]:
+        """The slot in which a step may be written; what was usable in it no longer is.
+
+        Raises:
+            CheckpointError: nothing was opened yet.
+        """
+        with self._lock:
+            self._opened()
+            # An empty one, else one that was never coded, else the older: the best stays.
+            slot = min(
+                self.slots, key=lambda s: (s.step is not None, self._coded(s), s.step or 0)
+            )
+            slot.clear()
+            return {"slot": self.slots.index(slot)}
+
+    def commit(self, step: int, slot: int, meta: dict[str, Any]) -> dict[str, Any]:
+        """The trainer has written ``step`` into the slot: seal it, then code it in the ring.
+
+        Returns when the version is coded on this member.
+
+        Raises:
+            CheckpointError: another member commits another step.
+            OSError: a member of the ring is gone; the piece itself stays usable.
+        """
+        began = time.perf_counter()
+        with self._lock:
+            self._opened()
+            found = self.slots[slot]
+            self._seal(found, range(self.stripes.data))
+            found.meta, found.step = meta, step
+        sealed = time.perf_counter()
+        self._code(found, step)
+        return {"seal_s": sealed - began, "code_s": time.perf_counter() - sealed}
+
+    def encode(self, step: int, generation: int, places: list[Any]) -> dict[str, Any]:
+        """Code a version whose parities were not finished, with all others of the group."""
+        with self._lock:
+            self.generation = generation
+            self.places = [Place.model_validate(place) for place in places]
+            found = self._slot(step)
+        self._code(found, step)
+        return {}
+
+    def status(self, verify: bool = False) -> dict[str, Any]:
+        """What this process is part of, and which blocks of which steps it can give.
+
+        With ``verify`` every block is summed again, and one that has changed is dropped.
+        """
+        with self._lock:
+            if verify:
+                for slot in self.slots:
+                    for block, crc in list(slot.crcs.items()):
+                        if zlib.crc32(self._block(slot, block)) != crc:
+                            del slot.crcs[block]
+            return {
+                "rank": self.rank,
+                "pid": os.getpid(),
+                "spec": self.spec,
+                "slots": [
+                    {"step": s.step, "blocks": sorted(s.crcs), "meta": s.meta}
+                    for s in self.slots
+                    if s.step is not None
+                ],
+            }
+
+    def read(self, step: int, block: int, offset: int, length: int) -> memoryview:
+        """Bytes of a block.
+
+        Raises:
+            CheckpointError: the block of this step cannot be used, or does not reach so far.
+        """
+        slot = self._slot(step)
+        if block not in slot.crcs:
+            raise CheckpointError(f"block {block} of step {step} is not there, or is damaged")
+        require(
+            0 <= offset and 0 <= length and offset + length <= self.stripes.block,
+            "bytes of a block",
+            f"{offset} and {length} more",
+            expected=f"within {self.stripes.block}",
+            error=CheckpointError,
+        )
+        return memoryview(self._block(slot, block)[offset : offset + length])
+
+    def rebuild(
+        self,
+        spec: dict[str, Any],
+        step: int,
+        generation: int,
+        places: list[Any],
+        there: list[list[int]],
+        meta: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Restore what this member kept of ``step`` from the other members of its group.
+
+        Args:
+            spec: as of :meth:`open`.
+            step: which version.
+            generation: of the trainers.
+            places: of all snapshot processes, by rank.
+            there: member -> blocks of this step that it can give.
+            meta: what the trainers have kept beside.
+
+        Raises:
+            CheckpointError: too much is lost, or a member holds another step.
+        """
+        self.open(spec, generation, places)
+        began = time.perf_counter()
+        with self._lock, contextlib.ExitStack() as opened:
+            others: dict[int, Client] = {}
+            buffer = np.empty(self.bucket, np.uint8)
+
+            def read(member: int, block: int, offset: int, length: int) -> Bytes:
+                if member not in others:
+                    rank = spec["group"][member]
+                    client = Client(self.places[rank], self.run, self.secret, rank=rank)
+                    others[member] = opened.enter_context(client)
+                into = buffer[:length]
+                others[member].call(
+                    "read", into=into, step=step, block=block, offset=offset, length=length
+                )
+                return into
+
+            for slot in self.slots:
+                slot.clear()
+            self.stripes.rebuild(
+                self.member,
+                read,
+                lambda member, block: block in there[member],
+                self.slots[0].data,
+                bucket=self.bucket,
+            )
+            self._seal(self.slots[0], range(self.stripes.blocks))
+            self.slots[0].step, self.slots[0].meta = step, meta
+        return {"seconds": time.perf_counter() - began}
+
+    def keep(self, step: int | None) -> dict[str, Any]:
+        """Forget every version but this one."""
+        with self._lock:
+            for slot in self.slots:
+                if slot.step != step:
+                    slot.clear()
+            return {}
+
+    def abort(self) -> dict[str, Any]:
+        """End what goes on in the ring; versions that are not coded yet stay as they are."""
+        with self._ring:
+            ends = [*self._arrived.values(), *([self._next[1]] if self._next else [])]
+            self._arrived, self._next = {}, None
+            self.generation = -1
+            for end in ends:
+                with contextlib.suppress(OSError):  # the other side may have ended it
+                    end.shutdown(socket.SHUT_RDWR)
+            self._ring.notify_all()
+        return {}
+
+    def _opened(self) -> None:
+        if self.spec is None:
+            raise CheckpointError("nothing was opened here yet")
+
+    def _slot(self, step: int) -> Slot:
+        for slot in self.slots:
+            if slot.step == step:
+                return slot
+        held = ", ".join(str(s.step) for s in self.slots if s.step is not None) or "none"
+        raise CheckpointError(f"step {step} is not here; there is: {held}")
+
+    def _block(self, slot: Slot, number: int) -> Bytes:
+        return slot.data[number * self.stripes.block :][: self.stripes.block]
+
+    def _seal(self, slot: Slot, blocks: range) -> None:
+        for block in blocks:
+            slot.crcs[block] = zlib.crc32(self._block(slot, block))
+
+    def _coded(self, slot: Slot) -> bool:
+        return len(slot.crcs) == self.stripes.blocks
+
+    def _code(self, slot: Slot, step: int) -> None:
+        """This member's part of the ring.
+
+        Raises:
+            CheckpointError: the member before is at another step.
+            OSError: a neighbour is gone, or the ring was ended.
+        """
+        before, after = self._neighbours()
+        # What came last goes out next, so two buffers take turns.
+        turns = itertools.cycle(
+            [np.empty(max(8, self.stripes.parity * self.bucket), np.uint8) for _ in range(2)]
+        )
+
+        def exchange(data: Bytes) -> Bytes:
+            came = next(turns)[: data.size]
+            _exchange(after, before, memoryview(data), memoryview(came))
+            return came
+
+        theirs = exchange(np.array([step], np.int64).view(np.uint8)).view(np.int64)[0]
+        if theirs != step:
+            self.abort()
+            raise CheckpointError(
+                f"rank {self.rank} commits step {step} and the member before it step {theirs}: "
+                "a version is of one step"
+            )
+        pass_on(self.stripes, slot.data, exchange, bucket=self.bucket)
+        with self._lock:
+            if slot.step == step:
+                self._seal(slot, range(self.stripes.data, self.stripes.blocks))
+
+    def _neighbours(self) -> tuple[socket.socket, socket.socket]:
+        """Connections from the member before and to the next one, made once a generation."""
+        generation = self.generation
+        if generation < 0:
+            raise ConnectionAbortedError("the ring was ended")
+        group = self.spec["group"] if self.spec else []
+        with self._ring:
+            made = self._next
+        if made is None or made[0] != generation:
+            rank = group[(self.member + 1) % len(group)]
+            client = Client(self.places[rank], self.run, self.secret, rank=rank)
+            send(client.connection, {"op": "ring", "generation": generation})
+            client.connection.setblocking(False)
+            with self._ring:
+                self._next = made = (generation, client.connection)
+        with self._ring:
+            while generation not in self._arrived:
+                if self.generation != generation:
+                    raise ConnectionAbortedError("the ring was ended")
+                self._ring.wait()
+            return self._arrived[generation], made[1]
+
+    def _join(self, connection: socket.socket, generation: int) -> None:
+        connection.setblocking(False)
+        with self._ring:
+            self._arrived[generation] = connection
+            self._ring.notify_all()
+
+
+def _exchange(
+    after: socket.socket, before: socket.socket, out: memoryview, into: memoryview
+) -> None:
+    """Send to one while receiving from the other: no member waits for a buffer to be emptied."""
+    while len(out) or len(into):
+        readable, writable, _ = select.select(
+            [before] if len(into) else [], [after] if len(out) else [], []
+        )
+        if writable:
+            out = out[after.send(out) :]
+        if readable:
+            count = before.recv_into(into)
+            if not count:
+                raise ConnectionResetError("a member of the group has ended")
+            into = into[count:]
+
+
+def main() -> int:
+    """Serve until the input ends; its first line says what to be."""
+    given = json.loads(sys.stdin.readline())
+    process = SnapshotProcess(given["run"], bytes.fromhex(given["secret"]), int(given["rank"]))
+    port, serve = process.listen(given["host"])
+    native()  # compiled now, not while a trainer waits
+    print(json.dumps({"host": given["host"], "port": port, "pid": os.getpid()}), flush=True)
+    threading.Thread(target=serve, daemon=True).start()
+    sys.stdin.read()
+    # Threads that wait for a peer must not keep the process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Several parities for a stripe: Reed-Solomon in memory.
+
+Source: Reed, Solomon, Polynomial Codes over Certain Finite Fields, 1960; Plank, Ding, Note:
+Correction to the 1997 Tutorial on Reed-Solomon Coding, 2003.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.checkpoint.inmemory.base import Coded
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.inmemory.field import Bytes
+
+__all__ = ["ReedSolomon"]
+
+
+@part
+class ReedSolomon(Coded):
+    """Survives the loss of ``losses`` members of a group, for losses / (n - losses) more memory.
+
+    Args:
+        losses: members of a group that may be lost at once.
+    """
+
+    losses: int = 2
+
+    def __post_init__(self) -> None:
+        Coded.__post_init__(self)
+        require(
+            self.losses >= 1,
+            "checkpoint.memory.rs.losses",
+            self.losses,
+            expected="1 or more members",
+        )
+
+    def check(self, members: int) -> None:
+        """Refuse a group that is not larger than the losses.
+
+        Raises:
+            ConfigError: no member would be left to rebuild from.
+        """
+        Coded.check(self, members)
+        require(
+            self.losses < members,
+            "checkpoint.memory.rs.losses",
+            self.losses,
+            expected=f"fewer than the {members} members of a group",
+        )
+
+    def data(self, members: int) -> int:
+        """Blocks of the members that keep no parity of the stripe."""
+        return members - self.losses
+
+    def parity(self, members: int) -> int:
+        """As many as may be lost."""
+        return self.losses
+
+    def matrix(self, members: int) -> Bytes:
+        """A Vandermonde matrix made systematic."""
+        from shoal.checkpoint.inmemory.field import generator_matrix
+
+        return generator_matrix(self.data(members), self.losses)

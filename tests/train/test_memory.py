@@ -1,0 +1,97 @@
+"""Real runs that lose ranks and nodes and go on from memory, bit for bit as if nothing was."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.core.errors import ConfigError
+from shoal.core.meter import read_events
+from shoal.ir import Plan
+from shoal.train.run import execute
+
+Make = Callable[..., Plan]
+
+RUN: dict[str, Any] = {"model": "shoal-0.3m", "steps": 14, "parallel": {"dp": 4}}
+DISK = {"every": 0, "keep": 2}
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {e["step"]: e["loss"] for e in read_events(run / "events.jsonl") if e["kind"] == "step"}
+
+
+def killing(plans: dict[int, Callable[[Any], None]]) -> Callable[[Any, dict[str, Any]], None]:
+    """Do each of these things once, when its step was done."""
+    left = dict(plans)
+
+    def inject(supervisor: Any, event: dict[str, Any]) -> None:
+        if event["kind"] == "step":
+            for step in [step for step in left if event["step"] >= step]:
+                left.pop(step)(supervisor)
+                break
+
+    return inject
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_a_killed_rank_and_a_killed_node_lose_at_most_one_step(
+    make_plan: Make, tmp_path: Path
+) -> None:
+    straight = tmp_path / "straight"
+    execute(make_plan(**RUN, checkpoint=DISK), straight)
+    # The ranks of a node of two are lost together, and each group has one of them.
+    plan = make_plan(**RUN, checkpoint={**DISK, "memory": {"name": "xor", "ranks_per_node": 2}})
+    run = tmp_path / "run"
+    seen: list[dict[str, Any]] = []
+    levels: list[Any] = []
+
+    def rank(supervisor: Any) -> None:
+        levels.append(supervisor.level)
+        os.kill(supervisor.processes[1].pid, signal.SIGKILL)
+
+    execute(
+        plan,
+        run,
+        restarts=2,
+        watch=seen.append,
+        inject=killing({4: rank, 9: lambda supervisor: supervisor.lose((2, 3))}),
+    )
+    assert losses(run) == losses(straight)
+    events = list(read_events(run / "events.jsonl"))
+    found = [e for e in events if e["kind"] == "recover"]
+    assert [e["rung"] for e in found] == ["trainers", "rebuilt"]
+    assert found[1]["rebuilt"] == [2, 3]
+    starts = [e for e in events if e["kind"] == "start"]
+    assert [e["level"] for e in starts[1:]] == ["memory", "memory"]
+    # Steps are counted from one behind: the last finished before each start against its first.
+    for start in starts[1:]:
+        before = events[: events.index(start)]
+        done = max(e["step"] for e in before if e["kind"] == "step") + 1
+        assert 0 <= done - start["step"] <= 1
+    # Nothing stays behind.
+    assert all(process.poll() is not None for process in levels[0].processes)
+    assert not (run / "ranks" / "memory.json").exists()
+
+
+def test_bad_starts(make_plan: Make, tmp_path: Path) -> None:
+    def start(parallel: dict[str, int], memory: Any, **more: Any) -> None:
+        checkpoint = {**DISK, "memory": memory}
+        execute(make_plan(parallel=parallel, checkpoint=checkpoint, **more), tmp_path / "run")
+
+    with pytest.raises(ConfigError, match="members of a group = 1: expected 2 to 255"):
+        start({"dp": 1}, "xor")
+    with pytest.raises(ConfigError, match="members of a group = 1"):
+        start({"dp": 2}, {"name": "xor", "ranks_per_node": 2})
+    with pytest.raises(ConfigError, match=r"rs\.losses = 2: expected fewer than the 2 members"):
+        start({"dp": 2}, "rs")
+    with pytest.raises(ConfigError, match="cannot be put in groups of 3"):
+        start({"dp": 4}, {"name": "xor", "group": 3})
+    with pytest.raises(ConfigError, match=r"replan\.enabled = True"):
+        start({"dp": 2}, "xor", replan={"enabled": True})
+    assert not (tmp_path / "run").exists()
