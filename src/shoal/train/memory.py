@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
 
 from shoal.checkpoint.inmemory import MEMORY_CODES
 from shoal.checkpoint.inmemory.layout import coding_groups
@@ -19,8 +18,9 @@ if TYPE_CHECKING:
     from shoal.train.layout import RunDir
     from shoal.train.loop import Trainer
 
-__all__ = ["check_memory", "memory_level", "recovered", "snapshots_of", "version_in_memory"]
+__all__ = ["MemoryLevel", "check_memory", "snapshots_of", "version_in_memory"]
 
+# Ranks that differ in these hold the same part of the model.
 _REPLICAS = ("dp", "cp")
 
 
@@ -35,9 +35,7 @@ def check_memory(job: TrainJob) -> None:
         return
     code = MEMORY_CODES.build(choice, where="checkpoint.memory")
     for ranks in job.parallel.attention().groups(*_REPLICAS):
-        for group in coding_groups(
-            ranks, group=code.group, ranks_per_node=code.ranks_per_node
-        ):
+        for group in coding_groups(ranks, group=code.group, ranks_per_node=code.ranks_per_node):
             code.check(len(group))
     require(
         not job.replan.enabled,
@@ -47,28 +45,86 @@ def check_memory(job: TrainJob) -> None:
     )
 
 
-@contextlib.contextmanager
-def memory_level(job: TrainJob, directory: RunDir) -> Iterator[Fleet | None]:
-    """The snapshot processes of a run on this host while the block lasts; None without a level."""
-    if job.checkpoint.memory is None:
-        yield None
-        return
-    from shoal.checkpoint.inmemory.fleet import Fleet
+class MemoryLevel:
+    """The snapshot processes of a run on this host, while the block lasts.
 
-    with Fleet(directory.ranks, job.parallel.world) as fleet:
-        yield fleet
-
-
-def recovered(level: Fleet, directory: RunDir) -> dict[str, Any]:
-    """Climb the ladder after a failure; what was found becomes an event of the run.
-
-    Raises:
-        ShoalError: the snapshot processes cannot be reached or replaced.
+    Args:
+        job: what is trained; without ``checkpoint.memory`` there are no processes.
+        directory: of the run.
+        watch: called with the events ``recover`` and ``memory_off``.
     """
-    found = level.recover()
-    with Meter([SINKS.build({"name": "jsonl", "path": str(directory.events)})]) as meter:
-        meter.event("recover", **found._asdict())
-    return {"kind": "recover", **found._asdict()}
+
+    def __init__(
+        self, job: TrainJob, directory: RunDir, watch: Callable[[dict[str, Any]], None] | None
+    ) -> None:
+        self.directory = directory
+        self.watch = watch
+        self.fleet: Fleet | None = None
+        self._keep = job.checkpoint.keep
+        self._start(job)
+
+    def recover(self) -> None:
+        """After the trainers have ended by a failure: bring all processes to one version.
+
+        Raises:
+            ShoalError: the processes cannot be reached or replaced.
+        """
+        if self.fleet is not None:
+            self._tell("recover", **self.fleet.recover()._asdict())
+
+    def to_disk(self) -> None:
+        """Have the recovered version saved, if it is newer than the newest checkpoint.
+
+        Raises:
+            RankError: it could not be saved.
+        """
+        from shoal.checkpoint.store import Store
+
+        if self.fleet is None:
+            return
+        step = self.fleet.members.restore
+        store = Store(self.directory.checkpoints, keep=self._keep)
+        if step is not None and step > max(store.steps(), default=0):
+            self.fleet.persist(store.root, store.keep)
+
+    def change(self, job: TrainJob) -> TrainJob:
+        """Go on with another job of the run, on other ranks; returns what can go on.
+
+        Where its replicas are too few for the code, it goes on without.
+        """
+        try:
+            check_memory(job)
+        except ConfigError as cause:
+            policy = job.checkpoint.model_copy(update={"memory": None})
+            job = job.model_copy(update={"checkpoint": policy})
+            self._tell("memory_off", message=str(cause))
+        self.close()
+        self._start(job)
+        return job
+
+    def close(self) -> None:
+        """End the processes; what they hold is gone."""
+        if self.fleet is not None:
+            self.fleet.close()
+            self.fleet = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, job: TrainJob) -> None:
+        if job.checkpoint.memory is not None:
+            from shoal.checkpoint.inmemory.fleet import Fleet
+
+            self.fleet = Fleet(self.directory.ranks, job.parallel.world)
+
+    def _tell(self, kind: str, **what: Any) -> None:
+        with Meter([SINKS.build({"name": "jsonl", "path": str(self.directory.events)})]) as meter:
+            meter.event(kind, **what)
+        if self.watch is not None:
+            self.watch({"kind": kind, **what})
 
 
 def snapshots_of(trainer: Trainer) -> Snapshots:
@@ -87,11 +143,10 @@ def snapshots_of(trainer: Trainer) -> Snapshots:
             "checkpoint.memory: no snapshot processes were started for this rank; start the "
             "ranks with shoal train"
         )
-    group = trainer.engine.ranks.data
     return Snapshots(
         *found,
         rank=trainer.comm.rank,
-        replicas=group.ranks,
+        replicas=trainer.engine.ranks.data.ranks,
         choice=choice,
         exchange=lambda data: _exchanged(trainer, data),
     )

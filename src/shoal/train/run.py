@@ -24,7 +24,7 @@ from shoal.ir import Machine, Plan, Report, TrainJob
 from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.legal import check_split
 from shoal.train.layout import RunDir
-from shoal.train.memory import check_memory, memory_level, recovered
+from shoal.train.memory import MemoryLevel, check_memory
 from shoal.train.report import make_report, write_page
 from shoal.train.supervise import Supervisor
 
@@ -162,7 +162,7 @@ def execute(
     prepare_run(plan, directory, resume=resume, watch=watch)
     job = plan.job
     threads = threads_of(job)
-    with memory_level(job, directory) as level:
+    with MemoryLevel(job, directory, watch) as level:
         while True:
             supervisor = Supervisor(
                 directory,
@@ -171,7 +171,7 @@ def execute(
                 timeout_s=job.timeout_s,
                 resume=resume,
                 from_step=from_step,
-                level=level,
+                level=level.fleet,
             )
             tail = EventTail(directory.events)
 
@@ -187,16 +187,14 @@ def execute(
                 supervisor.wait(tick)
                 break
             except RankError as error:
+                level.recover()
                 if restarts <= 0:
+                    level.to_disk()
                     raise
                 restarts -= 1
                 resume, from_step = True, None
                 if watch is not None:
                     watch({"kind": "restart", "message": str(error)})
-                if level is not None:
-                    told = recovered(level, directory)
-                    if watch is not None:
-                        watch(told)
     return conclude(plan, directory)
 
 

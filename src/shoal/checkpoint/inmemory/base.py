@@ -43,9 +43,7 @@ class Coded:
             self.ranks_per_node,
             expected="1 or more",
         )
-        require(
-            self.bucket >= 4096, f"{where}.bucket", self.bucket, expected="4096 or more bytes"
-        )
+        require(self.bucket >= 4096, f"{where}.bucket", self.bucket, expected="4096 or more bytes")
         require(
             0 < self.max_overhead <= 1,
             f"{where}.max_overhead",

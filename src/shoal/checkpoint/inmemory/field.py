@@ -48,7 +48,7 @@ _POWERS, _LOGS = _tables()
 
 def _products() -> Bytes:
     powers, logs = np.array(_POWERS, np.uint8), np.array(_LOGS)
-    found = powers[logs[:, None] + logs[None, :]]
+    found: Bytes = powers[logs[:, None] + logs[None, :]]
     found[0], found[:, 0] = 0, 0
     return found
 

@@ -80,16 +80,16 @@ def shares(held: Mapping[int, Sequence[Entry]]) -> dict[int, list[Segment]]:
         classes.setdefault(tuple(ranks), []).append(entry)
     found: dict[int, list[Segment]] = {rank: [] for rank in held}
     ends = dict.fromkeys(held, 0)
-    for ranks, entries in classes.items():
+    for owners, entries in classes.items():
         total = sum(entry.nbytes for entry in entries)
-        share = -(-total // (len(ranks) * _ALIGN)) * _ALIGN
+        share = -(-total // (len(owners) * _ALIGN)) * _ALIGN
         start = 0
         for entry in entries:
             first = 0
             while first < entry.nbytes:
-                number = min((start + first) // share, len(ranks) - 1)
+                number = min((start + first) // share, len(owners) - 1)
                 last = min(entry.nbytes, (number + 1) * share - start)
-                rank = ranks[number]
+                rank = owners[number]
                 found[rank].append(
                     Segment(
                         name=entry.name,

@@ -123,7 +123,7 @@ class SnapshotProcess:
         op = header.pop("op")
         if op == "read":
             return {}, self.read(**header)
-        found: Callable[..., dict[str, Any]] | None = {
+        known: dict[str, Callable[..., dict[str, Any]]] = {
             "open": self.open,
             "begin": self.begin,
             "commit": self.commit,
@@ -132,10 +132,10 @@ class SnapshotProcess:
             "abort": self.abort,
             "rebuild": self.rebuild,
             "keep": self.keep,
-        }.get(op)
-        if found is None:
+        }
+        if op not in known:
             raise CheckpointError(f"{op!r} is nothing a snapshot process can be asked for")
-        return found(**header), b""
+        return known[op](**header), b""
 
     def open(self, spec: dict[str, Any], generation: int, places: list[Any]) -> dict[str, Any]:
         """Take part in a group; memory that fits already is kept, with what lies in it.
@@ -188,9 +188,7 @@ class SnapshotProcess:
             ) from cause
         mapped = mmap.mmap(file, need)
         view = np.frombuffer(mapped, np.uint8)
-        self.slots = [
-            Slot(view[i * stride : i * stride + stripes.kept]) for i in range(_SLOTS)
-        ]
+        self.slots = [Slot(view[i * stride : i * stride + stripes.kept]) for i in range(_SLOTS)]
         self._memory, self._stride = (file, mapped), stride
         self.stripes, self.spec, self.bucket = stripes, spec, code.bucket
         self.member = spec["group"].index(self.rank)
@@ -210,9 +208,7 @@ class SnapshotProcess:
         with self._lock:
             self._opened()
             # An empty one, else one that was never coded, else the older: the best stays.
-            slot = min(
-                self.slots, key=lambda s: (s.step is not None, self._coded(s), s.step or 0)
-            )
+            slot = min(self.slots, key=lambda s: (s.step is not None, self._coded(s), s.step or 0))
             slot.clear()
             return {"slot": self.slots.index(slot)}
 
@@ -253,7 +249,7 @@ class SnapshotProcess:
             if verify:
                 for slot in self.slots:
                     for block, crc in list(slot.crcs.items()):
-                        if zlib.crc32(self._block(slot, block)) != crc:
+                        if zlib.crc32(self._block(slot, block).data) != crc:
                             del slot.crcs[block]
             return {
                 "rank": self.rank,
@@ -276,13 +272,13 @@ class SnapshotProcess:
         if block not in slot.crcs:
             raise CheckpointError(f"block {block} of step {step} is not there, or is damaged")
         require(
-            0 <= offset and 0 <= length and offset + length <= self.stripes.block,
+            min(offset, length) >= 0 and offset + length <= self.stripes.block,
             "bytes of a block",
             f"{offset} and {length} more",
             expected=f"within {self.stripes.block}",
             error=CheckpointError,
         )
-        return memoryview(self._block(slot, block)[offset : offset + length])
+        return self._block(slot, block)[offset : offset + length].data
 
     def rebuild(
         self,
@@ -328,7 +324,7 @@ class SnapshotProcess:
             self.stripes.rebuild(
                 self.member,
                 read,
-                lambda member, block: block in there[member],
+                there,
                 self.slots[0].data,
                 bucket=self.bucket,
             )
@@ -372,7 +368,7 @@ class SnapshotProcess:
 
     def _seal(self, slot: Slot, blocks: range) -> None:
         for block in blocks:
-            slot.crcs[block] = zlib.crc32(self._block(slot, block))
+            slot.crcs[block] = zlib.crc32(self._block(slot, block).data)
 
     def _coded(self, slot: Slot) -> bool:
         return len(slot.crcs) == self.stripes.blocks
@@ -392,7 +388,7 @@ class SnapshotProcess:
 
         def exchange(data: Bytes) -> Bytes:
             came = next(turns)[: data.size]
-            _exchange(after, before, memoryview(data), memoryview(came))
+            _exchange(after, before, data.data, came.data)
             return came
 
         theirs = exchange(np.array([step], np.int64).view(np.uint8)).view(np.int64)[0]

@@ -113,11 +113,8 @@ def _newest(views: Mapping[int, _View], world: int) -> tuple[int | None, str]:
         for group in groups:
             view = next(views[rank] for rank in group if rank in views)
 
-            def has(member: int, block: int, group: Sequence[int] = group, step: int = step) -> bool:
-                there = views.get(group[member])
-                return there is not None and block in there.blocks.get(step, ())
-
-            lost += [group[member] for member in _stripes(view).unrecoverable(has)]
+            there = [views[rank].blocks.get(step, []) if rank in views else [] for rank in group]
+            lost += [group[member] for member in _stripes(view).unrecoverable(there)]
         if not lost:
             return step, f"step {step} is whole in memory"
         if step == max(steps):
@@ -142,9 +139,7 @@ def _restore(
         known = [rank for rank in group if rank in views]
         view = views[known[0]]
         stripes = _stripes(view)
-        there = [
-            views[rank].blocks.get(step, []) if rank in views else [] for rank in group
-        ]
+        there = [views[rank].blocks.get(step, []) if rank in views else [] for rank in group]
         meta = next(views[rank].meta[step] for rank in known if step in views[rank].meta)
         torn = False
         for member, rank in enumerate(group):
@@ -166,9 +161,7 @@ def _restore(
         if torn:  # the members of a ring code together
 
             def encode(rank: int) -> None:
-                clients[rank].call(
-                    "encode", step=step, generation=found.generation, places=places
-                )
+                clients[rank].call("encode", step=step, generation=found.generation, places=places)
 
             list(pool.map(encode, group))
     return rebuilt
@@ -268,7 +261,7 @@ class InMemory:
         import torch
 
         flat = torch.empty(max(segment.last for _, segment in parts), dtype=torch.uint8)
-        view = memoryview(flat.numpy())
+        view = flat.numpy().data
         for rank, segment in parts:
             into = view[segment.first : segment.last]
             at, block = segment.at, self._block[rank]

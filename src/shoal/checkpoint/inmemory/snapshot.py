@@ -119,9 +119,7 @@ class Snapshots:
         self.code: MemoryCode = MEMORY_CODES.build(choice, where="checkpoint.memory")
         self.group = group_of(
             rank,
-            coding_groups(
-                replicas, group=self.code.group, ranks_per_node=self.code.ranks_per_node
-            ),
+            coding_groups(replicas, group=self.code.group, ranks_per_node=self.code.ranks_per_node),
         )
         self.code.check(len(self.group))
         self._choice = choice
@@ -283,7 +281,7 @@ def _event(boxes: Mapping[Any, torch.Tensor]) -> Any:
     import torch
 
     if any(tensor.is_cuda for tensor in boxes.values()):
-        event = torch.cuda.Event()
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
     return None

@@ -11,7 +11,7 @@ to what comes from the member before it, or keeps a sum that is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,12 +82,16 @@ class Stripes:
                 for other, p in self.stripe(member, number)[: self.data]:
                     add_scaled(out, int(self.matrix[number, p]), self._block(kept[other], p))
 
-    def unrecoverable(self, has: Callable[[int, int], bool]) -> list[int]:
-        """Members of whose blocks some can neither be read nor rebuilt; ``has(member, block)``."""
+    def unrecoverable(self, there: Sequence[Collection[int]]) -> list[int]:
+        """Members of whose blocks some can neither be read nor rebuilt.
+
+        Args:
+            there: member -> its blocks that can be read.
+        """
         lost: set[int] = set()
         for member in range(self.members):
             stripe = self.stripe(member, 0)
-            missing = [place for place in stripe if not has(*place)]
+            missing = [(m, p) for m, p in stripe if p not in there[m]]
             if len(missing) > self.parity:
                 lost |= {other for other, p in missing if p < self.data}
         return sorted(lost)
@@ -96,7 +100,7 @@ class Stripes:
         self,
         member: int,
         read: Callable[[int, int, int, int], Bytes],
-        has: Callable[[int, int], bool],
+        there: Sequence[Collection[int]],
         out: Bytes,
         *,
         bucket: int,
@@ -106,7 +110,7 @@ class Stripes:
         Args:
             member: the lost one.
             read: bytes of (member, block, offset, length).
-            has: whether (member, block) can be read.
+            there: member -> its blocks that can be read.
             out: receives the blocks [kept].
             bucket: bytes that are read at a time.
 
@@ -115,21 +119,21 @@ class Stripes:
         """
         for number in range(self.blocks):
             stripe = self.stripe(member, number)
-            there = [(m, p) for m, p in stripe if m != member and has(m, p)][: self.data]
-            if len(there) < self.data:
+            left = [(m, p) for m, p in stripe if m != member and p in there[m]][: self.data]
+            if len(left) < self.data:
                 raise CheckpointError(
-                    f"of a stripe of {self.blocks} blocks {len(there)} are left and {self.data} "
+                    f"of a stripe of {self.blocks} blocks {len(left)} are left and {self.data} "
                     f"are needed: more than {self.parity} members of the group of {self.members} "
                     "are lost; go back to a checkpoint on the disk"
                 )
             # The lost block is this sum of those that are left.
-            rows = self.matrix[[p for _, p in there]]
+            rows = self.matrix[[p for _, p in left]]
             factors = matmul(self.matrix[number : number + 1], invert(rows))[0]
             target = self._block(out, number)
             target[:] = 0
             for start in range(0, self.block, bucket):
                 part = target[start : start + bucket]
-                for (m, p), factor in zip(there, factors, strict=True):
+                for (m, p), factor in zip(left, factors, strict=True):
                     if factor:
                         add_scaled(part, int(factor), read(m, p, start, len(part)))
 

@@ -19,7 +19,17 @@ from typing import Any, Self
 from shoal.core.config import Value
 from shoal.core.errors import CheckpointError, RankError
 
-__all__ = ["ENVIRONMENT", "SECRET", "Client", "Members", "Place", "receive", "refuse", "send", "welcome"]
+__all__ = [
+    "ENVIRONMENT",
+    "SECRET",
+    "Client",
+    "Members",
+    "Place",
+    "receive",
+    "refuse",
+    "send",
+    "welcome",
+]
 
 ENVIRONMENT = "SHOAL_MEMORY"
 """Variable that names the file of :class:`Members`."""

@@ -31,6 +31,7 @@ from shoal.core.meter import SINKS, Meter
 from shoal.core.parts import table
 from shoal.ir import Plan, Report, TrainJob
 from shoal.train.layout import RunDir
+from shoal.train.memory import MemoryLevel
 from shoal.train.run import EventTail, Watch, conclude, prepare_run, threads_of
 from shoal.train.supervise import Supervisor
 from shoal.train.watch.evidence import Evidence
@@ -175,12 +176,17 @@ class _Driver:
         self.step = -1
 
     def run(self, *, resume: bool) -> Report:
+        with MemoryLevel(self.plan.job, self.directory, self.watch) as self.level:
+            self._until_done(resume=resume)
+        return conclude(self.plan, self.directory)
+
+    def _until_done(self, *, resume: bool) -> None:
         without_culprit, last_step = 0, -1
         while True:
             began = time.monotonic()
             try:
                 self._once(resume=resume)
-                return conclude(self.plan, self.directory)
+                return
             except _FoundError as error:
                 found = error.found
             except (RankError, MachineError) as error:
@@ -205,6 +211,7 @@ class _Driver:
             self._keep()
             self._tell("fault", seconds_of_start=time.monotonic() - began, **found.model_dump())
             resume = True
+            self.level.recover()
             self._repair(found, without_culprit)
 
     def _once(self, *, resume: bool) -> None:
@@ -217,6 +224,7 @@ class _Driver:
             resume=resume,
             environment=self._environment,
             module=self.module,
+            level=self.level.fleet,
         )
         self.supervisor = supervisor
         tail = EventTail(self.directory.events)
@@ -269,6 +277,7 @@ class _Driver:
         """
         if found.place is None:
             if without_culprit >= _PATIENCE:
+                self.level.to_disk()
                 raise RankError(
                     f"{found.message}\n{without_culprit} starts failed and nobody could be "
                     f"named; {self._saved()}"
@@ -294,6 +303,8 @@ class _Driver:
             for dp in range(1, parallel.dp)
             if job.global_batch % dp == 0 and dp * rest <= parallel.world - 1
         ]
+        # Other ranks keep other parts: they, or whoever resumes, take over from the disk.
+        self.level.to_disk()
         if not floor or not fitting or fitting[-1] < floor:
             raise RankError(
                 f"{found.message}\nno spare is left for place {found.place}, and the run cannot go "
@@ -309,6 +320,8 @@ class _Driver:
         left = [place for place in self.places if place != found.place]
         world = self.plan.job.parallel.world
         self.places, self.spares = left[:world], left[world:]
+        job = self.level.change(self.plan.job)
+        self.plan = self.plan.model_copy(update={"job": job})
         prepare_run(self.plan, self.directory, resume=True, watch=self.watch)
 
     def _saved(self) -> str:
