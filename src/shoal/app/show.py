@@ -146,6 +146,10 @@ class TrainingBar:
             self._say(f"refused: {event['message']}")
         elif kind == "restart":
             self._say(f"{event['message']}\nrestarting from the newest checkpoint")
+        elif kind == "recover":
+            self._say(f"in memory: {event['reason']}")
+        elif kind == "memory_off":
+            self._say(f"goes on without copies in memory: {event['message']}")
         elif kind == "fault":
             place = "nobody could be named" if event["place"] is None else f"place {event['place']}"
             self._say(f"fault ({event['rule']}, {place}) after {event['seconds']:.1f} s")

@@ -16,6 +16,7 @@ from shoal.app.commands.plan_paths import paths
 from shoal.app.commands.plan_routes import routes
 from shoal.app.commands.plan_scaling import scaling
 from shoal.app.commands.plan_schedule import schedule
+from shoal.app.commands.plan_survival import survival
 from shoal.app.commands.plan_t3 import t3
 from shoal.app.commands.plan_tiles import tiles
 from shoal.app.commands.plan_tune import tune
@@ -427,3 +428,4 @@ app.command("autotp")(autotp)
 app.command("gemm")(gemm)
 app.command("tiles")(tiles)
 app.command("tune")(tune)
+app.command("survival")(survival)

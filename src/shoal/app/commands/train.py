@@ -13,6 +13,7 @@ from shoal.app.show import Format
 if TYPE_CHECKING:
     from shoal.core.config import Resolved
     from shoal.ir import Plan, Report, TrainJob
+    from shoal.train.chaos import Chaos
 
 __all__ = ["diagnose", "train"]
 
@@ -34,6 +35,8 @@ EXAMPLES = """
     shoal train job.yaml --ranks 8 --robust --hang-s 60 --locator c4d
 
     shoal train diagnose runs/run                 # who was slow, who hung
+
+    shoal train --ranks 4 --set checkpoint.memory=xor --restarts 9 --chaos kill-node:50
 
     shoal train job.yaml --launch slurm           # write what starts it on a cluster
 
@@ -90,6 +93,12 @@ def train(
     locator: Annotated[
         str, typer.Option(help="With --robust: who names hanging and slow ranks.")
     ] = "megascale",
+    chaos: Annotated[
+        str | None,
+        typer.Option(
+            help="Kill on purpose: kill-rank:STEPS or kill-node:STEPS, and :COUNT for no more."
+        ),
+    ] = None,
     launch: Annotated[
         str | None, typer.Option(help="Write launch files for torchrun, slurm or kubernetes.")
     ] = None,
@@ -139,6 +148,7 @@ def train(
 
         execute_under_torchrun(chosen, directory, resume=resume)
         return
+    faults = _faults(chaos, chosen, lasting=robust or restarts > 0)
     if robust:
         _run_robust(
             chosen,
@@ -146,6 +156,7 @@ def train(
             machine,
             resume=resume,
             quiet=quiet,
+            inject=faults,
             options={
                 "spares": spares,
                 "min_ranks": min_ranks,
@@ -164,6 +175,7 @@ def train(
             from_step=from_step,
             restarts=restarts,
             watch=bar,
+            inject=faults,
         )
     show_report(report, directory)
 
@@ -175,6 +187,7 @@ def _run_robust(
     *,
     resume: bool,
     quiet: bool,
+    inject: Chaos | None,
     options: dict[str, Any],
 ) -> None:
     from shoal.app.show import TrainingBar
@@ -188,8 +201,28 @@ def _run_robust(
             resume=resume,
             watch=bar,
             replan=lambda job: _plan(job, machine),
+            inject=inject,
         )
     show_report(report, directory)
+
+
+def _faults(text: str | None, plan: Plan, *, lasting: bool) -> Chaos | None:
+    """What ``--chaos`` asks for.
+
+    Raises:
+        ConfigError: it says nothing that can be done, or the first fault would end the run.
+    """
+    from shoal.core.errors import require
+    from shoal.train.chaos import Chaos
+
+    if text is None:
+        return None
+    require(
+        lasting, "--chaos", text, expected="--restarts N or --robust with it, to go on afterwards"
+    )
+    memory = plan.job.checkpoint.memory
+    size = int(memory.options.get("ranks_per_node", 1)) if memory is not None else 1
+    return Chaos(text, ranks_per_node=size, seed=plan.job.seed)
 
 
 def diagnose(
