@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.checkpoint.inmemory import MEMORY_CODES
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.recovery import InMemory
     from shoal.checkpoint.inmemory.snapshot import Snapshots
     from shoal.ir import TrainJob
+    from shoal.machine.emulate import Network
     from shoal.train.layout import RunDir
     from shoal.train.loop import Trainer
 
-__all__ = ["MemoryLevel", "check_memory", "snapshots_of", "version_in_memory"]
+__all__ = ["Hosts", "MemoryLevel", "check_memory", "snapshots_of", "version_in_memory"]
 
 # Ranks that differ in these hold the same part of the model.
 _REPLICAS = ("dp", "cp")
@@ -45,6 +46,35 @@ def check_memory(job: TrainJob) -> None:
     )
 
 
+class Hosts:
+    """Emulated hosts with the same number of ranks each.
+
+    Args:
+        network: the hosts.
+        ranks_per_node: ranks of a host.
+    """
+
+    def __init__(self, network: Network, ranks_per_node: int) -> None:
+        self._network = network
+        self._size = ranks_per_node
+
+    def address(self, rank: int) -> str:
+        """Of the host of a rank."""
+        return self._network.addresses[rank // self._size]
+
+    def prefix(self, rank: int) -> Sequence[str]:
+        """What makes a command one of that host."""
+        return ("ip", "netns", "exec", self._network.names[rank // self._size])
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Ranks of other hosts are reached over the network alone."""
+        return {
+            **self._network.environment,
+            "LOCAL_RANK": str(rank % self._size),
+            "LOCAL_WORLD_SIZE": str(self._size),
+        }
+
+
 class MemoryLevel:
     """The snapshot processes of a run on this host, while the block lasts.
 
@@ -52,13 +82,19 @@ class MemoryLevel:
         job: what is trained; without ``checkpoint.memory`` there are no processes.
         directory: of the run.
         watch: called with the events ``recover`` and ``memory_off``.
+        hosts: the emulated hosts that the ranks run on.
     """
 
     def __init__(
-        self, job: TrainJob, directory: RunDir, watch: Callable[[dict[str, Any]], None] | None
+        self,
+        job: TrainJob,
+        directory: RunDir,
+        watch: Callable[[dict[str, Any]], None] | None,
+        hosts: Hosts | None = None,
     ) -> None:
         self.directory = directory
         self.watch = watch
+        self.hosts = hosts
         self.fleet: Fleet | None = None
         self._keep = job.checkpoint.keep
         self._start(job)
@@ -118,7 +154,13 @@ class MemoryLevel:
         if job.checkpoint.memory is not None:
             from shoal.checkpoint.inmemory.fleet import Fleet
 
-            self.fleet = Fleet(self.directory.ranks, job.parallel.world)
+            world = job.parallel.world
+            if self.hosts is None:
+                self.fleet = Fleet(self.directory.ranks, world)
+            else:
+                self.fleet = Fleet(
+                    self.directory.ranks, world, host=self.hosts.address, prefix=self.hosts.prefix
+                )
 
     def _tell(self, kind: str, **what: Any) -> None:
         with Meter([SINKS.build({"name": "jsonl", "path": str(self.directory.events)})]) as meter:

@@ -24,7 +24,7 @@ from shoal.ir import Machine, Plan, Report, TrainJob
 from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.legal import check_split
 from shoal.train.layout import RunDir
-from shoal.train.memory import MemoryLevel, check_memory
+from shoal.train.memory import Hosts, MemoryLevel, check_memory
 from shoal.train.report import make_report, write_page
 from shoal.train.supervise import Supervisor
 
@@ -142,6 +142,7 @@ def execute(
     restarts: int = 0,
     watch: Watch | None = None,
     inject: Callable[[Supervisor, dict[str, Any]], None] | None = None,
+    hosts: Hosts | None = None,
 ) -> Report:
     """Run a plan on this host.
 
@@ -153,6 +154,7 @@ def execute(
         restarts: how often a lost rank may restart the run.
         watch: called with every event.
         inject: called with the supervisor and every event, to break something on purpose.
+        hosts: emulated hosts on which the ranks run, each with a network of its own.
 
     Raises:
         ShoalError: the run cannot start, or a rank failed.
@@ -162,7 +164,7 @@ def execute(
     prepare_run(plan, directory, resume=resume, watch=watch)
     job = plan.job
     threads = threads_of(job)
-    with MemoryLevel(job, directory, watch) as level:
+    with MemoryLevel(job, directory, watch, hosts) as level:
         while True:
             supervisor = Supervisor(
                 directory,
@@ -172,6 +174,8 @@ def execute(
                 resume=resume,
                 from_step=from_step,
                 level=level.fleet,
+                environment=None if hosts is None else hosts.environment,
+                prefix=(lambda rank: ()) if hosts is None else hosts.prefix,
             )
             tail = EventTail(directory.events)
 

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,7 @@ class Supervisor:
         environment: variables of a rank on top of this process's own.
         module: what a rank runs.
         level: the snapshot processes of the run, which are watched with the ranks.
+        prefix: what the command of a rank begins with, such as the entrance of an emulated host.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Supervisor:
         environment: Callable[[int], Mapping[str, str]] | None = None,
         module: str = "shoal.train.worker",
         level: Fleet | None = None,
+        prefix: Callable[[int], Sequence[str]] = lambda rank: (),
     ) -> None:
         self.directory = directory
         self.ranks = ranks
@@ -74,6 +76,7 @@ class Supervisor:
         self.environment = environment
         self.module = module
         self.level = level
+        self.prefix = prefix
         self.processes: list[subprocess.Popen[bytes]] = []
         self.lost: int | None = None
         """The rank that the error of :meth:`wait` is about, once there is one."""
@@ -105,7 +108,10 @@ class Supervisor:
             **(self.level.environment if self.level is not None else {}),
             **(self.environment(rank) if self.environment is not None else {}),
         }
-        command = [sys.executable, "-m", self.module, str(self.directory.root)]
+        command = [
+            *self.prefix(rank),
+            *(sys.executable, "-m", self.module, str(self.directory.root)),
+        ]
         if self.resume:
             command.append("--resume")
         if self.from_step is not None:

@@ -14,16 +14,39 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from shoal.checkpoint.inmemory.recovery import Recovered, recover
 from shoal.checkpoint.inmemory.wire import ENVIRONMENT, SECRET, Members, Place
-from shoal.core.errors import MachineError, RankError
+from shoal.core.errors import CheckpointError, MachineError, RankError
 from shoal.core.files import write_atomic
 
 __all__ = ["Fleet"]
 
 _MODULE = "shoal.checkpoint.inmemory.process"
+
+
+class _Pipe:
+    """A snapshot process, asked over the pipes to it; see :class:`recovery.Asked`."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[str]) -> None:
+        self._rank = rank
+        self._process = process
+
+    def call(self, op: str, **arguments: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if not line:
+            raise RankError(f"the snapshot process of rank {self._rank} was lost while recovering")
+        told: dict[str, Any] = json.loads(line)
+        if "error" in told:
+            raise CheckpointError(f"snapshot process of rank {self._rank}: {told['error']}")
+        return told
 
 
 class Fleet:
@@ -101,7 +124,7 @@ class Fleet:
             self.processes[rank] = self._spawn(rank)
             places[rank] = self._place(rank)
         self._write(generation=self.members.generation + 1, places=tuple(places), restore=None)
-        found = recover(self.members, self._secret)
+        found = recover(self.members, [_Pipe(r, one) for r, one in enumerate(self.processes)])
         self._write(restore=found.step)
         return found
 
@@ -112,7 +135,11 @@ class Fleet:
             RankError: it could not be done; the message has the reason.
         """
         done = subprocess.run(
-            [sys.executable, "-m", "shoal.checkpoint.inmemory.persist", str(root), str(keep)],
+            [
+                *self._prefix(0),
+                *(sys.executable, "-m", "shoal.checkpoint.inmemory.persist"),
+                *(str(root), str(keep)),
+            ],
             env={**os.environ, **self.environment},
             capture_output=True,
             text=True,

@@ -107,22 +107,24 @@ class SnapshotProcess:
                 if header["op"] == "ring":
                     self._join(connection, int(header["generation"]))
                     return
-                try:
-                    answer, payload = self._do(header)
-                except ShoalError as cause:
-                    answer, payload = {"error": str(cause)}, b""
-                except OSError as cause:
-                    # A member of the ring: whoever asked is told, and the ring is made anew.
-                    answer, payload = {"error": f"the ring broke: {cause}"}, b""
-                send(connection, answer, payload)
+                send(connection, *self.answer(header))
         except (OSError, ShoalError, ValueError, KeyError, TypeError) as cause:
             refuse(connection, str(cause))
             connection.close()
 
-    def _do(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        op = header.pop("op")
+    def answer(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """What is answered to a request, and the bytes behind it."""
+        try:
+            return self._do(**header)
+        except ShoalError as cause:
+            return {"error": str(cause)}, b""
+        except OSError as cause:
+            # A member of the ring: whoever asked is told, and the ring is made anew.
+            return {"error": f"the ring broke: {cause}"}, b""
+
+    def _do(self, op: str, **arguments: Any) -> tuple[dict[str, Any], Any]:
         if op == "read":
-            return {}, self.read(**header)
+            return {}, self.read(**arguments)
         known: dict[str, Callable[..., dict[str, Any]]] = {
             "open": self.open,
             "begin": self.begin,
@@ -135,7 +137,7 @@ class SnapshotProcess:
         }
         if op not in known:
             raise CheckpointError(f"{op!r} is nothing a snapshot process can be asked for")
-        return known[op](**header), b""
+        return known[op](**arguments), b""
 
     def open(self, spec: dict[str, Any], generation: int, places: list[Any]) -> dict[str, Any]:
         """Take part in a group; memory that fits already is kept, with what lies in it.
@@ -450,14 +452,18 @@ def _exchange(
 
 
 def main() -> int:
-    """Serve until the input ends; its first line says what to be."""
+    """Serve until the input ends.
+
+    Its first line says what to be; the others are requests of the one who started the process.
+    """
     given = json.loads(sys.stdin.readline())
     process = SnapshotProcess(given["run"], bytes.fromhex(given["secret"]), int(given["rank"]))
     port, serve = process.listen(given["host"])
     native()  # compiled now, not while a trainer waits
     print(json.dumps({"host": given["host"], "port": port, "pid": os.getpid()}), flush=True)
     threading.Thread(target=serve, daemon=True).start()
-    sys.stdin.read()
+    for line in sys.stdin:
+        print(json.dumps(process.answer(json.loads(line))[0]), flush=True)
     # Threads that wait for a peer must not keep the process.
     os._exit(0)
 

@@ -10,10 +10,9 @@ Pretraining, 2023, section 4.3.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shoal.checkpoint.inmemory import MEMORY_CODES
 from shoal.checkpoint.inmemory.layout import Segment
@@ -25,7 +24,7 @@ from shoal.core.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["InMemory", "Recovered", "recover"]
+__all__ = ["Asked", "InMemory", "Recovered", "recover"]
 
 
 class Recovered(NamedTuple):
@@ -52,40 +51,43 @@ class _View(NamedTuple):
     meta: dict[int, dict[str, Any]]
 
 
-def recover(found: Members, secret: bytes) -> Recovered:
+class Asked(Protocol):
+    """A snapshot process that can be asked for things."""
+
+    def call(self, op: str, **arguments: Any) -> dict[str, Any]:
+        """Ask and wait for the answer."""
+        ...
+
+
+def recover(found: Members, asked: Sequence[Asked]) -> Recovered:
     """Bring every snapshot process to the newest step that all can hold.
 
     Args:
         found: the processes that live now; replaced ones are empty.
-        secret: of the run.
+        asked: the same, by rank.
 
     Raises:
         RankError: a process was lost meanwhile.
         CheckpointError: a process refuses.
     """
-    with contextlib.ExitStack() as opened:
-        clients = [
-            opened.enter_context(Client(place, found.run, secret, rank=rank))
-            for rank, place in enumerate(found.places)
-        ]
-        with ThreadPoolExecutor(len(clients)) as pool:
-            list(pool.map(lambda client: client.call("abort"), clients))
-            told = list(pool.map(lambda client: client.call("status", verify=True), clients))
-            views = {
-                rank: _View(
-                    one["spec"],
-                    {slot["step"]: slot["blocks"] for slot in one["slots"]},
-                    {slot["step"]: slot["meta"] for slot in one["slots"]},
-                )
-                for rank, one in enumerate(told)
-                if one["spec"] is not None
-            }
-            step, reason = _newest(views, len(clients))
-            rebuilt = [] if step is None else _restore(found, clients, pool, views, step)
-            list(pool.map(lambda client: client.call("keep", step=step), clients))
+    with ThreadPoolExecutor(len(asked)) as pool:
+        list(pool.map(lambda one: one.call("abort"), asked))
+        told = list(pool.map(lambda one: one.call("status", verify=True), asked))
+        views = {rank: _view(one) for rank, one in enumerate(told) if one["spec"] is not None}
+        step, reason = _newest(views, len(asked))
+        rebuilt = [] if step is None else _restore(found, asked, pool, views, step)
+        list(pool.map(lambda one: one.call("keep", step=step), asked))
     if step is None:
         return Recovered(None, "disk", (), reason)
     return Recovered(step, "rebuilt" if rebuilt else "trainers", tuple(rebuilt), reason)
+
+
+def _view(told: Mapping[str, Any]) -> _View:
+    return _View(
+        told["spec"],
+        {slot["step"]: slot["blocks"] for slot in told["slots"]},
+        {slot["step"]: slot["meta"] for slot in told["slots"]},
+    )
 
 
 def _groups(views: Mapping[int, _View]) -> list[tuple[int, ...]]:
@@ -127,7 +129,7 @@ def _newest(views: Mapping[int, _View], world: int) -> tuple[int | None, str]:
 
 def _restore(
     found: Members,
-    clients: Sequence[Client],
+    asked: Sequence[Asked],
     pool: ThreadPoolExecutor,
     views: Mapping[int, _View],
     step: int,
@@ -145,7 +147,7 @@ def _restore(
         for member, rank in enumerate(group):
             pieces = [block for block in there[member] if block < stripes.data]
             if len(pieces) < stripes.data:
-                clients[rank].call(
+                asked[rank].call(
                     "rebuild",
                     spec=view.spec,
                     step=step,
@@ -161,7 +163,7 @@ def _restore(
         if torn:  # the members of a ring code together
 
             def encode(rank: int) -> None:
-                clients[rank].call("encode", step=step, generation=found.generation, places=places)
+                asked[rank].call("encode", step=step, generation=found.generation, places=places)
 
             list(pool.map(encode, group))
     return rebuilt
@@ -188,12 +190,7 @@ class InMemory:
         self._block: dict[int, int] = {}
         for rank, place in enumerate(found.places):
             client = self._clients[rank] = Client(place, found.run, secret, rank=rank)
-            told = client.call("status")
-            view = _View(
-                told["spec"],
-                {slot["step"]: slot["blocks"] for slot in told["slots"]},
-                {slot["step"]: slot["meta"] for slot in told["slots"]},
-            )
+            view = _view(client.call("status"))
             if step not in view.blocks:
                 raise CheckpointError(
                     f"snapshot process of rank {rank}: it has steps {sorted(view.blocks)} and the "
