@@ -242,6 +242,7 @@ def test_catalogue_has_every_system_once() -> None:
         41: "gemm_forest",
         48: "dissect",
         53: "single_path",
+        62: "inmemory_ft",
         77: "learning_curves",
         81: "megascale",
         85: "longctx",

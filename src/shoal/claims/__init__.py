@@ -20,6 +20,7 @@ CLAIMS = PartTable(
         "energon_ai": "shoal.claims.experiments.energon_ai:EnergonAI",
         "flash_rnn": "shoal.claims.experiments.flash_rnn:FlashRNN",
         "frontier": "shoal.claims.experiments.frontier:FrontierRecipe",
+        "inmemory_ft": "shoal.claims.experiments.inmemory_ft:InMemoryFT",
         "infinite_llm": "shoal.claims.experiments.infinite_llm:InfiniteLLM",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
         "galvatron": "shoal.claims.experiments.galvatron:GalvatronClaim",

@@ -1,0 +1,510 @@
+"""[62] InMemoryFT: state in the memory of other processes outlives trainers and nodes.
+
+Source: Wang et al., Reliable and Efficient In-Memory Fault Tolerance of Large Language Model
+Pretraining, 2023.
+
+Four replicas of a 4M-parameter model train, each on a host of its own: network namespaces where
+they can be had, else plain processes. Trainers are killed with SIGKILL, and hosts with trainer
+and snapshot process, at random steps; the run goes on from memory by itself, and its losses are
+held against those of a run without faults. What a snapshot after every step costs is measured in
+turn with steps that are not saved and with steps that are saved to the disk. Codes are decoded
+after every loss, and survival is simulated. The A/A run goes back to checkpoints on the disk,
+copies everything on every node, and keeps no parity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import statistics
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import ShoalError, require
+from shoal.core.files import write_atomic
+from shoal.core.meter import read_events
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.machine.described import load
+from shoal.machine.emulate import emulate, unavailable
+from shoal.plan.survival import Survival, sampled
+
+__all__ = ["InMemoryFT"]
+
+_WORLD = 4
+_WORKER = "shoal.claims.experiments.inmemory_ft_worker"
+_MODEL = "shoal-4m"
+_BANDWIDTH = 1.25e9
+# Steps between two faults, and between checkpoints on the disk.
+_APART = 8
+_DISK_EVERY = 10
+# Timed cycles of three steps that make one sample.
+_CYCLES = 4
+
+
+@part
+class InMemoryFT:
+    """Five trainers and four nodes killed; a snapshot after every step; a hundred thousand jobs.
+
+    Args:
+        trainers: trainers killed.
+        nodes: hosts killed.
+        samples: of the cost of a step, each of several steps in every way.
+        trials: simulated jobs.
+    """
+
+    trainers: int = 5
+    nodes: int = 4
+    samples: int = 10
+    trials: int = 100_000
+
+    rows: ClassVar[tuple[int, ...]] = (62,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="recovered",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=1.0,
+            baseline="checkpoints on the disk",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="steps_lost",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=1.0,
+            baseline="checkpoints on the disk",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="same_losses",
+            unit="1",
+            statistic="min",
+            comparison=">=",
+            threshold=1.0,
+            baseline="no recovery",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="recovery_s",
+            unit="s",
+            statistic="max",
+            comparison="<=",
+            threshold=10.0,
+            baseline="checkpoints on the disk",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="step_ratio",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=1.10,
+            baseline="steps that are not saved",
+            evidence="mechanism",
+            timing=True,
+            paper="near-zero overhead on spare CPU",
+        ),
+        Metric(
+            name="disk_over_memory",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=3.0,
+            baseline="torch.distributed.checkpoint.save after every step",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="copied_share",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=1.01,
+            baseline="every node copies everything",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="parity_share",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=1.01,
+            baseline="a copy of every piece",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="decoded",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=1.0,
+            baseline="no parity",
+            evidence="mechanism",
+        ),
+        Metric(
+            name="survival_error",
+            unit="1",
+            statistic="relative_error",
+            comparison="<=",
+            threshold=0.01,
+            baseline="no code",
+            evidence="simulated",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("trainers", "nodes", "samples"):
+            require(
+                getattr(self, name) >= 1,
+                f"claim.inmemory_ft.{name}",
+                getattr(self, name),
+                expected="at least 1",
+            )
+        require(
+            self.trials >= 1000,
+            "claim.inmemory_ft.trials",
+            self.trials,
+            expected="at least 1000",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """Processes run everywhere; where namespaces cannot be had, hosts are processes."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Decode, count and simulate; kill and go on; time."""
+        details: dict[str, JsonValue] = {}
+        metrics = _counted(as_baseline, details)
+        metrics["decoded"] = Paired(method=tuple(_decoded(context.seed, as_baseline)))
+        trials = min(self.trials, 20_000) if quick else self.trials
+        metrics["survival_error"] = _survival(context.seed, trials, as_baseline, details)
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        found = context.remember("runs", lambda: self._runs(context))
+        details |= found["details"]
+        side = "disk" if as_baseline else "memory"
+        for name in ("recovered", "steps_lost", "same_losses", "recovery_s"):
+            metrics[name] = Paired(method=tuple(found[side][name]))
+        times = context.remember("times", lambda: self._times(context))
+        none, mine, disk = (times[mode] for mode in ("none", side, "disk"))
+        metrics["step_ratio"] = Paired(method=tuple(mine), baseline=tuple(none))
+        over = [max(m - n, 1e-3 * n) for m, n in zip(mine, none, strict=True)]
+        metrics["disk_over_memory"] = Paired(
+            method=tuple(over),
+            baseline=tuple(max(d - n, 0.0) for d, n in zip(disk, none, strict=True)),
+        )
+        details["snapshots"] = times["settled"]
+        cost = times["settled"]
+        return Samples(
+            metrics=metrics,
+            details=details,
+            profile=f"a step {1e3 * statistics.median(none):.0f} ms; of a snapshot copying "
+            f"{1e3 * cost['busy_s']:.1f} ms, coding {1e3 * cost['code_s']:.0f} ms beside the "
+            f"computation on shared cores, waiting {1e3 * cost['waited_s']:.1f} ms",
+        )
+
+    def _runs(self, context: Context) -> dict[str, Any]:
+        """One run without faults, one with all of them."""
+        from shoal.train.run import execute
+
+        source = random.Random(context.seed)
+        kinds = ["trainer"] * self.trainers + ["node"] * self.nodes
+        source.shuffle(kinds)
+        faults = [
+            (4 + _APART * i + source.randrange(4), kind, source.randrange(_WORLD))
+            for i, kind in enumerate(kinds)
+        ]
+        steps = faults[-1][0] + _APART
+        right, run = context.work_dir / "right", context.work_dir / "run"
+        killed: list[tuple[float, int]] = []
+        starts: list[float] = []
+
+        def inject(supervisor: Any, event: Mapping[str, Any]) -> None:
+            if event["kind"] == "start":
+                starts.append(event["time"] - _created(supervisor.processes[0].pid))
+                return
+            due = len(killed) < len(faults) and event["kind"] == "step"
+            if not due or event["step"] < faults[len(killed)][0]:
+                return
+            _, kind, rank = faults[len(killed)]
+            killed.append((time.time(), rank))
+            if kind == "node":
+                supervisor.lose([rank])
+            else:
+                supervisor.processes[rank].kill()
+
+        with _own_home(context.work_dir), _hosts() as hosts:
+            context.progress("a run without faults", 0.05)
+            execute(_plan(context, steps, None), right, hosts=hosts)
+            context.progress("trainers and nodes are killed", 0.15)
+            error = ""
+            try:
+                execute(
+                    _plan(context, steps, "xor"),
+                    run,
+                    restarts=len(faults),
+                    inject=inject,
+                    hosts=hosts,
+                )
+            except ShoalError as cause:
+                error = str(cause)
+        events = list(read_events(run / "events.jsonl"))
+        wanted, got = _losses(read_events(right / "events.jsonl")), _losses(events)
+        told = _told(events, killed, starts)
+        first = faults[0][0] / steps
+        return {
+            "memory": {
+                "recovered": told["recovered"] or [0.0],
+                "steps_lost": told["lost"] or [float(steps)],
+                "same_losses": [float(got.get(s) == loss) for s, loss in wanted.items()],
+                "recovery_s": told["seconds"] or [1e3],
+            },
+            "disk": {
+                "recovered": [0.0] * len(faults),
+                "steps_lost": told["disk"] or [float(steps)],
+                "same_losses": [first],
+                "recovery_s": told["seconds"] or [1e3],
+            },
+            "details": {
+                "faults": [f"{kind} {rank} after step {step}" for step, kind, rank in faults],
+                "rungs": told["rungs"],
+                "process_start_s": starts[:1],
+                "ended_by": error,
+                "hosts": "plain processes" if unavailable() else "network namespaces",
+            },
+        }
+
+    def _times(self, context: Context) -> dict[str, Any]:
+        """Seconds of steps that are saved in three ways, in turn."""
+        from shoal.claims.experiments.inmemory_ft_worker import MODES, WARM
+        from shoal.train.layout import RunDir
+        from shoal.train.memory import MemoryLevel
+        from shoal.train.run import prepare_run
+        from shoal.train.supervise import Supervisor
+
+        context.progress("steps saved in three ways", 0.7)
+        steps = WARM + len(MODES) * _CYCLES * self.samples
+        plan = _plan(context, steps, "xor", seq_len=256, global_batch=16)
+        directory = RunDir(context.work_dir / "times")
+        with _own_home(context.work_dir), _hosts() as hosts:
+            prepare_run(plan, directory, resume=False)
+            with MemoryLevel(plan.job, directory, None, hosts) as level:
+                supervisor = Supervisor(
+                    directory,
+                    ranks=_WORLD,
+                    threads=1,
+                    timeout_s=plan.job.timeout_s,
+                    module=_WORKER,
+                    level=level.fleet,
+                    environment=None if hosts is None else hosts.environment,
+                    prefix=(lambda rank: ()) if hosts is None else hosts.prefix,
+                )
+                supervisor.start()
+                supervisor.wait(lambda: None)
+        found = json.loads((directory.root / "times.json").read_text())
+        blocks: dict[str, Any] = {
+            mode: [statistics.fmean(taken[i : i + _CYCLES]) for i in range(0, len(taken), _CYCLES)]
+            for mode, taken in found["seconds"].items()
+        }
+        keys = ("bytes", "busy_s", "copy_s", "code_s", "waited_s")
+        blocks["settled"] = {
+            key: statistics.median(one[key] for one in found["settled"][2:]) for key in keys
+        }
+        return blocks
+
+
+def _plan(context: Context, steps: int, memory: str | None, **changes: Any) -> Any:
+    from shoal.cost.shapes import find
+    from shoal.cost.training import estimate
+    from shoal.ir import Plan, TrainJob, Work
+
+    corpus = context.work_dir / "corpus"
+    if not corpus.exists():
+        corpus.mkdir(parents=True)
+        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]:
+            write_atomic(corpus / path.name, path.read_bytes()[:40_000])
+    job = TrainJob.model_validate(
+        {
+            "name": "inmemory",
+            "model": _MODEL,
+            "data": {"name": "text", "path": str(corpus), "pattern": "*.py"},
+            "steps": steps,
+            "seq_len": 128,
+            "global_batch": 2 * _WORLD,
+            "threads": 1,
+            "precision": "fp32",
+            "parallel": {"dp": _WORLD},
+            "seed": context.seed,
+            "checkpoint": {"every": _DISK_EVERY, "keep": 2, "memory": memory},
+            "evaluation": {"every": 0, "final": False, "sample_tokens": 0},
+            "timeout_s": 60,
+            **changes,
+        }
+    )
+    machine = context.machine or load("laptop")
+    shape = find(job.model)
+    cost = estimate(Work(shape=shape, job=job), machine)
+    return Plan(job=job, machine=machine, shape=shape, estimate=cost)
+
+
+def _told(
+    events: Sequence[Mapping[str, Any]],
+    killed: Sequence[tuple[float, int]],
+    starts: Sequence[float],
+) -> dict[str, list[Any]]:
+    """Of every fault: the rung, steps lost from memory and from the disk, and seconds."""
+    found: dict[str, list[Any]] = {
+        name: [] for name in ("recovered", "lost", "disk", "seconds", "rungs")
+    }
+    for (when, _), at in zip(
+        killed, [i for i, e in enumerate(events) if e["kind"] == "recover"], strict=False
+    ):
+        before, after = events[:at], events[at:]
+        start = next((e for e in after if e["kind"] == "start"), None)
+        step = next((e for e in after if e["kind"] == "step"), None)
+        if start is None or step is None:
+            found["recovered"].append(0.0)
+            continue
+        done = max(e["step"] for e in before if e["kind"] == "step") + 1
+        disk = max((e["step"] for e in before if e["kind"] == "checkpoint"), default=0)
+        found["recovered"].append(float(start["level"] == "memory"))
+        found["lost"].append(float(done - start["step"]))
+        found["disk"].append(float(done - disk))
+        # The first start had nothing to read: it is what starting processes takes.
+        found["seconds"].append(step["time"] - when - starts[0])
+        found["rungs"].append(events[at]["rung"])
+    return found
+
+
+def _losses(events: Any) -> dict[int, float]:
+    """Step -> loss; the last time a step was done counts."""
+    return {e["step"]: e["loss"] for e in events if e["kind"] == "step"}
+
+
+def _created(pid: int) -> float:
+    import psutil
+
+    return float(psutil.Process(pid).create_time())
+
+
+def _counted(as_baseline: bool, details: dict[str, JsonValue]) -> dict[str, Paired]:
+    """Bytes that each node copies and keeps of the model's weights and optimizer state."""
+    from shoal.checkpoint.inmemory import MEMORY_CODES
+    from shoal.checkpoint.inmemory.layout import Entry, piece_bytes, shares
+    from shoal.checkpoint.inmemory.stripes import Stripes
+    from shoal.cost.shapes import find
+    from shoal.model.config import ModelConfig
+    from shoal.model.initialise import empty
+
+    entries = []
+    for name, parameter in empty(ModelConfig.from_shape(find(_MODEL))).named_parameters():
+        shape = tuple(parameter.shape)
+        at = (0,) * len(shape)
+        for key in ("model", "exp_avg", "exp_avg_sq"):
+            entries.append(
+                Entry(f"{key}.{name}", "float32", shape, at, shape, 4 * parameter.numel())
+            )
+        entries.append(Entry(f"step.{name}", "float32", (), (), (), 4))
+    total = sum(entry.nbytes for entry in entries)
+    pieces = [piece_bytes(s) for s in shares(dict.fromkeys(range(_WORLD), entries)).values()]
+    stripes = Stripes.of(
+        MEMORY_CODES.build("copies" if as_baseline else "xor"), _WORLD, max(pieces)
+    )
+    copied = [float(total)] * _WORLD if as_baseline else pieces
+    parity = stripes.parity * stripes.block
+    details["state_bytes"] = total
+    return {
+        "copied_share": Paired(method=tuple(c / (total / _WORLD) for c in copied)),
+        "parity_share": Paired(method=(parity / (max(pieces) / (_WORLD - 1)),)),
+    }
+
+
+def _decoded(seed: int, as_baseline: bool) -> list[float]:
+    """For every loss that a code survives: whether the piece is rebuilt bit for bit."""
+    import numpy as np
+
+    from shoal.checkpoint.inmemory import MEMORY_CODES
+    from shoal.checkpoint.inmemory.stripes import Stripes
+    from shoal.core.errors import CheckpointError
+
+    found: list[float] = []
+    for code, members in (
+        ("xor", _WORLD),
+        ({"name": "rs", "losses": 2}, 6),
+        ({"name": "rs", "losses": 3}, 8),
+    ):
+        stripes = Stripes.of(MEMORY_CODES.build(code), members, 50_000)
+        source = generator(seed, purpose="inmemory pieces")
+        kept = [source.integers(0, 256, stripes.kept, np.uint8) for _ in range(members)]
+        stripes.encode(kept)
+        for lost in itertools.combinations(range(members), stripes.parity):
+            end = stripes.data if as_baseline else stripes.blocks
+            there = [range(0 if m in lost else end) for m in range(members)]
+
+            def read(member: int, block: int, offset: int, length: int) -> Any:
+                return kept[member][block * stripes.block + offset :][:length]  # noqa: B023
+
+            for member in lost:
+                out = np.zeros(stripes.kept, np.uint8)
+                try:
+                    stripes.rebuild(member, read, there, out, bucket=2**16)
+                except CheckpointError:
+                    found.append(0.0)
+                else:
+                    found.append(float(np.array_equal(out, kept[member])))
+    return found
+
+
+def _survival(seed: int, trials: int, as_baseline: bool, details: dict[str, JsonValue]) -> Paired:
+    """Simulated against computed survival of jobs that fail early, evenly and late."""
+    simulated, computed = [], []
+    for shape, losses in ((0.8, 1), (1.0, 1), (1.5, 2)):
+        job = Survival(nodes=64, group=4, losses=losses, mtbf_h=2000.0, shape=shape)
+        hours = 48.0
+        simulated.append(sampled(job, hours, trials=trials, seed=seed))
+        computed.append(job.uncoded(hours) if as_baseline else job.of_job(hours))
+    details["survival"] = simulated
+    return Paired(method=tuple(simulated), baseline=tuple(computed))
+
+
+@contextlib.contextmanager
+def _hosts() -> Iterator[Any]:
+    """A host for every rank, if this machine can have them."""
+    from shoal.train.memory import Hosts
+
+    if unavailable() is not None:
+        yield None
+        return
+    with emulate(_WORLD, bandwidth=_BANDWIDTH) as network:
+        yield Hosts(network, 1)
+
+
+@contextlib.contextmanager
+def _own_home(folder: Path) -> Iterator[None]:
+    """Caches and scores of these runs are not the user's."""
+    before = os.environ.get("SHOAL_HOME")
+    os.environ["SHOAL_HOME"] = str(folder / "home")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["SHOAL_HOME"]
+        else:
+            os.environ["SHOAL_HOME"] = before

@@ -1,0 +1,82 @@
+"""A rank that saves after every step in one of three ways, in turn, for claim [62] InMemoryFT.
+
+``python -m shoal.claims.experiments.inmemory_ft_worker RUN_DIR`` is the ordinary worker with a
+loop of its own: a step that is not saved, one whose state goes to the snapshot processes, and one
+whose state goes to the disk with ``torch.distributed.checkpoint.save``. Rank 0 writes the seconds
+of each.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.core.files import write_json
+
+if TYPE_CHECKING:
+    from shoal.train.loop import Trainer
+
+__all__ = ["MODES", "WARM", "main"]
+
+MODES = ("none", "memory", "disk")
+# Steps until optimizer state exists, memory is mapped and threads are warm.
+WARM = 6
+
+
+def main() -> int:
+    """Run all steps of the plan."""
+    from shoal.checkpoint.inmemory.snapshot import Settled
+    from shoal.train import worker
+    from shoal.train.layout import RunDir
+    from shoal.train.loop import held_by
+
+    directory = RunDir(Path(sys.argv[1]))
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
+    settled: list[Settled | None] = []
+    with worker._joined(directory) as rank:
+        trainer, memory = rank.trainer, rank.memory
+        assert memory is not None
+        trainer.before_update = lambda: settled.append(memory.settle())
+        for step in range(rank.total):
+            mode = MODES[step % len(MODES)]
+            rank.comm.barrier()
+            began = time.perf_counter()
+            if mode == "memory":
+                memory.begin(step, held_by(trainer.engine, trainer.updater), {"step": step})
+            trainer.step(step)
+            if mode == "disk":
+                _to_disk(trainer, directory.root / "disk")
+            rank.comm.barrier()
+            if step >= WARM:
+                times[mode].append(time.perf_counter() - began)
+            if mode == "disk" and rank.chief:
+                shutil.rmtree(directory.root / "disk")
+        if rank.chief:
+            done = [one._asdict() for one in settled if one is not None]
+            write_json(directory.root / "times.json", {"seconds": times, "settled": done})
+    return 0
+
+
+def _to_disk(trainer: Trainer, place: Path) -> None:
+    """Save everything, flushed to the disk, before the next step may begin."""
+    import torch.distributed.checkpoint as dcp
+
+    from shoal.train.loop import held_by
+
+    state: dict[str, Any] = {
+        name: piece.tensor
+        for name, pieces in held_by(trainer.engine, trainer.updater).items()
+        for piece in pieces
+    }
+    dcp.save(state, checkpoint_id=str(place))
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
