@@ -64,6 +64,7 @@ PROTOCOLS: dict[str, str] = {
     "context": "shoal.parallel.protocols:ContextPart",
     "launch": "shoal.train.protocols:Launcher",
     "locator": "shoal.train.watch.protocols:FaultLocator",
+    "memory_code": "shoal.checkpoint.inmemory.protocols:MemoryCode",
     "claim": "shoal.claims.protocols:Experiment",
 }
 
@@ -102,6 +103,7 @@ REACHED: dict[str, str] = {
     "pool": "ServeJob",
     "launch": "files that start a Plan",
     "locator": "train --robust --locator, train diagnose --locator",
+    "memory_code": "train, checkpoint.memory of a TrainJob",
     "claim": "claims run",
 }
 

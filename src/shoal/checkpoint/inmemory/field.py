@@ -10,10 +10,12 @@ Plank, Greenan, Miller, Screaming Fast Galois Field Arithmetic Using Intel SIMD,
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import warnings
+import zlib
 from collections.abc import Callable
-from ctypes import c_int64, c_uint64, c_void_p
+from ctypes import c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,17 @@ import numpy.typing as npt
 from shoal.core.errors import BuildError, CheckpointError
 from shoal.core.native import build
 
-__all__ = ["PRODUCTS", "Bytes", "add_scaled", "generator_matrix", "invert", "matmul", "native"]
+__all__ = [
+    "PRODUCTS",
+    "Bytes",
+    "add_scaled",
+    "checksum",
+    "generator_matrix",
+    "invert",
+    "matmul",
+    "native",
+    "native_checksum",
+]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -76,18 +88,43 @@ def add_scaled(out: Bytes, factor: int, x: Bytes) -> None:
             call(out.ctypes.data, x.ctypes.data, out.size, low, high, matrix)
 
 
+def checksum(x: Bytes) -> int:
+    """Of contiguous bytes; alike within a process, and for nobody else."""
+    call = native_checksum()
+    return zlib.crc32(x.data) if call is None else int(call(x.ctypes.data, x.size))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return build(Path(__file__).with_name("gf256.cpp").read_text("utf-8"), name="gf256")
+    except BuildError as cause:
+        warnings.warn(f"coding in memory is several times slower: {cause}", stacklevel=3)
+        return None
+
+
 @functools.cache
 def native() -> Callable[..., Any] | None:
     """The native loop; None where it cannot be built, which is said once."""
-    try:
-        library = build(Path(__file__).with_name("gf256.cpp").read_text("utf-8"), name="gf256")
-    except BuildError as cause:
-        warnings.warn(f"coding in memory is several times slower: {cause}", stacklevel=2)
+    library = _library()
+    if library is None:
         return None
     call: Callable[..., Any] = library.gf_add_scaled
     pointer = c_void_p
     library.gf_add_scaled.argtypes = [pointer, pointer, c_int64, pointer, pointer, c_uint64]
     library.gf_add_scaled.restype = None
+    return call
+
+
+@functools.cache
+def native_checksum() -> Callable[..., Any] | None:
+    """The native CRC-32C; None where the processor, or the library, has none."""
+    library = _library()
+    if library is None or not hasattr(library, "gf_crc32c"):
+        return None
+    call: Callable[..., Any] = library.gf_crc32c
+    library.gf_crc32c.argtypes = [c_void_p, c_int64]
+    library.gf_crc32c.restype = c_uint32
     return call
 
 

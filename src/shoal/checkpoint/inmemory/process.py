@@ -24,14 +24,13 @@ import socket
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from shoal.checkpoint.inmemory import MEMORY_CODES
-from shoal.checkpoint.inmemory.field import Bytes, native
+from shoal.checkpoint.inmemory.field import Bytes, checksum, native
 from shoal.checkpoint.inmemory.stripes import Stripes, pass_on
 from shoal.checkpoint.inmemory.wire import Client, Place, receive, refuse, send, welcome
 from shoal.core.errors import CheckpointError, ShoalError, require
@@ -251,7 +250,7 @@ class SnapshotProcess:
             if verify:
                 for slot in self.slots:
                     for block, crc in list(slot.crcs.items()):
-                        if zlib.crc32(self._block(slot, block).data) != crc:
+                        if checksum(self._block(slot, block)) != crc:
                             del slot.crcs[block]
             return {
                 "rank": self.rank,
@@ -370,7 +369,7 @@ class SnapshotProcess:
 
     def _seal(self, slot: Slot, blocks: range) -> None:
         for block in blocks:
-            slot.crcs[block] = zlib.crc32(self._block(slot, block).data)
+            slot.crcs[block] = checksum(self._block(slot, block))
 
     def _coded(self, slot: Slot) -> bool:
         return len(slot.crcs) == self.stripes.blocks
