@@ -33,7 +33,7 @@ from shoal.checkpoint.inmemory import MEMORY_CODES
 from shoal.checkpoint.inmemory.field import Bytes, checksum, native
 from shoal.checkpoint.inmemory.stripes import Stripes, pass_on
 from shoal.checkpoint.inmemory.wire import Client, Place, receive, refuse, send, welcome
-from shoal.core.errors import CheckpointError, ShoalError, require
+from shoal.core.errors import CheckpointError, RankError, ShoalError, require
 from shoal.machine.host import memory_available
 
 __all__ = ["Slot", "SnapshotProcess", "main"]
@@ -115,11 +115,13 @@ class SnapshotProcess:
         """What is answered to a request, and the bytes behind it."""
         try:
             return self._do(**header)
+        except RankError as cause:
+            return {"error": str(cause), "lost": True}, b""
         except ShoalError as cause:
             return {"error": str(cause)}, b""
         except OSError as cause:
             # A member of the ring: whoever asked is told, and the ring is made anew.
-            return {"error": f"the ring broke: {cause}"}, b""
+            return {"error": f"the ring broke: {cause}", "lost": True}, b""
 
     def _do(self, op: str, **arguments: Any) -> tuple[dict[str, Any], Any]:
         if op == "read":
@@ -381,6 +383,17 @@ class SnapshotProcess:
             CheckpointError: the member before is at another step.
             OSError: a neighbour is gone, or the ring was ended.
         """
+        try:
+            self._pass_on(slot, step)
+        except (OSError, ShoalError):
+            # Or the next member would wait for ever, and so on round the ring.
+            self.abort()
+            raise
+        with self._lock:
+            if slot.step == step:
+                self._seal(slot, range(self.stripes.data, self.stripes.blocks))
+
+    def _pass_on(self, slot: Slot, step: int) -> None:
         before, after = self._neighbours()
         # What came last goes out next, so two buffers take turns.
         turns = itertools.cycle(
@@ -394,15 +407,11 @@ class SnapshotProcess:
 
         theirs = exchange(np.array([step], np.int64).view(np.uint8)).view(np.int64)[0]
         if theirs != step:
-            self.abort()
             raise CheckpointError(
                 f"rank {self.rank} commits step {step} and the member before it step {theirs}: "
                 "a version is of one step"
             )
         pass_on(self.stripes, slot.data, exchange, bucket=self.bucket)
-        with self._lock:
-            if slot.step == step:
-                self._seal(slot, range(self.stripes.data, self.stripes.blocks))
 
     def _neighbours(self) -> tuple[socket.socket, socket.socket]:
         """Connections from the member before and to the next one, made once a generation."""

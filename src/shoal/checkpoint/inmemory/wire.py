@@ -206,7 +206,7 @@ class Client:
             arguments: plain data.
 
         Raises:
-            RankError: the process is gone.
+            RankError: the process is gone, or another that it needs.
             CheckpointError: it refuses; the message says why.
         """
         try:
@@ -215,7 +215,8 @@ class Client:
         except OSError as cause:
             raise RankError(f"{self._name} is gone: {cause}") from cause
         if "error" in header:
-            raise CheckpointError(f"{self._name}: {header['error']}")
+            kind = RankError if "lost" in header else CheckpointError
+            raise kind(f"{self._name}: {header['error']}")
         return header
 
     def close(self) -> None:
