@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 
-from shoal.core.errors import ConfigError
+from shoal.checkpoint.store import Store
+from shoal.core.errors import ConfigError, RankError
 from shoal.core.meter import read_events
 from shoal.ir import Plan
+from shoal.train.chaos import Chaos
+from shoal.train.layout import RunDir
+from shoal.train.memory import MemoryLevel
 from shoal.train.run import execute
+from shoal.train.watch.robust import Robust, execute_robust
 
 Make = Callable[..., Plan]
 
@@ -95,3 +100,71 @@ def test_bad_starts(make_plan: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"replan\.enabled = True"):
         start({"dp": 2}, "xor", replan={"enabled": True})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_a_run_that_cannot_go_on_leaves_its_memory_on_the_disk(
+    make_plan: Make, tmp_path: Path
+) -> None:
+    plan = make_plan(
+        model="shoal-0.3m",
+        steps=24,
+        parallel={"dp": 2},
+        checkpoint={**DISK, "memory": "copies"},
+        watch={"beat_s": 0.5},
+    )
+    run = tmp_path / "run"
+    with pytest.raises(RankError, match=r"no spare is left.*the state of step \d+ is saved"):
+        execute_robust(
+            plan,
+            run,
+            Robust(spares=1, min_ranks=0, hang_s=20),
+            inject=killing(
+                {step: lambda supervisor: supervisor.processes[1].kill() for step in (5, 12)}
+            ),
+        )
+    events = list(read_events(run / "events.jsonl"))
+    # The spare took over from memory; there was no checkpoint then.
+    assert [e["level"] for e in events if e["kind"] == "start"] == ["disk", "memory"]
+    done = max(e["step"] for e in events if e["kind"] == "step") + 1
+    (saved,) = Store(run / "checkpoints").steps()
+    assert done - 1 <= saved <= done
+    assert Store(run / "checkpoints").open(saved).meta["step"] == saved
+
+
+def test_too_few_replicas_go_on_without(make_plan: Make, tmp_path: Path) -> None:
+    job = make_plan(parallel={"dp": 2}, checkpoint={**DISK, "memory": "xor"}).job
+    told: list[dict[str, Any]] = []
+    with MemoryLevel(job, RunDir(tmp_path), told.append) as level:
+        assert level.fleet is not None
+        assert len(level.fleet.processes) == 2
+        one = job.model_copy(update={"parallel": job.parallel.model_copy(update={"dp": 1})})
+        changed = level.change(one)
+        assert changed.checkpoint.memory is None
+        assert level.fleet is None
+    assert [event["kind"] for event in told] == ["memory_off"]
+    assert "members of a group = 1" in told[0]["message"]
+
+
+def test_chaos() -> None:
+    class Supervised:
+        ranks = 4
+
+        def __init__(self) -> None:
+            self.lost: list[tuple[int, ...]] = []
+
+        def lose(self, ranks: tuple[int, ...]) -> None:
+            self.lost.append(ranks)
+
+    supervisor: Any = Supervised()
+    chaos = Chaos("kill-node:5:2", ranks_per_node=2, seed=3)
+    for step in range(30):
+        chaos(supervisor, {"kind": "step", "step": step})
+        chaos(supervisor, {"kind": "checkpoint", "step": step})
+    assert [step for step, _ in chaos.killed] == [4, 9]
+    assert supervisor.lost == [ranks for _, ranks in chaos.killed]
+    assert set(supervisor.lost) <= {(0, 1), (2, 3)}
+    for wrong in ("kill-node", "kill-node:0", "kill-rack:3", "kill-rank:x", "kill-rank:3:y"):
+        with pytest.raises(ConfigError, match=f"--chaos = '{wrong}': expected KIND:STEPS"):
+            Chaos(wrong)

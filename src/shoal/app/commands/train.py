@@ -230,6 +230,7 @@ def _faults(text: str | None, plan: Plan, *, lasting: bool) -> Chaos | None:
     Raises:
         ConfigError: it says nothing that can be done, or the first fault would end the run.
     """
+    from shoal.checkpoint.inmemory import MEMORY_CODES
     from shoal.core.errors import require
     from shoal.train.chaos import Chaos
 
@@ -239,7 +240,7 @@ def _faults(text: str | None, plan: Plan, *, lasting: bool) -> Chaos | None:
         lasting, "--chaos", text, expected="--restarts N or --robust with it, to go on afterwards"
     )
     memory = plan.job.checkpoint.memory
-    size = int(memory.options.get("ranks_per_node", 1)) if memory is not None else 1
+    size = 1 if memory is None else MEMORY_CODES.build(memory).ranks_per_node
     return Chaos(text, ranks_per_node=size, seed=plan.job.seed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.core.errors import require
 from shoal.core.parts import part
+from shoal.core.sizes import Size
 
 __all__ = ["Coded"]
 
@@ -18,14 +19,14 @@ class Coded:
         every: steps between snapshots; a failure loses at most so many.
         group: members of a group, each on a node of its own; 0 for one on every node.
         ranks_per_node: ranks that are lost together when a node is.
-        bucket: bytes that are copied, or sent, at a time.
+        bucket: bytes that are copied, or sent, at a time, such as 4MiB.
         max_overhead: share of a step's time that copying may take from computation.
     """
 
     every: int = 1
     group: int = 0
     ranks_per_node: int = 1
-    bucket: int = 4 * 2**20
+    bucket: Size = 4 * 2**20
     max_overhead: float = 0.02
 
     def __post_init__(self) -> None:

@@ -480,7 +480,7 @@ def _survival(seed: int, trials: int, as_baseline: bool, details: dict[str, Json
         hours = 48.0
         simulated.append(sampled(job, hours, trials=trials, seed=seed))
         computed.append(job.uncoded(hours) if as_baseline else job.of_job(hours))
-    details["survival"] = simulated
+    details["survival"] = list(simulated)
     return Paired(method=tuple(simulated), baseline=tuple(computed))
 
 

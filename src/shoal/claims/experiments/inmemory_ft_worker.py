@@ -63,7 +63,7 @@ def main() -> int:
 
 def _to_disk(trainer: Trainer, place: Path) -> None:
     """Save everything, flushed to the disk, before the next step may begin."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     from shoal.train.loop import held_by
 
@@ -72,7 +72,7 @@ def _to_disk(trainer: Trainer, place: Path) -> None:
         for name, pieces in held_by(trainer.engine, trainer.updater).items()
         for piece in pieces
     }
-    dcp.save(state, checkpoint_id=str(place))
+    save(state, checkpoint_id=str(place))
 
 
 if __name__ == "__main__":
