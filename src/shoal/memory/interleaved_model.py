@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from shoal.ir.comm import Comm
     from shoal.memory.subgroups import Elementwise
+    from shoal.memory.tiling import Tile
     from shoal.plan.stride import Pattern
 
 __all__ = ["InterleavedModel", "interleaved_model"]
@@ -39,6 +40,7 @@ class InterleavedModel:
 
     def __init__(self, model: nn.Module, tiers: Tiers, update: Interleaved, comm: Comm) -> None:
         self.model, self.tiers, self.update = model, tiers, update
+        self.tiles: Mapping[str, Tile] = {}
         self._comm = comm
         self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._squares: dict[str, Tensor] = {}

@@ -24,8 +24,8 @@ from shoal.ir import Machine, Plan, Report, TrainJob
 from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.legal import check_split
 from shoal.train.layout import RunDir
-from shoal.train.peft.job import check_finetune, export
 from shoal.train.memory import Hosts, MemoryLevel, check_memory
+from shoal.train.peft.job import check_finetune, export
 from shoal.train.report import make_report, write_page
 from shoal.train.start import begin_at
 from shoal.train.supervise import Supervisor

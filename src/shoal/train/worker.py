@@ -399,41 +399,6 @@ def _settle(rank: _Rank) -> None:
         rank.meter.event("snapshot", **settled._asdict())
 
 
-def _meta(rank: _Rank, step: int) -> dict[str, Any]:
-    """What is kept beside the tensors; order of the data and random numbers follow from it."""
-    job = rank.plan.job
-    return {
-        "step": step,
-        "model": _identity(rank),
-        "run": {
-            "data": rank.tokens.fingerprint,
-            "seed": job.seed,
-            "global_batch": job.global_batch,
-            "seq_len": job.seq_len,
-            "optimizer": job.optimizer.name,
-        },
-        "job": job.model_dump(mode="json"),
-    }
-
-
-def _snapshot(rank: _Rank, step: int) -> None:
-    """Begin to copy the state into memory; it is settled before the next update."""
-    from shoal.train.loop import held_by
-
-    assert rank.memory is not None
-    if rank.memory.due(step):
-        held = held_by(rank.trainer.engine, rank.trainer.updater)
-        rank.memory.begin(step, held, _meta(rank, step))
-
-
-def _settle(rank: _Rank) -> None:
-    """Wait until the snapshot that was begun is coded, and tell what it has cost."""
-    assert rank.memory is not None
-    settled = rank.memory.settle()
-    if settled is not None and rank.chief and settled.step % rank.plan.job.log_every == 0:
-        rank.meter.event("snapshot", **settled._asdict())
-
-
 def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
     """Run the steps; returns whether the run was stopped before its end."""
     from shoal.train.mfu import step_flops

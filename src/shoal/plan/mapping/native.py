@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_double, c_float, c_int, c_int8, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_double, c_int, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
