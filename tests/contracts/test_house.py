@@ -19,6 +19,10 @@ ROOMS = sorted({name.partition("/")[0] for name in FILES})
 # The files that may do what the others may not, and why.
 PICKLES = {"core/pool/remote.py"}  # pipes between processes of one pool, never a file
 WRITES = {
+    "checkpoint/formats/deepspeed_dump.py",  # inside a directory that is renamed when it is whole
+    "checkpoint/universal/atomic.py",  # the same
+    "checkpoint/universal/extract.py",  # the same
+    "claims/experiments/universal_checkpoint_ranks.py",  # the kernel's count of a process's peak
     "claims/gallery/publish.py",  # inside a directory that is renamed when it is whole
     "core/files.py",  # what everything else is written with
     "core/meter/jsonl.py",  # a log grows line by line

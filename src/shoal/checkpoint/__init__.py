@@ -3,6 +3,8 @@
 - ``store``: a directory of checkpoints; saving by many ranks, retention.
 - ``saved``: one checkpoint, opened; any box of any tensor, verified.
 - ``inspect``: what lies in a checkpoint or model directory; verifying and converting it.
+- ``formats``: checkpoints of other systems, read and written.
+- ``universal``: what every rank dumped, put together by patterns, for any new split.
 
-Nothing here is chosen by a job, so the room has no table of parts.
+What a job chooses are numbers. Formats and patterns are parts, listed by their own rooms.
 """
