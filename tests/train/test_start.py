@@ -10,8 +10,8 @@ import torch
 
 from shoal.checkpoint.formats.deepspeed import DeepSpeedDumps
 from shoal.checkpoint.formats.deepspeed_dump import dump
-from shoal.checkpoint.formats.transfer import open_any, transfer
-from shoal.core.errors import CheckpointError
+from shoal.checkpoint.formats.transfer import differences, open_any, transfer
+from shoal.core.errors import CheckpointError, ShoalError
 from shoal.core.parts import table
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
@@ -21,6 +21,7 @@ from shoal.parallel.legal import check_split
 from shoal.parallel.slices import whole_shapes
 from shoal.parallel.thread_comm import run_ranks
 from shoal.train.loop import fill
+from shoal.train.run import execute
 from shoal.train.start import begin_at, open_start, take_over
 
 CONFIG = ModelConfig(
@@ -198,3 +199,31 @@ def test_weights_alone_are_no_start(tmp_path, place):
     with pytest.raises(CheckpointError, match="give that directory as model"):
         begin_at(tmp_path, str(model))
     assert not (tmp_path / "start.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_a_run_of_processes_goes_on_in_another_split(make_plan, tmp_path):
+    """Two replicas with ZeRO 1, then two stages: the same losses, from the step of the dump."""
+    kept = {"every": 3, "keep": 4, "dump": "deepspeed"}
+    short = {"model": "shoal-0.3m", "steps": 6, "checkpoint": kept}
+    first = make_plan(parallel={"dp": 2}, shard="zero1", **short)
+    execute(first, tmp_path / "a")
+    dumped = tmp_path / "a" / "dumps" / "global_step3"
+    second = make_plan(parallel={"pp": 2}, **short)
+    execute(second, tmp_path / "b", start=str(dumped))
+
+    def losses(run):
+        events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        return {e["step"]: e["loss"] for e in events if e["kind"] == "step"}
+
+    one, two = losses(tmp_path / "a"), losses(tmp_path / "b")
+    assert sorted(two) == [3, 4, 5]
+    for step, loss in two.items():
+        assert loss == pytest.approx(one[step], rel=1e-5)
+    found = {d.name: d for d in differences(tmp_path / "a", tmp_path / "b")}
+    assert found["optimizer.norm.weight.step"].kind == "equal"
+    assert all(d.largest is not None and d.largest < 1e-4 for d in found.values())
+    other = make_plan(parallel={"dp": 1}, **{**short, "seed": 3})
+    with pytest.raises(ShoalError, match=r"saved with run.seed = 0, and the run has 3"):
+        execute(other, tmp_path / "c", start=str(dumped))
