@@ -56,13 +56,14 @@ def test_a_run_becomes_rank_files_and_is_whole_again(run: Path, tmp_path: Path) 
     assert len(list(ranks.rglob("*optim_states.pt"))) == 4
     assert shoal("model", "convert", ranks, shared, "--to", "universal").returncode == 0
     same = shoal("model", "diff", run, f"universal:{shared}")
-    assert (same.returncode, same.stdout.strip()) == (0, "42 tensors, 0 of them differ")
+    assert (same.returncode, same.stdout.strip()) == (0, "30 tensors, 0 of them differ")
     rows = json.loads(shoal("model", "ls", shared, "-o", "json").stdout)
     assert {row["dtype"] for row in rows} == {"F32"}
-    assert "a good universal: 42 tensors" in shoal("model", "verify", shared).stdout
-    assert "a good deepspeed: 42 tensors" in shoal("model", "verify", ranks).stdout
+    assert "a good universal: 30 tensors" in shoal("model", "verify", shared).stdout
+    assert "a good deepspeed: 30 tensors" in shoal("model", "verify", ranks).stdout
 
 
+@pytest.mark.slow
 def test_differences_are_shown_and_make_the_status(run: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     assert shoal("model", "convert", run, small, "--dtype", "bf16").returncode == 0
@@ -72,7 +73,7 @@ def test_differences_are_shown_and_make_the_status(run: Path, tmp_path: Path) ->
     one = rows["model.embed.weight"]
     assert (one["kind"], one["a"], one["b"]) == ("dtype", "F32 29x8", "BF16 29x8")
     shown = shoal("model", "diff", run, small, "--all")
-    assert "21 tensors" in shown.stdout
+    assert "15 tensors" in shown.stdout
     assert "29x8" in shown.stdout
 
 

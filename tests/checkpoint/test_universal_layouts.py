@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -52,9 +56,14 @@ def layouts(draw, num_layers, experts):
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn=SHAPES, data=st.data())
-def test_pairs_of_layouts(tmp_path_factory, drawn, data):
+def test_pairs_of_layouts(drawn, data):
     model = model_of(dict(drawn))
-    root = tmp_path_factory.mktemp("pair")
+    # What survives a power cut is not asked here, and thousands of flushes take minutes.
+    with mock.patch("os.fsync"), tempfile.TemporaryDirectory() as folder:
+        cut_and_join(Path(folder), model, data)
+
+
+def cut_and_join(root, model, data):
     saved(root / "store", model, moments=1)
     truth = state_of(model, moments=1)
     contents = open_any(root / "store")
