@@ -92,19 +92,20 @@ def config(**changes: Any) -> ModelConfig:
     )
 
 
-def state_of(of: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Weights, two moments and a step of every parameter."""
+def state_of(of: ModelConfig, seed: int = 0, moments: int = 2) -> dict[str, torch.Tensor]:
+    """Weights, moments and a step of every parameter."""
     found = {}
     for name, shape in whole_shapes(of).items():
-        for place in (f"model.{name}", f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"):
+        keys = [f"optimizer.{name}.{key}" for key in ("exp_avg", "exp_avg_sq")[:moments]]
+        for place in (f"model.{name}", *keys):
             values = generator(seed, purpose=place).standard_normal(math.prod(shape))
             found[place] = torch.from_numpy(values).float().reshape(shape)
         found[f"optimizer.{name}.step"] = torch.tensor(7.0)
     return found
 
 
-def saved(root: Path, of: ModelConfig, seed: int = 0, step: int = 7) -> Path:
+def saved(root: Path, of: ModelConfig, seed: int = 0, step: int = 7, moments: int = 2) -> Path:
     """A store with one step of a model."""
     meta = {"model": of.model_dump(mode="json"), "run": {"data": "x", "seed": 1}}
-    Store(root).save(step, state_of(of, seed), meta)
+    Store(root).save(step, state_of(of, seed, moments), meta)
     return root

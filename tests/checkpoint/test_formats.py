@@ -251,9 +251,14 @@ def test_tables_that_lie(tmp_path):
         torch.save(content, file)
         with pytest.raises(CheckpointError, match=said):
             open_any(tmp_path / "s")
-    content["optimizer_state_dict"] = {"zero_stage": 1}
-    torch.save(content, file)
-    with pytest.raises(CorruptError, match="flat buffers are not where they belong"):
+    for wrong in ({"zero_stage": 1}, {}, "text", 3, None):
+        content["optimizer_state_dict"] = wrong
+        torch.save(content, file)
+        with pytest.raises(CorruptError, match="not laid out as its format says"):
+            open_any(tmp_path / "s")
+    states = torch.load(tmp_path / "s" / "mp_rank_00_model_states.pt", weights_only=True)
+    torch.save({**states, "dp_world_size": "two"}, tmp_path / "s" / "mp_rank_00_model_states.pt")
+    with pytest.raises(CorruptError, match="no numbers of ranks"):
         open_any(tmp_path / "s")
 
 

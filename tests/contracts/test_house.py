@@ -20,6 +20,10 @@ ROOMS = sorted({name.partition("/")[0] for name in FILES})
 PICKLES = {"core/pool/remote.py"}  # pipes between processes of one pool, never a file
 WRITES = {
     "checkpoint/inmemory/fleet.py",  # what a snapshot process prints
+    "checkpoint/formats/deepspeed_dump.py",  # inside a directory that is renamed when it is whole
+    "checkpoint/universal/atomic.py",  # the same
+    "checkpoint/universal/extract.py",  # the same
+    "claims/experiments/universal_checkpoint_ranks.py",  # the kernel's count of a process's peak
     "claims/gallery/publish.py",  # inside a directory that is renamed when it is whole
     "core/files.py",  # what everything else is written with
     "core/meter/jsonl.py",  # a log grows line by line

@@ -4,6 +4,10 @@
 - ``saved``: one checkpoint, opened; any box of any tensor, verified.
 - ``modes``: how training and saving share the time: blocking, snapshot or lazy.
 - ``inspect``: what lies in a checkpoint or model directory; verifying and converting it.
+- ``formats``: checkpoints of other systems, read and written.
+- ``universal``: what every rank dumped, put together by patterns, for any new split.
+
+What a job chooses are numbers. Formats and patterns are parts, listed by their own rooms.
 """
 
 from shoal.core.parts import PartTable

@@ -36,6 +36,7 @@ from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.generate import local_of, read_local, stage_names
 from shoal.checkpoint.universal.protocols import FP32, Coord, Fragment, Layout, RankFile, Scalar
 from shoal.checkpoint.universal.spec import UniversalSpec, default_spec
+from shoal.core.config import parse
 from shoal.core.errors import CheckpointError, CorruptError, require
 from shoal.core.files import write_atomic, write_dir_atomic
 from shoal.core.parts import part
@@ -131,21 +132,15 @@ class DeepSpeedDumps:
     def _read(self, path: Path, at: Coord) -> Iterator[Fragment | Scalar]:
         states = pickles.load(path)
         shapes = self._shapes(mp_rank(at, self.layout))
-        try:
-            state = states["optimizer_state_dict"]
-            flats = _flats(state)
-            base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
-            inner = base["state"] if isinstance(base, Mapping) else dict(enumerate(base))
-            tables = state.get("param_slice_mappings") or _tables(
-                shapes, at.dp, self.layout.dp, int(state["zero_stage"]), flats
-            )
-            if int(state["zero_stage"]) == 3 and "param_slice_mappings" not in state:
+        state = states["optimizer_state_dict"]
+        flats, stage = _flats(state), int(state["zero_stage"])
+        base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+        inner = base["state"] if isinstance(base, Mapping) else dict(enumerate(base))
+        tables = state.get("param_slice_mappings")
+        if not tables:
+            tables = _tables(shapes, at.dp, self.layout.dp, stage, flats)
+            if stage == 3:
                 flats, inner = _joined(flats, inner)
-        except (KeyError, TypeError, AttributeError, IndexError) as cause:
-            raise CorruptError(
-                f"{path}: no optimizer file of DeepSpeed ({type(cause).__name__}: {cause}); its "
-                "flat buffers are not where they belong"
-            ) from None
         for number, table in enumerate(tables):
             yield from _group(path, at, shapes, flats[number], inner.get(number, {}), table)
 
@@ -337,8 +332,10 @@ def _own(first: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def _layout(first: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> Layout:
     if "layout" in own:
-        return Layout.model_validate(own["layout"])
-    dp, mp = int(first.get("dp_world_size") or 1), int(first.get("mp_world_size") or 1)
+        return parse(Layout, own["layout"], where=f"{path}: layout")
+    dp, mp = first.get("dp_world_size") or 1, first.get("mp_world_size") or 1
+    if not (isinstance(dp, int) and isinstance(mp, int) and dp > 0 and mp > 0):
+        raise CorruptError(f"{path}: its model files name no numbers of ranks; they are damaged")
     # With a pipeline there are files of layers, which number the tensor-parallel ranks.
     numbers = {
         name.name.partition("-model_")[2][:2]

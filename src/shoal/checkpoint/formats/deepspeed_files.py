@@ -219,7 +219,7 @@ def model_states(
     if spec is not None:
         own["spec"] = list(spec)
     return {
-        "module": dict(weights),
+        "module": {name: tensor.detach().cpu() for name, tensor in weights.items()},
         "param_shapes": [{name: tuple(shape) for name, shape in shapes.items()}],
         "dp_world_size": layout.dp,
         "mp_world_size": layout.tp * layout.pp,

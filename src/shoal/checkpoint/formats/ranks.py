@@ -36,7 +36,13 @@ class FileOf:
         """
         for problem in pickles.problems(self.path):
             raise CorruptError(problem)
-        yield from self.read(self.path)
+        try:
+            yield from self.read(self.path)
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as cause:
+            raise CorruptError(
+                f"{self.path}: what it holds is not laid out as its format says "
+                f"({type(cause).__name__}: {cause}); it is damaged or of another version"
+            ) from None
 
 
 def open_consolidated(dumps: RankDumps, spec: UniversalSpec | None) -> Universal:

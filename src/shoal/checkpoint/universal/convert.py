@@ -108,6 +108,19 @@ def consolidate(
         if out is not None:
             raise CheckpointError(f"{out}: exists already; choose another name or remove it first")
         shutil.rmtree(place)
+    try:
+        return _make(source, place, chosen, made_of, workers)
+    except CheckpointError:
+        # Somebody else has put together the same files in the meantime.
+        if place.exists() and _made_of(place) == made_of:
+            return place
+        raise
+
+
+def _make(
+    source: RankDumps, place: Path, chosen: UniversalSpec, made_of: dict[str, Any], workers: int
+) -> Path:
+    """Extract, union, and the manifest."""
     number = workers or min(4, os.cpu_count() or 1)
     with write_dir_atomic(place, error=CheckpointError) as folder:
         fragments = folder / "fragments"
@@ -212,7 +225,8 @@ def _fingerprint(source: RankDumps, spec: UniversalSpec) -> dict[str, Any]:
     files = {}
     for file in source.files():
         state = file.path.stat()
-        files[file.path.name] = [state.st_size, state.st_mtime_ns]
+        name = str(file.path.relative_to(source.path))
+        files[name] = [state.st_size, state.st_mtime_ns]
     return {
         "files": files,
         "layout": source.layout.model_dump(),

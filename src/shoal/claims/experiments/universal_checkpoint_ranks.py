@@ -18,6 +18,7 @@ from shoal.checkpoint.formats.deepspeed_dump import dump
 from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.atomic import Universal
 from shoal.checkpoint.universal.extract import extract
+from shoal.checkpoint.universal.protocols import Fragment
 from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.ir import TrainJob
@@ -252,7 +253,7 @@ def extract_memory(comm: Comm, *, place: str, folder: str, at_once: bool) -> dic
     before = _status("VmRSS")
     if at_once:
         kept = [list(file.contents()) for file in files]
-        whole = [one.tensor.clone() for file in kept for one in file if hasattr(one, "tensor")]
+        whole = [one.tensor.clone() for file in kept for one in file if isinstance(one, Fragment)]
         del kept, whole
     else:
         extract(files, target, workers=1)

@@ -1,0 +1,99 @@
+"""``shoal model`` as its user meets it: converting, comparing, listing across formats."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.checkpoint.store import Store
+from shoal.model.config import ModelConfig
+from shoal.parallel.slices import whole_shapes
+from shoal_command import shoal
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=29,
+    hidden=8,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    ffn_hidden=12,
+    max_position=32,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    state = {}
+    for name, shape in whole_shapes(CONFIG).items():
+        values = torch.arange(float(math.prod(shape))).view(shape)
+        state |= {f"model.{name}": values, f"optimizer.{name}.exp_avg": values / 2}
+    meta = {"model": CONFIG.model_dump(mode="json")}
+    Store(tmp_path / "run" / "checkpoints").save(4, state, meta)
+    return tmp_path / "run"
+
+
+def test_a_run_becomes_rank_files_and_is_whole_again(run: Path, tmp_path: Path) -> None:
+    ranks, shared = tmp_path / "ranks", tmp_path / "shared"
+    made = shoal(
+        "model",
+        "convert",
+        run,
+        ranks,
+        "--to",
+        "deepspeed",
+        "--mesh",
+        "dp=2,tp=2",
+        "--set",
+        "zero=3",
+    )
+    assert made.returncode == 0, made.stderr
+    assert len(list(ranks.rglob("*optim_states.pt"))) == 4
+    assert shoal("model", "convert", ranks, shared, "--to", "universal").returncode == 0
+    same = shoal("model", "diff", run, f"universal:{shared}")
+    assert (same.returncode, same.stdout.strip()) == (0, "30 tensors, 0 of them differ")
+    rows = json.loads(shoal("model", "ls", shared, "-o", "json").stdout)
+    assert {row["dtype"] for row in rows} == {"F32"}
+    assert "a good universal: 30 tensors" in shoal("model", "verify", shared).stdout
+    assert "a good deepspeed: 30 tensors" in shoal("model", "verify", ranks).stdout
+
+
+@pytest.mark.slow
+def test_differences_are_shown_and_make_the_status(run: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    assert shoal("model", "convert", run, small, "--dtype", "bf16").returncode == 0
+    found = shoal("model", "diff", run, small, "-o", "json")
+    assert found.returncode == 1
+    rows = {row["name"]: row for row in json.loads(found.stdout)}
+    one = rows["model.embed.weight"]
+    assert (one["kind"], one["a"], one["b"]) == ("dtype", "F32 29x8", "BF16 29x8")
+    shown = shoal("model", "diff", run, small, "--all")
+    assert "15 tensors" in shown.stdout
+    assert "29x8" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("convert", "RUN", "OUT", "--to", "tar"), "--to = 'tar': expected one of shoal, hugg"),
+        (("convert", "RUN", "OUT", "--to", "megatron", "--mesh", "tp=9"), "cannot be divided"),
+        (("convert", "RUN", "OUT", "--to", "megatron", "--mesh", "tp"), "axes and sizes"),
+        (("convert", "RUN", "OUT", "--to", "dcp", "--set", "x=1"), "no such key"),
+        (("diff", "RUN", "OUT"), "no such directory"),
+        (("diff", "RUN", "tar:OUT"), "'tar' is no format"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    run: Path, tmp_path: Path, words: tuple[str, ...], told: str
+) -> None:
+    given = [w.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for w in words]
+    found = shoal("model", *given)
+    assert found.returncode == 2
+    assert told in found.stderr
+    assert len(found.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
