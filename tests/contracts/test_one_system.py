@@ -43,7 +43,11 @@ def choices_of(job: type[Value]) -> dict[str, str]:
     """Field of a job, dotted where it lies deeper -> kind of the part that it chooses."""
     found: dict[str, str] = {}
     for name, field in job.model_fields.items():
-        for annotation in field.metadata:
+        # A choice that may be left out carries its kind inside.
+        perhaps = [
+            m for part in get_args(field.annotation) for m in getattr(part, "__metadata__", ())
+        ]
+        for annotation in (*field.metadata, *perhaps):
             if isinstance(annotation, Kind):
                 found[name] = annotation.kind
         inner = field.annotation
