@@ -65,12 +65,12 @@ def init_sharded(
     tier = DiskTier(place, capacity)
 
     def keep(_parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
+        with _disable_current_modes(), torch.no_grad():
             for leaf, parameter in () if child is None else child.named_parameters(name):
                 if part_of(parameter) is None and not parameter.is_meta:
                     _keep(tier, leaf, parameter, rank, world)
 
-    handle: Any = register_module_module_registration_hook(keep)  # type: ignore[no-untyped-call]
+    handle: Any = register_module_module_registration_hook(keep)
     try:
         yield
     finally:

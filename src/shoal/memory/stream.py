@@ -244,7 +244,7 @@ class Stream:
             home,
             tuple(tensor.shape),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.dtype,
         )
 
@@ -255,7 +255,8 @@ class Stream:
             made = made.next_functions[0][0]
         if made is None or made.name() != "ToCopyBackward0":
             return None
-        home = self._home.get(getattr(made.next_functions[0][0], "variable", None))  # type: ignore[call-overload]
+        leaf: Any = getattr(made.next_functions[0][0], "variable", None)
+        home = self._home.get(leaf)
         whole = tensor.untyped_storage().nbytes()
         if home is None or whole != home.cut.whole * tensor.dtype.itemsize:
             return None

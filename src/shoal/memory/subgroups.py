@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from shoal.core.errors import CheckpointError, ConfigError
 from shoal.memory.stream import chunks
@@ -63,8 +63,7 @@ def elementwise(optimizer: object, where: str) -> Elementwise:
         ConfigError: its update looks at several elements.
     """
     if hasattr(optimizer, "states") and hasattr(optimizer, "update"):
-        found: Elementwise = optimizer
-        return found
+        return cast("Elementwise", optimizer)
     raise ConfigError(
         f"{where}: {type(optimizer).__name__} looks at several elements of a parameter in its "
         "update, and parameters are updated in pieces; use optimizer: adamw"

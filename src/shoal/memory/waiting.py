@@ -108,7 +108,7 @@ class Waiting:
             tensor.dtype,
             tuple(tensor.shape),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
         )
 
     def _send(self, tensor: Tensor, storage: torch.UntypedStorage) -> _Away:

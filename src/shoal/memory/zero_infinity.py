@@ -206,7 +206,9 @@ class ZeroInfinity:
             sub_group_numel=self.sub_group_numel,
             prefetch_numel=self.prefetch_numel,
             owner=self.placement == "owner",
-            tiles={"none": 1, "auto": 0}.get(str(self.tiling), self.tiling),
+            tiles={"none": 1, "auto": 0}[self.tiling]
+            if isinstance(self.tiling, str)
+            else self.tiling,
             path=Path(self.path) if self.path else place,
         )
         return offloaded(model, comm, optimizer, wanted, device=device, values=values)

@@ -475,7 +475,7 @@ def _carrying() -> Iterator[None]:
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with torch.no_grad(), _disable_current_modes():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), _disable_current_modes():
         yield
 
 
