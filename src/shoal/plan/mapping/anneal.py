@@ -1,0 +1,71 @@
+"""Simulated annealing over what every access wants.
+
+Source: Kirkpatrick et al., Optimization by Simulated Annealing, 1983.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.plan.mapping.layout import COPY, Mapping
+from shoal.plan.mapping.native import FAST, mapping_of, replayer
+from shoal.plan.mapping.program import Compiled, Program, TierSpec
+
+__all__ = ["Anneal"]
+
+
+@part
+class Anneal:
+    """Change what the uses of one buffer want, and keep what helps, or hurts little while hot.
+
+    Args:
+        rounds: changes that are tried.
+        hot: share of the program's time by which a change may hurt in the beginning.
+        cold: the same in the end.
+    """
+
+    rounds: int = 20_000
+    hot: float = 1e-3
+    cold: float = 1e-6
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.rounds <= 10**7, "mapper.anneal.rounds", self.rounds, expected="1 to 1e7"
+        )
+        require(
+            0 < self.cold <= self.hot <= 1,
+            "mapper.anneal.cold",
+            self.cold,
+            expected=f"above 0 and at most hot, {self.hot:g}, which is at most 1",
+        )
+
+    def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
+        """Begin with everything in slow memory; the best that was seen is the answer."""
+        compiled = Compiled(program, tiers)
+        play = replayer(compiled)
+        random = generator(seed, purpose="mapping.anneal")
+        following = compiled.following.tolist()
+        wanted = np.zeros(compiled.decisions, np.int8)
+        best, now = play(wanted)
+        least = now
+        for index in range(self.rounds):
+            warm = self.hot * (self.cold / self.hot) ** (index / self.rounds)
+            changed = wanted.copy()
+            k, kind = int(random.integers(compiled.decisions)), int(random.integers(4))
+            while k >= 0:
+                changed[k] = kind
+                # After a copy the buffer is there.
+                kind = FAST if kind == COPY else kind
+                k = following[k] if random.random() < 0.5 else -1
+            actions, ticks = play(changed)
+            worse = (ticks - now) / compiled.all_slow
+            if worse <= 0 or random.random() < math.exp(-worse / warm):
+                wanted, now = changed, ticks
+                if now < least:
+                    best, least = actions, now
+        return mapping_of(compiled, best, "anneal")
