@@ -290,8 +290,8 @@ struct Search {
   std::vector<Node> nodes;
   std::vector<float> latents;
   std::vector<int> path;
-  float low, high;
-  Search(const float *w, int H, int Z) : net(w, H, Z) {}
+  float low, high, discount;
+  Search(const float *w, int H, int Z, float g) : net(w, H, Z), discount(g) {}
   float *latent(int n) { return latents.data() + size_t(n) * net.latent; }
   // Visits of the root's children; the root's value is returned.
   float run(const float *o, int mask, int simulations, double noise, Random &random, float *share) {
@@ -332,7 +332,7 @@ struct Search {
         int c = n.child[a];
         double q = 0;
         if (c >= 0 && nodes[c].visits) {
-          q = nodes[c].reward + nodes[c].value / nodes[c].visits;
+          q = nodes[c].reward + discount * nodes[c].value / nodes[c].visits;
           if (high > low) q = (q - low) / (high - low);
         }
         double score = q + n.prior[a] * scale / (1 + (c < 0 ? 0 : nodes[c].visits));
@@ -353,9 +353,9 @@ struct Search {
       Node &n = nodes[path[i]];
       n.visits++;
       n.value += value;
-      float q = n.reward + n.value / float(n.visits);
+      float q = n.reward + discount * n.value / float(n.visits);
       if (i) { low = std::min(low, q); high = std::max(high, q); }
-      value += n.reward;
+      value = n.reward + discount * value;
     }
   }
 };
@@ -387,11 +387,11 @@ void mapping_trace(const Problem *p, const int8_t *actions, float *seen, int8_t 
 }
 
 // One game by search with a learned model. The first `given` actions are played as they are.
-i64 mapping_play(const Problem *p, const float *weights, int hidden, int latent, int simulations,
-                 double temperature, double noise, uint64_t seed, i64 given, int8_t *actions,
-                 float *seen, int8_t *masks, i64 *rewards, float *shares, float *values) {
+i64 mapping_play(const Problem *p, const float *weights, int hidden, int latent, double discount,
+                 int simulations, double temperature, double noise, uint64_t seed, i64 given,
+                 int8_t *actions, float *seen, int8_t *masks, i64 *rewards, float *shares, float *values) {
   Game g(*p);
-  Search search(weights, hidden, latent);
+  Search search(weights, hidden, latent, float(discount));
   Random random{seed};
   while (!g.done()) {
     i64 k = g.k;
@@ -423,9 +423,9 @@ i64 mapping_play(const Problem *p, const float *weights, int hidden, int latent,
 }
 
 // Search anew with other weights from what was seen.
-void mapping_reanalyse(const float *weights, int hidden, int latent, int simulations, uint64_t seed,
-                       i64 count, const float *seen, const int8_t *masks, float *shares, float *values) {
-  Search search(weights, hidden, latent);
+void mapping_reanalyse(const float *weights, int hidden, int latent, double discount,
+                       int simulations, uint64_t seed, i64 count, const float *seen, const int8_t *masks, float *shares, float *values) {
+  Search search(weights, hidden, latent, float(discount));
   Random random{seed};
   for (i64 i = 0; i < count; i++)
     values[i] = search.run(seen + i * OBSERVED, masks[i], simulations, 0, random, shares + 3 * i);

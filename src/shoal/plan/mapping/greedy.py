@@ -67,43 +67,32 @@ def greedy_actions(compiled: Compiled, retries: int, replay: _Replay | None = No
         replay: what plays; the fastest that there is, if not given.
     """
     play = replay or replayer(compiled)
-    wanted = np.full(compiled.decisions, DROP, np.int8)
-    actions, ticks = play(wanted)
-    owner: dict[int, _Candidate] = {}
-    for one in _candidates(compiled):
-        if any(k in owner for k, _ in one.wants):
-            continue
-        placed = _try(play, wanted, one, ())
-        out: tuple[_Candidate, ...] = ()
-        if placed is None:
-            rivals = {c for c in owner.values() if c.start <= one.end and c.end >= one.start}
-            for rival in sorted(rivals, key=lambda c: (c.saves, c.start))[:retries]:
-                out = (*out, rival)
-                placed = _try(play, wanted, one, out)
-                if placed is not None:
+    candidates = _candidates(compiled)
+    actions, ticks = play(np.full(compiled.decisions, DROP, np.int8))
+    stays: dict[int, _Candidate] = {}
+    for strict in (True, False):
+        for one in candidates:
+            # A longer stay takes over from shorter ones of the same buffer.
+            out = [stays[k] for k, _ in one.wants if k in stays]
+            rivals = sorted(
+                {c for c in stays.values() if c.start <= one.end and c.end >= one.start} - {*out},
+                key=lambda c: (c.saves, c.start, c.wants),
+            )
+            for rival in (None, *rivals[:retries]):
+                out += [rival] if rival is not None else []
+                wanted = actions.copy()
+                for k in (k for gone in out for k, _ in gone.wants):
+                    wanted[k] = DROP
+                for k, action in one.wants:
+                    wanted[k] = action
+                played, total = play(wanted)
+                if total < ticks and not (strict and np.any(played != wanted)):
+                    actions, ticks = played, total
+                    stays.update((k, one) for k, _ in one.wants)
+                    # What finds no room any more has gone to slow memory.
+                    stays = {k: c for k, c in stays.items() if actions[k] != DROP}
                     break
-        if placed is None or placed[2] >= ticks:
-            continue
-        wanted, actions, ticks = placed
-        for rival in out:
-            for k, _ in rival.wants:
-                owner.pop(k)
-        owner.update((k, one) for k, _ in one.wants)
     return actions
-
-
-def _try(
-    play: _Replay, wanted: np.ndarray, one: _Candidate, out: tuple[_Candidate, ...]
-) -> tuple[np.ndarray, np.ndarray, int] | None:
-    """Wanted, actions and ticks with a candidate and without some; None if it has no room."""
-    changed = wanted.copy()
-    for rival in out:
-        for k, _ in rival.wants:
-            changed[k] = DROP
-    for k, action in one.wants:
-        changed[k] = action
-    actions, ticks = play(changed)
-    return (changed, actions, ticks) if np.array_equal(actions, changed) else None
 
 
 def _candidates(compiled: Compiled) -> list[_Candidate]:

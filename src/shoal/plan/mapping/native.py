@@ -22,7 +22,7 @@ from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, Mapping
 from shoal.plan.mapping.observation import OBSERVED
 from shoal.plan.mapping.program import Compiled
 
-__all__ = ["FAST", "Native", "Played", "mapping_of", "replay", "replayer"]
+__all__ = ["FAST", "Native", "Played", "Weights", "mapping_of", "replay", "replayer"]
 
 # Wanted of a decision: in fast memory, moved only if it is not there.
 FAST = 3
@@ -44,12 +44,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mapping_trace": (None, [POINTER(_Problem), _ARRAY, _ARRAY, _ARRAY, _ARRAY]),
     "mapping_play": (
         c_int64,
-        [POINTER(_Problem), _ARRAY, c_int, c_int, c_int, c_double, c_double, c_uint64, c_int64]
+        [POINTER(_Problem), _ARRAY, c_int, c_int, c_double, c_int, c_double, c_double]
+        + [c_uint64, c_int64]
         + [_ARRAY] * 6,
     ),
     "mapping_reanalyse": (
         None,
-        [_ARRAY, c_int, c_int, c_int, c_uint64, c_int64] + [_ARRAY] * 4,
+        [_ARRAY, c_int, c_int, c_double, c_int, c_uint64, c_int64] + [_ARRAY] * 4,
     ),
 }
 
@@ -87,6 +88,27 @@ class Played:
     rewards: np.ndarray
     shares: np.ndarray
     values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The networks of a search.
+
+    Args:
+        flat: all matrices [in + 1, out] in the order of use, the bias last, float32.
+        hidden: width of the hidden layers.
+        latent: width of a state.
+        discount: of a reward that is one decision later.
+    """
+
+    flat: np.ndarray
+    hidden: int
+    latent: int
+    discount: float
+
+    def passed(self) -> tuple[int, int, int, float]:
+        """As the C++ code takes them."""
+        return self.flat.ctypes.data, self.hidden, self.latent, self.discount
 
 
 class Native:
@@ -134,20 +156,12 @@ class Native:
             *(array.ctypes.data for array in (game.actions, game.seen, game.masks, game.rewards)),
         )
         game.shares[np.arange(len(game.actions)), game.actions] = 1.0
-        game.values[:] = np.cumsum(game.rewards[::-1])[::-1] / self.scale
         game.ticks = self.compiled.all_slow - int(game.rewards.sum())
         return game
 
-    @property
-    def scale(self) -> float:
-        """Ticks that are a value of 1: what would be saved if fast memory had no end."""
-        return float(max(1, self.compiled.all_slow - self.compiled.all_fast))
-
     def play(
         self,
-        weights: np.ndarray,
-        hidden: int,
-        latent: int,
+        weights: Weights,
         *,
         simulations: int,
         temperature: float,
@@ -158,9 +172,7 @@ class Native:
         """One game by search with a learned model.
 
         Args:
-            weights: of the networks, float32, flat.
-            hidden: width of the hidden layers.
-            latent: width of a state.
+            weights: of the networks.
             simulations: of each search.
             temperature: of the choice by visits; 0 takes the most visited.
             noise: share of random priors at the root.
@@ -175,9 +187,7 @@ class Native:
         game.ticks = int(
             self._code.mapping_play(
                 ctypes.byref(self._problem),
-                weights.ctypes.data,
-                hidden,
-                latent,
+                *weights.passed(),
                 simulations,
                 temperature,
                 noise,
@@ -190,9 +200,7 @@ class Native:
 
     def reanalyse(
         self,
-        weights: np.ndarray,
-        hidden: int,
-        latent: int,
+        weights: Weights,
         game: Played,
         *,
         simulations: int,
@@ -200,9 +208,7 @@ class Native:
     ) -> None:
         """Search anew, with the networks of today, from everything that was seen in a game."""
         self._code.mapping_reanalyse(
-            weights.ctypes.data,
-            hidden,
-            latent,
+            *weights.passed(),
             simulations,
             seed,
             len(game.actions),

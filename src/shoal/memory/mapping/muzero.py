@@ -1,0 +1,124 @@
+"""An agent that plans with a model of the game that it learns while it plays one program.
+
+It plays games by tree search in its own model, learns from them, looks at old games again with
+what it knows by then, and keeps the best game that it ever saw.
+
+Source: Schrittwieser et al., Mastering Atari, Go, Chess and Shogi by Planning with a Learned
+Model, 2020 (search, appendix B; reanalyse, appendix H); Mandhane et al., Optimizing Memory Mapping
+Using Deep Reinforcement Learning, 2023 (the game).
+Differs: some games begin with a part of the best game so far; multilayer perceptrons, no
+convolutions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from shoal.core.errors import MissingExtraError, require
+from shoal.core.parts import part
+from shoal.plan.mapping.layout import Mapping
+from shoal.plan.mapping.native import Native, mapping_of
+from shoal.plan.mapping.program import Compiled, Program, TierSpec
+
+__all__ = ["MuZero"]
+
+
+@part
+class MuZero:
+    """Self-play, planning and learning on one program; alone it knows nothing but the rules.
+
+    Args:
+        rounds: of playing and then learning.
+        games: of a round.
+        updates: of the networks in a round.
+        simulations: of a search.
+        demonstrations: games that drop some of what a known mapping keeps in fast memory, to
+            learn from in the beginning.
+        hidden: width of hidden layers.
+        latent: width of a state of the learned model.
+        batch: positions of an update.
+        unroll: decisions that the learned model is followed.
+        horizon: decisions whose rewards a value target counts.
+        discount: of a reward that is one decision later.
+        noise: share of random priors at the root of a search.
+        rate: learning rate.
+    """
+
+    rounds: int = 16
+    games: int = 60
+    updates: int = 60
+    simulations: int = 50
+    demonstrations: int = 32
+    hidden: int = 64
+    latent: int = 32
+    batch: int = 128
+    unroll: int = 4
+    horizon: int = 16
+    discount: float = 0.97
+    noise: float = 0.25
+    rate: float = 2e-3
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("rounds", 1),
+            ("games", 1),
+            ("updates", 0),
+            ("simulations", 1),
+            ("demonstrations", 0),
+            ("hidden", 8),
+            ("latent", 4),
+            ("batch", 1),
+            ("unroll", 1),
+            ("horizon", 1),
+        ):
+            value = getattr(self, name)
+            require(
+                least <= value <= 100_000,
+                f"mapper.muzero.{name}",
+                value,
+                expected=f"{least} to 100000",
+            )
+        for name, low, high in (("discount", 0.5, 0.9999), ("noise", 0.0, 1.0), ("rate", 0.0, 1.0)):
+            value = getattr(self, name)
+            require(
+                low <= value <= high,
+                f"mapper.muzero.{name}",
+                value,
+                expected=f"{low:g} to {high:g}",
+            )
+
+    def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
+        """Learn the program's game from nothing; the best game is the answer.
+
+        Raises:
+            BuildError: there is no C++ compiler; without one a search takes hours.
+            MissingExtraError: torch is not installed.
+        """
+        return self.improve(Compiled(program, tiers), None, seed=seed, name="muzero")
+
+    def improve(
+        self, compiled: Compiled, known: np.ndarray | None, *, seed: int, name: str
+    ) -> Mapping:
+        """The best game of the agent, or what was known if that is better.
+
+        Args:
+            compiled: program and memories.
+            known: actions [D] of a mapping to learn from first.
+            seed: of everything random.
+            name: of the mapper.
+        """
+        native = Native(compiled)
+        try:
+            from shoal.memory.mapping.learning import Learner
+        except ModuleNotFoundError as cause:
+            if cause.name != "torch":
+                raise
+            raise MissingExtraError("torch", "run", f"mapper {name}") from None
+        found = Learner(self, native, seed).run(known)
+        return replace(
+            mapping_of(compiled, found.best.actions, name),
+            notes=(found.note(),),
+            details={"rounds": found.curve, "games": found.played},
+        )

@@ -1,0 +1,328 @@
+"""The best mapping there is, as a mixed-integer programme; for small programs.
+
+The programme knows the rules of time, link and space, but not the habits of the game: a copy may
+take any idle time, a buffer any address, and a result may leave whenever it has been copied out.
+So its optimum is at most the time of the best game.
+
+Letters: k a decision, which may begin a stay of its buffer in fast memory; t a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import part
+from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, Mapping, Moved, Rectangle, verify
+from shoal.plan.mapping.program import Compiled, Program, TierSpec
+
+__all__ = ["Milp"]
+
+_Terms = Sequence[tuple[float, int]]
+# Copies take this share more in the programme, so that whole ticks fit where its reals do.
+_SLACK = 1e-6
+
+
+@part
+class Milp:
+    """The exact optimum by HiGHS; what others are held against where there are few decisions.
+
+    Args:
+        most: decisions of the largest program that it takes.
+        seconds: after which it gives up.
+    """
+
+    most: int = 25
+    seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        require(1 <= self.most <= 200, "mapper.milp.most", self.most, expected="1 to 200")
+        require(self.seconds > 0, "mapper.milp.seconds", self.seconds, expected="above 0")
+
+    def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
+        """The fastest mapping.
+
+        Raises:
+            PlanError: too many decisions, or no proof of an optimum in time.
+        """
+        compiled = Compiled(program, tiers)
+        if compiled.decisions > self.most:
+            raise PlanError(
+                f"mapper.milp: {compiled.decisions} decisions of {program.name}; it takes at most "
+                f"{self.most}; use hybrid or anneal, or set mapper.milp.most"
+            )
+        return _Programme(compiled).solve(self.seconds)
+
+
+class _Programme:
+    """Variables and rows."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        c = self.c = compiled
+        self.unit = max(1.0, c.all_slow / c.slots)
+        self.low: list[float] = []
+        self.high: list[float] = []
+        self.whole: list[int] = []
+        self.cost: list[float] = []
+        self.rows: list[tuple[_Terms, float, float]] = []
+        room = int(c.room)
+        # In fast memory or not; a stay that begins here; slots of the stay.
+        self.fast = [self._bit() for _ in range(c.decisions)]
+        self.begins: dict[int, int] = {}
+        self.there: dict[tuple[int, int], int] = {}
+        self.link: dict[tuple[int, int], int] = {}
+        self.address: dict[int, int] = {}
+        self.writer = {int(c.buffer[k]): k for k in range(c.decisions) if c.write[k]}
+        for k in range(c.decisions):
+            b = int(c.buffer[k])
+            if c.size[b] > room:
+                self._row([(1.0, self.fast[k])], 0.0, 0.0)
+                continue
+            self.begins[k] = self._bit()
+            self.address[k] = self._real(0.0, float(room - c.size[b]))
+            for t in self._window(k):
+                self.there[k, t] = self._bit()
+        self._stays()
+        self._copies()
+        self._time()
+        self._space()
+
+    def _bit(self) -> int:
+        return self._real(0.0, 1.0, whole=1)
+
+    def _real(self, low: float, high: float, *, whole: int = 0, cost: float = 0.0) -> int:
+        self.low.append(low)
+        self.high.append(high)
+        self.whole.append(whole)
+        self.cost.append(cost)
+        return len(self.low) - 1
+
+    def _row(self, terms: Iterable[tuple[float, int]], low: float, high: float) -> None:
+        self.rows.append((list(terms), low, high))
+
+    def _window(self, k: int) -> range:
+        """Slots in which the stay that begins with a decision may be."""
+        c, b = self.c, int(self.c.buffer[k])
+        if c.write[k]:
+            return range(int(c.slot[k]), c.slots if c.output[b] else int(c.last[b]) + 1)
+        return range(int(c.made[b]) + 1, int(c.last[b]) + 1)
+
+    def _stays(self) -> None:
+        """A stay is one piece, there at its first use, and serves uses that it covers."""
+        c = self.c
+        serving: dict[int, list[int]] = {k: [] for k in range(c.decisions)}
+        for k, begins in self.begins.items():
+            slot = int(c.slot[k])
+            self._row([(1.0, self.there[k, slot]), (-1.0, begins)], 0.0, 0.0)
+            for t in self._window(k)[:-1]:
+                first, second = self.there[k, t], self.there[k, t + 1]
+                far, near = (first, second) if t < slot else (second, first)
+                self._row([(1.0, far), (-1.0, near)], -1.0, 0.0)
+            at = k
+            while at >= 0:
+                serves = self._real(0.0, 1.0)
+                self._row([(1.0, serves), (-1.0, self.there[k, int(c.slot[at])])], -1.0, 0.0)
+                serving[at].append(serves)
+                at = int(c.following[at])
+        for k, found in serving.items():
+            self._row([(1.0, self.fast[k]), *((-1.0, one) for one in found)], -np.inf, 0.0)
+            if k in self.begins:
+                # A stay serves the use that it begins with.
+                self._row([(1.0, self.begins[k]), (-1.0, self.fast[k])], -1.0, 0.0)
+
+    def _copies(self) -> None:
+        """What is fetched was in slow memory before, wholly; what is written out is there."""
+        c = self.c
+        for k, begins in self.begins.items():
+            b, slot = int(c.buffer[k]), int(c.slot[k])
+            need = c.copy[b] / self.unit
+            slots = [t for t in self._window(k) if (t > slot if c.write[k] else t < slot)]
+            for t in slots:
+                self.link[k, t] = self._real(0.0, need)
+                self._row([(1.0, self.link[k, t]), (-need, self.there[k, t])], -np.inf, 0.0)
+            moved = [(1.0, self.link[k, t]) for t in slots]
+            if not c.write[k]:
+                self._row([*moved, (-need, begins)], 0.0, 0.0)
+            elif c.output[b]:
+                drain = self.link[k, c.slots] = self._real(0.0, need, cost=1.0)
+                self._row([(1.0, drain), (-need, self.there[k, c.slots - 1])], -np.inf, 0.0)
+                self._row([*moved, (1.0, drain), (-need, begins)], 0.0, np.inf)
+            else:
+                self._row(moved, 0.0, need)
+        for k in range(c.decisions):
+            b = int(c.buffer[k])
+            home = self.writer.get(b)
+            if c.write[k] or home is None or home not in self.begins:
+                continue
+            slot = int(c.slot[k])
+            self._ready(home, slot, [(1.0, self.fast[k])], 1.0)
+            if k in self.begins:
+                for t in range(int(c.made[b]) + 1, slot):
+                    self._ready(home, t, [(-1.0, self.there[k, t])], 0.0)
+
+    def _ready(self, home: int, slot: int, unless: _Terms, base: float) -> None:
+        """Slow memory has a result by a slot, unless the terms and their base come to 0 or less.
+
+        ``base`` less the terms is 1 where it must be there.
+        """
+        need = self.c.copy[self.c.buffer[home]] / self.unit
+        out = [
+            (1.0, self.link[home, t])
+            for t in range(int(self.c.slot[home]) + 1, slot)
+            if (home, t) in self.link
+        ]
+        # out >= need * (begins + (base - terms) - 1)
+        terms = [(need * factor, index) for factor, index in unless]
+        self._row([*out, (-need, self.begins[home]), *terms], need * (base - 1.0), np.inf)
+
+    def _time(self) -> None:
+        """An instruction takes its computing or its memory, whichever is longer, exactly."""
+        c = self.c
+        for t in range(c.slots):
+            here = np.flatnonzero(c.slot == t)
+            slowest, compute = float(c.slow[here].sum()) / self.unit, c.compute[t] / self.unit
+            longest = max(slowest, compute)
+            lasts = self._real(compute, longest, cost=1.0)
+            saved = [((c.slow[k] - c.fast[k]) / self.unit, self.fast[k]) for k in here]
+            self._row([(1.0, lasts), *saved], slowest, np.inf)
+            computes = self._bit()
+            self._row([(1.0, lasts), (longest, computes)], -np.inf, compute + longest)
+            self._row([(1.0, lasts), *saved, (-longest, computes)], -np.inf, slowest)
+            busy = [(1.0 + _SLACK, index) for (_, at), index in self.link.items() if at == t]
+            if busy:
+                read = [(-c.slow[k] / self.unit, self.fast[k]) for k in here]
+                self._row([*busy, *read, (-1.0, lasts)], -np.inf, -slowest)
+
+    def _space(self) -> None:
+        """Stays at the same time lie above or below each other."""
+        c, room = self.c, float(self.c.room)
+        size = {k: float(c.size[c.buffer[k]]) for k in self.begins}
+        for t in range(c.slots):
+            terms = [(size[k], index) for (k, at), index in self.there.items() if at == t]
+            if terms:
+                self._row(terms, 0.0, room)
+        stays = sorted(self.begins)
+        for i, one in enumerate(stays):
+            for two in stays[i + 1 :]:
+                both = [t for t in self._window(one) if (two, t) in self.there]
+                if not both:
+                    continue
+                below, above = self._bit(), self._bit()
+                for low, top, first in ((one, two, below), (two, one, above)):
+                    self._row(
+                        [(1.0, self.address[low]), (-1.0, self.address[top]), (room, first)],
+                        -np.inf,
+                        room - size[low],
+                    )
+                for t in both:
+                    self._row(
+                        [
+                            (1.0, below),
+                            (1.0, above),
+                            (-1.0, self.there[one, t]),
+                            (-1.0, self.there[two, t]),
+                        ],
+                        -1.0,
+                        np.inf,
+                    )
+
+    def solve(self, seconds: float) -> Mapping:
+        """The optimum as a mapping, in whole ticks."""
+        lines, columns, factors = [], [], []
+        for i, (terms, _, _) in enumerate(self.rows):
+            for factor, index in terms:
+                lines.append(i)
+                columns.append(index)
+                factors.append(factor)
+        matrix = csr_array((factors, (lines, columns)), shape=(len(self.rows), len(self.low)))
+        found = milp(
+            np.array(self.cost),
+            constraints=LinearConstraint(
+                matrix,
+                np.array([low for _, low, _ in self.rows]),
+                np.array([high for _, _, high in self.rows]),
+            ),
+            bounds=Bounds(np.array(self.low), np.array(self.high)),
+            integrality=np.array(self.whole),
+            options={"time_limit": seconds, "mip_rel_gap": 1e-6},
+        )
+        if found.status != 0:
+            raise PlanError(
+                f"mapper.milp: no proof of an optimum of {self.c.program.name} in {seconds:g} s "
+                f"({found.message}); give mapper.milp.seconds more, or use hybrid"
+            )
+        return self._mapping(np.asarray(found.x))
+
+    def _mapping(self, x: np.ndarray) -> Mapping:
+        c = self.c
+        stays: dict[int, tuple[int, int]] = {}
+        for k, begins in self.begins.items():
+            slots = [t for t in self._window(k) if x[self.there[k, t]] > 0.5]
+            if x[begins] > 0.5:
+                stays[k] = slots[0], slots[-1]
+        out = {
+            k
+            for k in stays
+            if c.write[k] and sum(x[i] for (at, _), i in self.link.items() if at == k) > 1e-7
+        }
+        actions = []
+        for k in range(c.decisions):
+            moved = k in out if c.write[k] else k in stays
+            actions.append(DROP if x[self.fast[k]] < 0.5 else COPY if moved else NO_COPY)
+        rectangles = tuple(
+            Rectangle(int(c.buffer[k]), start, end, self._lies(x, stays, k), k)
+            for k, (start, end) in stays.items()
+        )
+        mapping = Mapping(c, tuple(actions), rectangles, (), 0, "milp")
+        moved = self._booked(mapping, x, stays, out)
+        mapping = Mapping(c, tuple(actions), rectangles, moved, 0, "milp")
+        return Mapping(c, tuple(actions), rectangles, moved, verify(mapping), "milp")
+
+    def _lies(self, x: np.ndarray, stays: dict[int, tuple[int, int]], k: int) -> int:
+        """The lowest address above everything that lies below at the same time."""
+        c, mine = self.c, x[self.address[k]]
+        low = 0
+        for other, (start, end) in stays.items():
+            here = start <= stays[k][1] and end >= stays[k][0]
+            if other != k and here and x[self.address[other]] < mine - 0.5:
+                low = max(low, self._lies(x, stays, other) + int(c.size[c.buffer[other]]))
+        return low
+
+    def _booked(
+        self,
+        mapping: Mapping,
+        x: np.ndarray,
+        stays: dict[int, tuple[int, int]],
+        out: set[int],
+    ) -> tuple[Moved, ...]:
+        """Whole ticks of every copy: of those that may run, the one that must end first."""
+        c = self.c
+        free = mapping.durations()
+        for k, action in enumerate(mapping.actions):
+            if action == DROP:
+                free[c.slot[k]] -= c.slow[k]
+        jobs: list[list[int]] = []
+        for k, (start, end) in stays.items():
+            need = int(c.copy[c.buffer[k]])
+            if not c.write[k]:
+                jobs.append([int(c.slot[k]) - 1, k, start, need])
+            elif k in out:
+                used = [t for (at, t), i in self.link.items() if at == k and x[i] > 1e-7]
+                jobs.append([min(max(used), end), k, int(c.slot[k]) + 1, need])
+        moved: list[Moved] = []
+        for t in range(c.slots):
+            for job in sorted(jobs):
+                _, k, first, need = job
+                take = min(int(free[t]), need)
+                if first <= t <= stays[k][1] and take > 0:
+                    moved.append(Moved(int(c.buffer[k]), t, take, k))
+                    free[t] -= take
+                    job[3] -= take
+        for _, k, _, need in jobs:
+            if need and c.write[k] and c.output[c.buffer[k]]:
+                moved.append(Moved(int(c.buffer[k]), c.slots, need, k))
+        return tuple(moved)
