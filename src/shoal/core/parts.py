@@ -63,6 +63,7 @@ KINDS: dict[str, str] = {
     "tuner": "shoal.plan.tune:TUNERS",
     "emitter": "shoal.plan.emit:EMITTERS",
     "path_planner": "shoal.plan.paths:PATH_PLANNERS",
+    "mapper": "shoal.memory.mapping:MAPPERS",
     "workload": "shoal.cost.workloads:WORKLOADS",
     "scheduler": "shoal.plan.batching:SCHEDULERS",
     "phase": "shoal.plan.batching:PHASES",

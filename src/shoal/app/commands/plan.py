@@ -12,6 +12,7 @@ from shoal.app.commands.plan_autotp import autotp
 from shoal.app.commands.plan_context import context
 from shoal.app.commands.plan_gemm import gemm
 from shoal.app.commands.plan_longctx import longctx
+from shoal.app.commands.plan_mapping import mapping
 from shoal.app.commands.plan_paths import paths
 from shoal.app.commands.plan_routes import routes
 from shoal.app.commands.plan_scaling import scaling
@@ -423,6 +424,7 @@ app.command("routes")(routes)
 app.command("context")(context)
 app.command("longctx")(longctx)
 app.command("paths")(paths)
+app.command("mapping")(mapping)
 app.command("autotp")(autotp)
 app.command("gemm")(gemm)
 app.command("tiles")(tiles)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,7 @@ from shoal.memory.mapping.trace import Speed, Traced, trace
 from shoal.plan.mapping.program import Program
 from shoal.plan.mapping.samples import random_program, strassen
 
-__all__ = ["MODELS", "SPEED", "samples", "traced_sample"]
+__all__ = ["MODELS", "SPEED", "sample", "samples", "traced_sample"]
 
 # A processor of 1 TFLOP/s behind 20 GB/s: many operators wait for memory, products do not.
 SPEED = Speed(matmul_flops=1e12, vector_flops=1e11)
@@ -107,8 +109,8 @@ def _mlp() -> nn.Module:
 MODELS = ("mlp", "attention", "resnet", "lstm", "vit")
 
 
-def traced_sample(name: str, *, seed: int = 0) -> Traced:
-    """One of :data:`MODELS`, built with random weights and traced.
+def sample(name: str, *, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """One of :data:`MODELS` with random weights, and inputs for it.
 
     Args:
         name: of the model.
@@ -116,16 +118,23 @@ def traced_sample(name: str, *, seed: int = 0) -> Traced:
     """
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        model, inputs = {
+        made: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
             "mlp": lambda: (_mlp(), torch.randn(64, 256)),
             "attention": lambda: (_Attention(), torch.randn(4, 64, 128)),
             "resnet": lambda: (_ResNet(), torch.randn(4, 3, 32, 32)),
             "lstm": lambda: (_LSTM(), torch.randn(8, 32, 128)),
             "vit": lambda: (_ViT(), torch.randn(4, 3, 32, 32)),
-        }[name]()
+        }
+        model, given = made[name]()
         with torch.no_grad():
-            model.eval()(inputs)  # gives lazy layers their shapes
-    return trace(model, (inputs,), name=name, speed=SPEED)
+            model.eval()(given)  # gives lazy layers their shapes
+    return model, (given,)
+
+
+def traced_sample(name: str, *, seed: int = 0) -> Traced:
+    """One of :data:`MODELS`, traced."""
+    model, inputs = sample(name, seed=seed)
+    return trace(model, inputs, name=name, speed=SPEED)
 
 
 def samples() -> tuple[Program, ...]:

@@ -99,12 +99,19 @@ def trace(
     model.eval()
     try:
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = [mode.from_tensor(value) if value.device.type != "meta" else _fake(value)
-                     for value in arguments]
-            graph = make_fx(functionalize(forward))(*fakes)
+            # Nothing is computed: only shapes flow, of weights on the meta device too.
+            fakes = [
+                torch.empty_strided(one.shape, one.stride(), dtype=one.dtype)
+                if one.device.type == "meta"
+                else mode.from_tensor(one)
+                for one in arguments
+            ]
+            # The first pass takes composite operators apart; the second takes out writes in place.
+            graph = make_fx(functionalize(make_fx(forward)(*fakes)))(*fakes)
     except (RuntimeError, TypeError, ValueError) as cause:
+        reason = str(cause).partition("\n")[0]
         raise PlanError(
-            f"{name or type(model).__name__}: its forward pass cannot be traced ({cause}); it "
+            f"{name or type(model).__name__}: its forward pass cannot be traced ({reason}); it "
             "must not depend on values of tensors"
         ) from cause
     finally:
@@ -128,11 +135,6 @@ class _Called(nn.Module):
 
 def _prefixed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"model.{key}": value for key, value in state.items()}
-
-
-def _fake(value: Tensor) -> Tensor:
-    """A tensor that only pretends to be, as one of the CPU."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
