@@ -46,8 +46,8 @@ class MuZero:
         rate: learning rate.
     """
 
-    rounds: int = 16
-    games: int = 60
+    rounds: int = 12
+    games: int = 48
     updates: int = 60
     simulations: int = 50
     demonstrations: int = 32
