@@ -44,6 +44,7 @@ CLAIMS = PartTable(
         "ksort": "shoal.claims.experiments.ksort:KSort",
         "longctx": "shoal.claims.experiments.longctx:LongCtx",
         "flover": "shoal.claims.experiments.flover:Flover",
+        "malloc_game": "shoal.claims.experiments.malloc_game:MallocGameClaim",
         "tune_serving": "shoal.claims.experiments.tune_serving:TuneServing",
     },
 )

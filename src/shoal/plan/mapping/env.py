@@ -49,7 +49,7 @@ class MallocGame(_gymnasium.Env):  # type: ignore[misc]
         self.compiled = Compiled(program or random_program(), tiers or TierSpec(fast_bytes=1 << 22))
         self.action_space = _gymnasium.spaces.Discrete(3)
         self.observation_space = _gymnasium.spaces.Box(
-            -np.inf, np.inf, shape=(OBSERVED,), dtype=np.float32
+            -1.0, 5.0, shape=(OBSERVED,), dtype=np.float32
         )
         self._game = Game(self.compiled)
 

@@ -1,0 +1,274 @@
+"""[134] MallocGame: does an agent that plans map memory better than a compiler's heuristic?
+
+Eight programs, each with two sizes of fast memory, an eighth and a quarter of all bytes that the
+program touches: five small models traced operator by operator, two levels of Strassen's scheme, and
+two random programs. The heuristic places candidates by saved time per byte and slot, evicts, and
+asks the model of time about every step; the hybrid learns each program's game from there. Small
+random programs are solved exactly. Two mappings of a real model run in two real memories, the slow
+one held to its rate. The A/A run is the heuristic again.
+
+Source: Mandhane et al., Optimizing Memory Mapping Using Deep Reinforcement Learning, 2023.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import PlanError, require
+from shoal.core.native import compiler
+from shoal.core.parts import part
+from shoal.memory.mapping import MAPPERS
+from shoal.plan.mapping.layout import Mapping, verify
+from shoal.plan.mapping.program import Compiled, Program, TierSpec
+from shoal.plan.mapping.samples import random_program
+
+if TYPE_CHECKING:
+    from shoal.memory.mapping.trace import Traced
+
+__all__ = ["MallocGameClaim"]
+
+_SHARES = (8, 4)
+_SMALL_STEPS = 8
+_SMALL_DECISIONS = 25
+_SLOW_BANDWIDTH = 50e6
+
+
+@part
+class MallocGameClaim:
+    """Modelled time of the hybrid mapper against greedy, against the optimum, and a real run.
+
+    Args:
+        rounds: of playing and learning of the hybrid on each program.
+        small: programs that are solved exactly.
+        pairs: runs of each of two mappings of a real model.
+    """
+
+    rounds: int = 12
+    small: int = 12
+    pairs: int = 15
+
+    rows: ClassVar[tuple[int, ...]] = (134,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="mean_gain",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=0.03,
+            baseline="greedy",
+            evidence="simulated",
+            paper="about 4 % faster on average than the production heuristic",
+        ),
+        Metric(
+            name="worst_gain",
+            unit="1",
+            statistic="min",
+            comparison=">=",
+            threshold=0.0,
+            baseline="greedy",
+            evidence="simulated",
+        ),
+        Metric(
+            name="best_gain",
+            unit="1",
+            statistic="max",
+            comparison=">=",
+            threshold=0.10,
+            baseline="greedy",
+            evidence="simulated",
+            paper="up to 87 %",
+        ),
+        Metric(
+            name="over_optimum",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.02,
+            baseline="greedy",
+            evidence="simulated",
+        ),
+        Metric(
+            name="executed_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.02,
+            baseline="greedy",
+            evidence="mechanism",
+            timing=True,
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "small", "pairs"):
+            value = getattr(self, name)
+            require(1 <= value <= 1000, f"claim.malloc_game.{name}", value, expected="1 to 1000")
+
+    def refuses(self, context: Context) -> str | None:
+        """The search needs a compiler, the networks torch."""
+        if compiler() is None:
+            return "no C++ compiler for the search"
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # tiny products; more threads only wait for each other
+        try:
+            return self._run(context, quick, as_baseline)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _run(self, context: Context, quick: bool, as_baseline: bool) -> Samples:
+        rounds = 2 if quick else self.rounds
+        cases = context.remember("cases", lambda: _cases(quick))
+        gains: list[float] = []
+        rows: list[JsonValue] = []
+        for index, (program, tiers) in enumerate(cases):
+            context.progress(f"mapping {program.name}", 0.75 * index / len(cases))
+            greedy = context.remember(f"greedy {index}", lambda p=program, t=tiers: _map("greedy", p, t))
+            found = greedy if as_baseline else _hybrid(program, tiers, rounds, context.seed)
+            gains.append(greedy.ticks / found.ticks - 1.0)
+            rows.append(_row(found, greedy, quick or as_baseline, context.seed))
+        gaps = self._exact(context, quick, as_baseline)
+        metrics = {
+            "mean_gain": Paired(method=tuple(gains)),
+            "worst_gain": Paired(method=tuple(gains)),
+            "best_gain": Paired(method=tuple(gains)),
+            "over_optimum": Paired(method=gaps),
+        }
+        details: dict[str, JsonValue] = {"programs": rows}
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        context.progress("running two mappings", 0.9)
+        metrics["executed_speedup"] = self._executed(context, as_baseline, details)
+        return Samples(metrics=metrics, details=details)
+
+    def _exact(self, context: Context, quick: bool, as_baseline: bool) -> tuple[float, ...]:
+        """How far above the optimum, of programs with few decisions."""
+        gaps = []
+        count = 4 if quick else self.small
+        for seed, (program, tiers) in enumerate(_small(count)):
+            context.progress(f"the optimum of {program.name}", 0.75 + 0.15 * seed / count)
+            best = context.remember(
+                f"milp {seed}", lambda p=program, t=tiers: _map("milp", p, t)
+            )
+            found = (
+                _map("greedy", program, tiers)
+                if as_baseline
+                else _hybrid(program, tiers, 2 if quick else 6, context.seed)
+            )
+            gaps.append(found.ticks / best.ticks - 1.0)
+        return tuple(gaps)
+
+    def _executed(
+        self, context: Context, as_baseline: bool, details: dict[str, JsonValue]
+    ) -> Paired:
+        """Seconds of a model in two real memories, by hybrid and by greedy, turn by turn."""
+        from shoal.memory.mapping.executor import execute
+
+        traced: Traced = context.remember("attention", _attention)
+        tiers = _memories(traced.program, 8, slow_bandwidth=_SLOW_BANDWIDTH)
+        greedy = _map("greedy", traced.program, tiers)
+        found = greedy if as_baseline else _hybrid(traced.program, tiers, self.rounds, context.seed)
+        taken: tuple[list[float], list[float]] = ([], [])
+        for pair in range(self.pairs + 1):
+            # Whoever goes first changes; the first round warms up.
+            for way in (0, 1) if pair % 2 else (1, 0):
+                seconds = execute(traced, (found, greedy)[way]).seconds
+                if pair:
+                    taken[way].append(seconds)
+        details["executed"] = {
+            "modelled_s": {"method": found.seconds, "greedy": greedy.seconds},
+            "median_s": {
+                "method": statistics.median(taken[0]),
+                "greedy": statistics.median(taken[1]),
+            },
+        }
+        return Paired(method=tuple(taken[0]), baseline=tuple(taken[1]))
+
+
+def _map(mapper: str, program: Program, tiers: TierSpec, **options: Any) -> Mapping:
+    """A mapping whose promises were looked at."""
+    found: Mapping = MAPPERS.build({"name": mapper, **options}).map(program, tiers)
+    if verify(found) != found.ticks:
+        raise PlanError(f"{mapper} on {program.name}: {found.ticks} ticks, but {verify(found)}")
+    return found
+
+
+def _hybrid(program: Program, tiers: TierSpec, rounds: int, seed: int, **options: Any) -> Mapping:
+    found: Mapping = MAPPERS.build({"name": "hybrid", "rounds": rounds, **options}).map(
+        program, tiers, seed=seed
+    )
+    if verify(found) != found.ticks:
+        raise PlanError(f"hybrid on {program.name}: {found.ticks} ticks, but {verify(found)}")
+    return found
+
+
+def _memories(program: Program, share: int, **changes: float) -> TierSpec:
+    """Fast memory of a share of all bytes that the program touches."""
+    total = sum(buffer.nbytes for buffer in program.buffers if not buffer.alias_of)
+    return TierSpec.model_validate({"fast_bytes": max(256, total // share), **changes})
+
+
+def _cases(quick: bool) -> list[tuple[Program, TierSpec]]:
+    """Programs and memories; the quick run has the random ones alone."""
+    from shoal.memory.mapping.samples import samples
+
+    if quick:
+        programs = (random_program(60, seed=1), random_program(100, seed=2))
+        return [(program, _memories(program, 4)) for program in programs]
+    return [(program, _memories(program, share)) for program in samples() for share in _SHARES]
+
+
+def _small(count: int) -> Iterator[tuple[Program, TierSpec]]:
+    """Random programs of at most 25 decisions."""
+    found, seed = 0, 0
+    while found < count:
+        program = random_program(_SMALL_STEPS, seed=seed)
+        tiers = _memories(program, 4)
+        seed += 1
+        if Compiled(program, tiers).decisions <= _SMALL_DECISIONS:
+            found += 1
+            yield program, tiers
+
+
+def _attention() -> Traced:
+    from shoal.memory.mapping.samples import traced_sample
+
+    return traced_sample("attention")
+
+
+def _row(found: Mapping, greedy: Mapping, alone: bool, seed: int) -> JsonValue:
+    """What is told of a program: times as shares of that from slow memory alone."""
+    c = found.compiled
+
+    def share(one: Mapping) -> float:
+        return one.ticks / c.all_slow
+
+    row: dict[str, JsonValue] = {
+        "program": c.program.name,
+        "instructions": c.slots,
+        "decisions": c.decisions,
+        "fast_bytes": c.tiers.fast_bytes,
+        "greedy": share(greedy),
+        "hybrid": share(found),
+        "all_fast": c.all_fast / c.all_slow,
+    }
+    if not alone:
+        program, tiers = c.program, c.tiers
+        row["anneal"] = share(_map("anneal", program, tiers))
+        # The same search, with networks that never learn.
+        row["untrained"] = share(_hybrid(program, tiers, 4, seed, updates=0))
+    return row
