@@ -260,6 +260,7 @@ def test_catalogue_has_every_system_once() -> None:
         124: "smash",
         130: "bipolar_int",
         132: "ksort",
+        134: "malloc_game",
         139: "gpipe",
     }
     assert all(row.parts and 1990 < row.year < 2030 for row in rows)

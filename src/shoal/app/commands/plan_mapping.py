@@ -17,9 +17,7 @@ def mapping(
         str, typer.Option(help="A model's name, a sample such as resnet, or a program in YAML.")
     ] = "shoal-1m",
     fast: Annotated[str, typer.Option(help="Size of the fast memory, such as 4MiB.")] = "4MiB",
-    mapper: Annotated[
-        str, typer.Option(help="greedy, milp, anneal, muzero or hybrid.")
-    ] = "hybrid",
+    mapper: Annotated[str, typer.Option(help="greedy, milp, anneal, muzero or hybrid.")] = "hybrid",
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="OPTION=VALUE of the mapper; repeatable.")
     ] = None,

@@ -137,11 +137,13 @@ class MallocGameClaim:
         rows: list[JsonValue] = []
         for index, (program, tiers) in enumerate(cases):
             context.progress(f"mapping {program.name}", 0.75 * index / len(cases))
-            greedy = context.remember(f"greedy {index}", lambda p=program, t=tiers: _map("greedy", p, t))
+            greedy = context.remember(
+                f"greedy {index}", lambda p=program, t=tiers: _map("greedy", p, t)
+            )
             found = greedy if as_baseline else _hybrid(program, tiers, rounds, context.seed)
             gains.append(greedy.ticks / found.ticks - 1.0)
             rows.append(_row(found, greedy, quick or as_baseline, context.seed))
-        gaps = self._exact(context, quick, as_baseline)
+        gaps = self._exact(context, rounds, quick, as_baseline)
         metrics = {
             "mean_gain": Paired(method=tuple(gains)),
             "worst_gain": Paired(method=tuple(gains)),
@@ -155,19 +157,19 @@ class MallocGameClaim:
         metrics["executed_speedup"] = self._executed(context, as_baseline, details)
         return Samples(metrics=metrics, details=details)
 
-    def _exact(self, context: Context, quick: bool, as_baseline: bool) -> tuple[float, ...]:
+    def _exact(
+        self, context: Context, rounds: int, quick: bool, as_baseline: bool
+    ) -> tuple[float, ...]:
         """How far above the optimum, of programs with few decisions."""
         gaps = []
         count = 4 if quick else self.small
         for seed, (program, tiers) in enumerate(_small(count)):
             context.progress(f"the optimum of {program.name}", 0.75 + 0.15 * seed / count)
-            best = context.remember(
-                f"milp {seed}", lambda p=program, t=tiers: _map("milp", p, t)
-            )
+            best = context.remember(f"milp {seed}", lambda p=program, t=tiers: _map("milp", p, t))
             found = (
                 _map("greedy", program, tiers)
                 if as_baseline
-                else _hybrid(program, tiers, 2 if quick else 6, context.seed)
+                else _hybrid(program, tiers, min(rounds, 6), context.seed)
             )
             gaps.append(found.ticks / best.ticks - 1.0)
         return tuple(gaps)

@@ -28,9 +28,7 @@ class Hybrid(MuZero):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            0 <= self.retries <= 64, "mapper.hybrid.retries", self.retries, expected="0 to 64"
-        )
+        require(0 <= self.retries <= 64, "mapper.hybrid.retries", self.retries, expected="0 to 64")
 
     def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """The best of greedy, its demonstrations and all games of the agent.

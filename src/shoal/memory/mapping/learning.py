@@ -23,6 +23,9 @@ _CONTINUED = 0.5
 # Old games that a round looks at again.
 _REANALYSED = 4
 _CLIP = 5.0
+# Games of a round at least, and games that are kept.
+_GAMES = 8
+_KEPT = 256
 
 
 class Learner:
@@ -48,7 +51,7 @@ class Learner:
             discount=options.discount,
             horizon=options.horizon,
             unroll=options.unroll,
-            most=max(64, 6 * options.games),
+            most=_KEPT,
         )
         self.networks = Networks(
             hidden=options.hidden,
@@ -117,12 +120,14 @@ class Learner:
         late = index / max(1, options.rounds - 1)
         temperature = 1.0 - 0.75 * late
         whole: list[float] = []
-        for number in range(options.games):
+        count = max(_GAMES, options.moves // len(self.best.actions))
+        for number in range(count):
             given = None
-            if number < _CONTINUED * options.games:
+            if number < _CONTINUED * count:
                 start = int(self._random.integers(len(self.best.actions)))
                 given = self.best.actions[:start]
-            game = self._search(temperature, options.noise, given)
+            noise = 2.0 * options.noise * self._random.random()
+            game = self._search(temperature, noise, given)
             self.games.add(game)
             self._consider(game)
             if given is None:

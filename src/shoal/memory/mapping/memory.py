@@ -87,7 +87,9 @@ class Games:
         values = gathered(self._targets, steps) * inside
         rewards = gathered([g.rewards for g in games], steps[:, :-1]) / self.unit * inside[:, :-1]
         return Batch(
-            torch.from_numpy(np.stack([games[i].seen[j] for i, j in zip(picked, start, strict=True)])),
+            torch.from_numpy(
+                np.stack([games[i].seen[j] for i, j in zip(picked, start, strict=True)])
+            ),
             torch.from_numpy(gathered([g.actions for g in games], steps[:, :-1]).astype(np.int64)),
             torch.from_numpy(shares.astype(np.float32)),
             torch.from_numpy(values.astype(np.float32)),

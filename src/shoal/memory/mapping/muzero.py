@@ -31,7 +31,7 @@ class MuZero:
 
     Args:
         rounds: of playing and then learning.
-        games: of a round.
+        moves: decisions that are played in a round, over as many games as they make.
         updates: of the networks in a round.
         simulations: of a search.
         demonstrations: games that drop some of what a known mapping keeps in fast memory, to
@@ -42,12 +42,12 @@ class MuZero:
         unroll: decisions that the learned model is followed.
         horizon: decisions whose rewards a value target counts.
         discount: of a reward that is one decision later.
-        noise: share of random priors at the root of a search.
+        noise: mean share of random priors at the root of a search; each game has its own.
         rate: learning rate.
     """
 
     rounds: int = 12
-    games: int = 48
+    moves: int = 24_000
     updates: int = 60
     simulations: int = 50
     demonstrations: int = 32
@@ -63,7 +63,7 @@ class MuZero:
     def __post_init__(self) -> None:
         for name, least in (
             ("rounds", 1),
-            ("games", 1),
+            ("moves", 1),
             ("updates", 0),
             ("simulations", 1),
             ("demonstrations", 0),
@@ -75,12 +75,12 @@ class MuZero:
         ):
             value = getattr(self, name)
             require(
-                least <= value <= 100_000,
+                least <= value <= 1_000_000,
                 f"mapper.muzero.{name}",
                 value,
-                expected=f"{least} to 100000",
+                expected=f"{least} to 1000000",
             )
-        for name, low, high in (("discount", 0.5, 0.9999), ("noise", 0.0, 1.0), ("rate", 0.0, 1.0)):
+        for name, low, high in (("discount", 0.5, 0.9999), ("noise", 0.0, 0.5), ("rate", 0.0, 1.0)):
             value = getattr(self, name)
             require(
                 low <= value <= high,

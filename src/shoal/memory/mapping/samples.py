@@ -45,7 +45,9 @@ class _ViT(nn.Module):
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.attention = _Attention(width)
         self.norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.head = nn.Linear(width, 10)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:

@@ -218,8 +218,10 @@ def _program(graph: GraphModule, name: str, speed: Speed) -> tuple[Program, tupl
 def _alias(buffers: dict[str, Buffer], node: Node) -> None:
     value, source = node.meta.get("val"), node.args[0]
     assert isinstance(source, Node)
-    key = f"{source.name}.{node.args[1]}" if is_item(node) and source.name not in buffers else (
-        source.name
+    key = (
+        f"{source.name}.{node.args[1]}"
+        if is_item(node) and source.name not in buffers
+        else (source.name)
     )
     if key in buffers and isinstance(value, Tensor) and value.numel():
         buffers[node.name] = Buffer(name=node.name, nbytes=_bytes(value), alias_of=key)
@@ -247,9 +249,7 @@ def _seconds(node: Node, speed: Speed) -> float:
         words = torch.fx.map_arg(node.kwargs, shown)
         flops = flop_registry[packet](*arguments, **words, out_val=value)
         return float(flops) / speed.matmul_flops
-    read = sum(
-        one.numel() for arg in node.all_input_nodes for one in _tensors(arg.meta.get("val"))
-    )
+    read = sum(one.numel() for arg in node.all_input_nodes for one in _tensors(arg.meta.get("val")))
     return max(read, sum(one.numel() for one in _tensors(value))) / speed.vector_flops
 
 

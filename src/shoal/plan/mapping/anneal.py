@@ -34,9 +34,7 @@ class Anneal:
     cold: float = 1e-6
 
     def __post_init__(self) -> None:
-        require(
-            1 <= self.rounds <= 10**7, "mapper.anneal.rounds", self.rounds, expected="1 to 1e7"
-        )
+        require(1 <= self.rounds <= 10**7, "mapper.anneal.rounds", self.rounds, expected="1 to 1e7")
         require(
             0 < self.cold <= self.hot <= 1,
             "mapper.anneal.cold",

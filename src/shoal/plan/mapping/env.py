@@ -70,9 +70,7 @@ class MallocGame(_gymnasium.Env):  # type: ignore[misc]
         Raises:
             PlanError: the game is over.
         """
-        require(
-            0 <= int(action) <= 2, "action", action, expected="0, 1 or 2", error=PlanError
-        )
+        require(0 <= int(action) <= 2, "action", action, expected="0, 1 or 2", error=PlanError)
         if self._game.done:
             raise PlanError("mapping: all decisions are made; call reset")
         legal = self._game.legal()

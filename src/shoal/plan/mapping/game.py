@@ -104,7 +104,11 @@ class Game:
             return True, fits and not output, fits and (output or self._following[k] >= 0)
         there = self.ready[b] <= slot
         covered = self.current[b] >= 0 and self.stays[self.current[b]][2] >= slot
-        return there, self._extends(b, slot), there and not covered and self._fetch(b, slot) is not None
+        return (
+            there,
+            self._extends(b, slot),
+            there and not covered and self._fetch(b, slot) is not None,
+        )
 
     def step(self, action: int) -> int:
         """Decide, and move on.

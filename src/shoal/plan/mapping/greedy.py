@@ -37,9 +37,7 @@ class Greedy:
     retries: int = 4
 
     def __post_init__(self) -> None:
-        require(
-            0 <= self.retries <= 64, "mapper.greedy.retries", self.retries, expected="0 to 64"
-        )
+        require(0 <= self.retries <= 64, "mapper.greedy.retries", self.retries, expected="0 to 64")
 
     def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """Place candidates from the best down."""

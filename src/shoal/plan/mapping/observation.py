@@ -62,10 +62,7 @@ def _link(game: Game, now: int) -> np.ndarray:
     """Idle time of the link in the slots before now, in copies of middling size."""
     typical = float(game.compiled.copy.mean())
     return np.array(
-        [
-            min(4.0, game.free(now - j) / typical) if now >= j else 0.0
-            for j in range(1, _LINKS + 1)
-        ]
+        [min(4.0, game.free(now - j) / typical) if now >= j else 0.0 for j in range(1, _LINKS + 1)]
     )
 
 

@@ -163,9 +163,11 @@ class Program(Value):
                 read before it is written.
         """
         names = [buffer.name for buffer in self.buffers]
-        twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(
-            names
-        ) else set()
+        twice = (
+            {name for name in names if names.count(name) > 1}
+            if len(set(names)) < len(names)
+            else set()
+        )
         if twice:
             raise PlanError(f"program {self.name}: two buffers are called {min(twice)!r}")
         require(

@@ -123,9 +123,7 @@ def random_program(
     for i in range(steps):
         near, far = names[-4:], names
         count = int(random.integers(1, 4))
-        reads = {
-            str(random.choice(near if random.random() < 0.6 else far)) for _ in range(count)
-        }
+        reads = {str(random.choice(near if random.random() < 0.6 else far)) for _ in range(count)}
         names.append(
             out.step(f"x{i}", sorted(reads), nbytes(), float(seconds * random.random() ** 2))
         )
