@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_double, c_float, c_int, c_int8, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_double, c_int, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,7 +246,7 @@ def replay(compiled: Compiled, wanted: Sequence[int] | np.ndarray) -> Game:
 
 
 def replayer(compiled: Compiled) -> Callable[[np.ndarray], tuple[np.ndarray, int]]:
-    """Plays what is wanted: wanted [D] -> (actions [D], ticks). In C++ where there is a compiler."""
+    """Plays what is wanted, [D] -> (actions [D], ticks); in C++ where there is a compiler."""
     if compiler() is not None:
         return Native(compiled).replay
 
