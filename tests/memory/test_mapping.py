@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from shoal.core.errors import PlanError
-from shoal.core.random import seed64
 from shoal.memory.mapping import MAPPERS
 from shoal.memory.mapping.executor import execute
 from shoal.memory.mapping.learning import Learner
@@ -100,11 +99,12 @@ def test_value_targets_are_rewards_and_then_the_searchs_value() -> None:
         assert target[k] == pytest.approx(wanted, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_hybrid_is_never_slower_than_greedy_and_sometimes_faster() -> None:
     found = []
     for seed in (1, 2):
         compiled = contested(seed=seed)
-        hybrid = MAPPERS.build({"name": "hybrid", "rounds": 2, "moves": 4000, "updates": 30}).map(
+        hybrid = MAPPERS.build({"name": "hybrid", "rounds": 2, "moves": 3000, "updates": 20}).map(
             compiled.program, compiled.tiers
         )
         greedy = Greedy().map(compiled.program, compiled.tiers)
@@ -168,9 +168,7 @@ def test_tied_weights_are_one_buffer() -> None:
     traced = trace(Tied(), (torch.randn(2, 8),))
     assert len(traced.arguments) == 4  # a weight, two biases, the input
     with torch.no_grad():
-        assert torch.equal(
-            traced.graph(*traced.arguments)[0].shape.numel() * torch.ones(1), 16 * torch.ones(1)
-        )
+        assert traced.graph(*traced.arguments)[0].shape == (2, 8)
 
 
 def test_models_that_look_at_values_are_refused() -> None:
@@ -229,7 +227,3 @@ def test_what_cannot_run_is_refused() -> None:
     compiled = Compiled(bare.program, TierSpec(fast_bytes=1024))
     with pytest.raises(PlanError, match="meta device"):
         execute(bare, mapping_of(compiled, np.zeros(compiled.decisions), "slow"))
-
-
-def test_seeds_differ() -> None:
-    assert seed64(0, purpose="mapping.play") != seed64(0, purpose="mapping.look")

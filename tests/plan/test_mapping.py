@@ -1,8 +1,9 @@
-"""Memory mapping: the game keeps its promises, both codes play the same, solvers reach the optimum."""
+"""Memory mapping: the game keeps its promises, its codes agree, solvers reach the optimum."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,7 @@ def chain(*sizes: int, compute_s: float = 0.0) -> Program:
                 reads=(Access(buffer=before),),
                 writes=(Access(buffer=after),),
             )
-            for before, after in zip(names[:-1], names[1:], strict=True)
+            for before, after in itertools.pairwise(names)
         ),
     )
 

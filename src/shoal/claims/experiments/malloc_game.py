@@ -12,6 +12,7 @@ Source: Mandhane et al., Optimizing Memory Mapping Using Deep Reinforcement Lear
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import statistics
 from collections.abc import Iterator
@@ -49,8 +50,8 @@ class MallocGameClaim:
         pairs: runs of each of two mappings of a real model.
     """
 
-    rounds: int = 12
-    small: int = 12
+    rounds: int = 10
+    small: int = 10
     pairs: int = 15
 
     rows: ClassVar[tuple[int, ...]] = (134,)
@@ -138,7 +139,7 @@ class MallocGameClaim:
         for index, (program, tiers) in enumerate(cases):
             context.progress(f"mapping {program.name}", 0.75 * index / len(cases))
             greedy = context.remember(
-                f"greedy {index}", lambda p=program, t=tiers: _map("greedy", p, t)
+                f"greedy {index}", functools.partial(_map, "greedy", program, tiers)
             )
             found = greedy if as_baseline else _hybrid(program, tiers, rounds, context.seed)
             gains.append(greedy.ticks / found.ticks - 1.0)
@@ -165,11 +166,11 @@ class MallocGameClaim:
         count = 4 if quick else self.small
         for seed, (program, tiers) in enumerate(_small(count)):
             context.progress(f"the optimum of {program.name}", 0.75 + 0.15 * seed / count)
-            best = context.remember(f"milp {seed}", lambda p=program, t=tiers: _map("milp", p, t))
+            best = context.remember(f"milp {seed}", functools.partial(_map, "milp", program, tiers))
             found = (
                 _map("greedy", program, tiers)
                 if as_baseline
-                else _hybrid(program, tiers, min(rounds, 6), context.seed)
+                else _hybrid(program, tiers, min(rounds, 4), context.seed)
             )
             gaps.append(found.ticks / best.ticks - 1.0)
         return tuple(gaps)
@@ -272,5 +273,5 @@ def _row(found: Mapping, greedy: Mapping, alone: bool, seed: int) -> JsonValue:
         program, tiers = c.program, c.tiers
         row["anneal"] = share(_map("anneal", program, tiers))
         # The same search, with networks that never learn.
-        row["untrained"] = share(_hybrid(program, tiers, 4, seed, updates=0))
+        row["untrained"] = share(_hybrid(program, tiers, 2, seed, updates=0))
     return row

@@ -32,18 +32,18 @@ class Batch:
     """Positions of games and what followed them.
 
     Args:
-        seen_BO: observations.
-        actions_BK: played from there on.
-        shares_BKA: visits of the search, [B, K + 1, 3]; zeros past the end of a game.
-        values_BK: targets, [B, K + 1].
-        rewards_BK: rewards of the actions.
+        seen: observations, [B, O].
+        actions: played from there on, [B, K].
+        shares: visits of the search, [B, K + 1, 3]; zeros past the end of a game.
+        values: targets, [B, K + 1].
+        rewards: of the actions, [B, K].
     """
 
-    seen_BO: Tensor
-    actions_BK: Tensor
-    shares_BKA: Tensor
-    values_BK: Tensor
-    rewards_BK: Tensor
+    seen: Tensor
+    actions: Tensor
+    shares: Tensor
+    values: Tensor
+    rewards: Tensor
 
 
 class Networks(nn.Module):
@@ -102,17 +102,17 @@ class Networks(nn.Module):
 
     def loss(self, batch: Batch) -> Tensor:
         """Of policy, value and reward over all steps that are unrolled."""
-        state = self.represent(batch.seen_BO)
+        state = self.represent(batch.seen)
         total = torch.zeros(())
-        steps = batch.actions_BK.shape[1]
+        steps = batch.actions.shape[1]
         for k in range(steps + 1):
             logits, value = self.predict(state)
-            policy = -(batch.shares_BKA[:, k] * logits.log_softmax(-1)).sum(-1).mean()
-            part = policy + _VALUE * F.mse_loss(value, batch.values_BK[:, k])
+            policy = -(batch.shares[:, k] * logits.log_softmax(-1)).sum(-1).mean()
+            part = policy + _VALUE * F.mse_loss(value, batch.values[:, k])
             total = total + part * (1.0 if k == 0 else 1.0 / steps)
             if k < steps:
-                state, reward = self.dynamics(state, batch.actions_BK[:, k])
-                total = total + _REWARD / steps * F.mse_loss(reward, batch.rewards_BK[:, k])
+                state, reward = self.dynamics(state, batch.actions[:, k])
+                total = total + _REWARD / steps * F.mse_loss(reward, batch.rewards[:, k])
                 # Half the gradient, so that far steps do not drown the near ones.
                 state = 0.5 * state + 0.5 * state.detach()
         return total

@@ -34,7 +34,8 @@ class _Attention(nn.Module):
         q, k, v = (part.reshape(shape).transpose(1, 2) for part in (q, k, v))
         scores = (q @ k.transpose(-1, -2)) * (width // self.heads) ** -0.5
         mixed = scores.softmax(-1) @ v
-        return x_BTD + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        result: Tensor = x_BTD + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return result
 
 
 class _ViT(nn.Module):
@@ -52,7 +53,8 @@ class _ViT(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         x_BTD = self.attention(self.patches(x_BCHW).flatten(2).transpose(1, 2))
-        return self.head((x_BTD + self.mlp(self.norm(x_BTD))).mean(1))
+        result: Tensor = self.head((x_BTD + self.mlp(self.norm(x_BTD))).mean(1))
+        return result
 
 
 class _Residual(nn.Module):
@@ -66,7 +68,8 @@ class _Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.second(self.two(self.first(self.one(x)).relu()))
-        return (inner + self.skip(x)).relu()
+        result: Tensor = (inner + self.skip(x)).relu()
+        return result
 
 
 class _ResNet(nn.Module):
@@ -81,7 +84,8 @@ class _ResNet(nn.Module):
         self.head = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x).relu()).mean((2, 3)))
+        result: Tensor = self.head(self.blocks(self.stem(x).relu()).mean((2, 3)))
+        return result
 
 
 class _LSTM(nn.Module):

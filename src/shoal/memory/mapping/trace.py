@@ -79,7 +79,7 @@ def trace(
     Raises:
         PlanError: it cannot be traced, or returns no tensor.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False))}
     named |= dict(model.named_buffers(remove_duplicate=False))
     # Tied weights are one buffer.
     unique: dict[int, str] = {}

@@ -11,7 +11,8 @@ What is seen is that of ``observation``; ``info["action_mask"]`` says which acti
 reward is the share of the program's slowest time that a decision takes off. An action that is not
 legal ends nothing and costs nothing else: the access goes where it may.
 
-Source: Towers et al., Gymnasium: A Standard Interface for Reinforcement Learning Environments, 2024.
+Source: Towers et al., Gymnasium: A Standard Interface for Reinforcement Learning Environments,
+2024.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NAME = "shoal/MallocGame-v0"
 _gymnasium = import_extra("gymnasium", extra="gym", purpose="the environment of memory mapping")
 
 
-class MallocGame(_gymnasium.Env):  # type: ignore[misc]
+class MallocGame(_gymnasium.Env):  # type: ignore[misc,name-defined]
     """One play of a program.
 
     Args:

@@ -88,7 +88,8 @@ class Game:
 
     def duration(self, slot: int) -> int:
         """Ticks of an instruction as decided so far."""
-        return max(self._compute[slot], self.memory[slot])
+        ticks: int = max(self._compute[slot], self.memory[slot])
+        return ticks
 
     def free(self, slot: int) -> int:
         """Ticks in which the link is idle while an instruction runs whose decisions are made."""

@@ -18,7 +18,7 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, Mapping
-from shoal.plan.mapping.native import mapping_of, replayer
+from shoal.plan.mapping.native import FAST, mapping_of, replayer
 from shoal.plan.mapping.program import Compiled, Program, TierSpec
 
 __all__ = ["Greedy", "greedy_actions"]
@@ -66,7 +66,21 @@ def greedy_actions(compiled: Compiled, retries: int, replay: _Replay | None = No
     """
     play = replay or replayer(compiled)
     candidates = _candidates(compiled)
-    actions, ticks = play(np.full(compiled.decisions, DROP, np.int8))
+    # From nothing, and from what comes of first come, first served, which wastes less of the link
+    # where there is room for much.
+    starts = (np.full(compiled.decisions, want, np.int8) for want in (DROP, FAST))
+    found = [_placed(play, candidates, *play(start), retries) for start in starts]
+    return min(found, key=lambda one: one[1])[0]
+
+
+def _placed(
+    play: _Replay, candidates: list[_Candidate], actions: np.ndarray, ticks: int, retries: int
+) -> tuple[np.ndarray, int]:
+    """Actions and ticks with all candidates that help, the densest first.
+
+    Twice through the list: first those that leave all others where they are, then whatever
+    makes the program faster.
+    """
     stays: dict[int, _Candidate] = {}
     for strict in (True, False):
         for one in candidates:
@@ -90,7 +104,7 @@ def greedy_actions(compiled: Compiled, retries: int, replay: _Replay | None = No
                     # What finds no room any more has gone to slow memory.
                     stays = {k: c for k, c in stays.items() if actions[k] != DROP}
                     break
-    return actions
+    return actions, ticks
 
 
 def _candidates(compiled: Compiled) -> list[_Candidate]:

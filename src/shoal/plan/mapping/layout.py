@@ -152,8 +152,8 @@ def verify(mapping: Mapping) -> int:
             there = [one for one in there if one.decision == k]
         if not any(_filled(mapping, one, ready, pieces) <= slot for one in there):
             raise PlanError(f"mapping: slot {slot} uses {name(b)} before fast memory has it")
-    for b in np.flatnonzero((c.output > 0) & (c.made >= 0)):
-        if ready[b] > c.slots + 1:
+    for b in np.flatnonzero((c.output > 0) & (c.made >= 0)).tolist():
+        if int(ready[b]) > c.slots + 1:
             raise PlanError(f"mapping: output {name(b)} never reaches slow memory")
     return int(durations.sum()) + int(link[-1])
 
@@ -185,7 +185,7 @@ def _in_slow(
     for k in np.flatnonzero(c.write):
         b = int(c.buffer[k])
         if mapping.actions[k] == DROP:
-            ready[b] = c.slot[k] + 1
+            ready[b] = int(c.slot[k]) + 1
         moved = pieces.get(int(k), [])
         if not moved:
             continue

@@ -10,6 +10,7 @@ Letters: k a decision, which may begin a stay of its buffer in fast memory; t a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -278,9 +279,8 @@ class _Programme:
             for k, (start, end) in stays.items()
         )
         mapping = Mapping(c, tuple(actions), rectangles, (), 0, "milp")
-        moved = self._booked(mapping, x, stays, out)
-        mapping = Mapping(c, tuple(actions), rectangles, moved, 0, "milp")
-        return Mapping(c, tuple(actions), rectangles, moved, verify(mapping), "milp")
+        mapping = replace(mapping, moved=self._booked(mapping, x, stays, out))
+        return replace(mapping, ticks=verify(mapping))
 
     def _lies(self, x: np.ndarray, stays: dict[int, tuple[int, int]], k: int) -> int:
         """The lowest address above everything that lies below at the same time."""

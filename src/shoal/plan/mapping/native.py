@@ -246,7 +246,7 @@ def replay(compiled: Compiled, wanted: Sequence[int] | np.ndarray) -> Game:
 
 
 def replayer(compiled: Compiled) -> Callable[[np.ndarray], tuple[np.ndarray, int]]:
-    """Plays what is wanted: wanted [D] -> (actions [D], ticks). In C++ where there is a compiler."""
+    """Plays what is wanted, [D] -> (actions [D], ticks); in C++ where there is a compiler."""
     if compiler() is not None:
         return Native(compiled).replay
 

@@ -92,7 +92,7 @@ class TierSpec(Value):
         for name in ("fast_bytes", "alignment"):
             size = getattr(self, name)
             require(size >= 1, f"tiers.{name}", size, expected="at least 1 byte", error=PlanError)
-        for name in ("fast_bandwidth", "slow_bandwidth"):
+        for name in ("slow_bandwidth", "fast_bandwidth"):
             rate = getattr(self, name)
             require(
                 math.isfinite(rate) and 1e3 <= rate <= 1e16,
