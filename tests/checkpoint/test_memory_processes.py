@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -225,6 +230,34 @@ def test_too_little_memory_is_said_before_it_is_touched(monkeypatch: pytest.Monk
         one.open(spec, 0, [])
     with pytest.raises(CheckpointError, match="nothing was opened"):
         one.begin()
+
+
+def test_they_end_with_their_starter_however_that_ends(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from shoal.checkpoint.inmemory.fleet import Fleet\n"
+        "fleet = Fleet(Path(sys.argv[1]), 2)\n"
+        "print(*(one.pid for one in fleet.processes), flush=True)\n"
+        "sys.stdin.readline()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with starter:
+        assert starter.stdin is not None
+        assert starter.stdout is not None
+        pids = [int(word) for word in starter.stdout.readline().split()]
+        watched = [os.pidfd_open(pid) for pid in pids]
+        starter.stdin.write("go\n")
+        starter.stdin.flush()
+        assert starter.wait() == -signal.SIGKILL
+    for pidfd in watched:
+        assert select.select([pidfd], [], [], 20)[0], "it has ended"
+        os.close(pidfd)
 
 
 def test_a_lost_process_is_named(tmp_path: Path) -> None:
