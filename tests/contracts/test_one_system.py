@@ -74,6 +74,7 @@ CAUSES = {
     "optimizer": "optimizer",
     "lr_schedule": "overhead",
     "shard": "collective",
+    "activation": "memory",
     "schedule": "collective",
     "context": "collective",
 }

@@ -6,6 +6,7 @@ import bisect
 import math
 from collections.abc import Sequence
 
+from shoal.core.parts import table
 from shoal.cost.rates import Rates
 from shoal.cost.training import Pricer, estimate, microbatch_of, steps_of
 from shoal.ir import Estimate, Machine, ModelShape, Plan, TrainJob, Work
@@ -134,6 +135,8 @@ def to_plan(
     concrete = TrainJob.model_validate(timed.model_dump(mode="json"))
     if given is None:
         cost = estimate(Work(shape=shape, job=concrete), machine)
+    activation = table("activation").build(concrete.activation)
+    saved = activation.notes(Work(shape=shape, job=concrete), cost.step_s.value)
     return Plan(
         job=concrete,
         machine=machine,
@@ -142,7 +145,7 @@ def to_plan(
         planner=planner,
         fits=fitting,
         why=why,
-        notes=(*notes, *_notes(concrete, shape)),
+        notes=(*notes, *_notes(concrete, shape), *saved),
     )
 
 
