@@ -182,8 +182,8 @@ class Engine:
         if self.whole is not None:  # now that its loss_sum is the sharded one
             stages = {0: _Whole(self.whole, job.compile, dropout, self.recomputed)}
         # What keeps what is saved for backward passes; None where autograd does.
-        self.saved: ActivationPolicy | None = table("activation").build(job.activation).apply(
-            self.local
+        self.saved: ActivationPolicy | None = (
+            table("activation").build(job.activation).apply(self.local)
         )
         if self.saved is not None:
             stages = {number: _Hinted(stage, self.saved) for number, stage in stages.items()}
