@@ -81,6 +81,7 @@ CAUSES = {
     "lr_schedule": "overhead",
     "shard": "collective",
     "offload": "memory",
+    "activation": "memory",
     "schedule": "collective",
     "context": "collective",
 }

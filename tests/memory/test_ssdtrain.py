@@ -6,6 +6,7 @@ import copy
 import errno
 import gc
 import os
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError, MachineError, ModelError, TierFullError
 from shoal.core.parts import table
+from shoal.cost.shapes import find as shape_of
+from shoal.ir import TrainJob, Work
 
 torch = pytest.importorskip("torch")
 
@@ -334,6 +337,11 @@ def test_the_cut_is_the_most_that_is_written_in_time(blocks):
 
 
 def test_endurance():
+    shape = shape_of("shoal-4m")
+    work = Work(shape=shape, job=TrainJob(model="shoal-4m", steps=1))
+    (note,) = SSDTrain().notes(work, 1.0)
+    assert re.search(r"up to \d.* MiB a step .* out in \S+ years", note)
+    assert "lower last" in SSDTrain(last=99).notes(work, 1.0)[0]
     year = 365.25 * 86400
     assert lifetime_years(600e12, 600e12 / year, 1.0) == pytest.approx(1.0)
     assert lifetime_years(1.0, 0, 1.0) == float("inf")

@@ -250,6 +250,10 @@ def test_a_changed_weight_is_loaded_again(tokens):
         assert wrapped.stats.written_back == 2
         for hook in hooks:
             hook.remove()
+        for one in (model, whole):
+            one.blocks[1].up.weight.data.mul_(2.0)  # nobody is told
+        wrapped.refresh()
+        assert torch.equal(model(tokens), whole(tokens))
         model.load_state_dict(other.state_dict())
         whole.load_state_dict(other.state_dict())
         assert torch.equal(model(tokens), whole(tokens))

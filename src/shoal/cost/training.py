@@ -354,6 +354,8 @@ class Pricer:
             terms["memory"] += (
                 self._part("offload", job.offload).estimate(work, machine).step_s.value
             )
+        saved = self._part("activation", job.activation).estimate(work, machine)
+        terms["memory"] += saved.terms_s.get("memory", 0.0)
         step = sum(terms.values())
         tokens = float(job.global_batch * job.seq_len)
         interval = Interval.around(step, _spread(machine, terms, step))
@@ -428,7 +430,7 @@ class Pricer:
         if split.pp > 1:
             passes = max(1, job.global_batch // split.dp // microbatch)
             held = self._part("schedule", split.schedule).in_flight(split.pp, passes, split.vpp)
-        return _memory(
+        found = _memory(
             work,
             Rates(self.machine, split, job.threads),
             self._update(work).memory_bytes.get("optimizer", 0.0),
@@ -437,6 +439,9 @@ class Pricer:
             held,
             self._trained(work),
         )
+        saved = self._part("activation", job.activation).estimate(work, self.machine)
+        found["activations"] -= min(found["activations"], saved.memory_bytes.get("disk", 0.0))
+        return found
 
     def passes(self, work: Work) -> OpCosts:
         """What each pass of the job's pipeline takes, stage by stage, tensor parallelism included.

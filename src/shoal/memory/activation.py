@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shoal.core.errors import ModelError
 from shoal.core.parts import part
+from shoal.ir import Estimate, Interval, Machine, Work
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -60,6 +61,14 @@ class ActivationPolicy(Protocol):
 class Activation(Protocol):
     """A part of kind ``activation``."""
 
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Seconds of a step that are waited for, and bytes that leave the device, as ``disk``."""
+        ...
+
+    def notes(self, work: Work, step_s: float) -> tuple[str, ...]:
+        """What a plan of a job with steps of so many s should say of it."""
+        ...
+
     def apply(self, model: nn.Module) -> ActivationPolicy | None:
         """The policy for a model in training; None if autograd keeps what it saves.
 
@@ -72,6 +81,14 @@ class Activation(Protocol):
 @part
 class Keep:
     """What is saved stays on the device until the backward pass has used it."""
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Nothing."""
+        return Estimate(step_s=Interval(value=0.0, low=0.0, high=0.0))
+
+    def notes(self, work: Work, step_s: float) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
 
     def apply(self, model: nn.Module) -> None:
         """See :class:`Activation`."""

@@ -49,6 +49,16 @@ _WEIGHT = -1
 _stamps = itertools.count()
 
 
+class _Stays(Kept):
+    """A tensor that stays, and where it was saved: whoever asks for it has come there."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, tensor: Tensor, at: Scope | None) -> None:
+        super().__init__(tensor, "" if at is None else at.name)
+        self.at = at
+
+
 class TensorCache:
     """See :mod:`shoal.memory.ssdtrain`; a context manager around each training step.
 
@@ -70,7 +80,7 @@ class TensorCache:
         adaptive: bool = True,
         min_bytes: int = 4096,
         last: int = 1,
-        depth: int = 2,
+        depth: int = 1,
         links: tuple[EmulatedLink | None, EmulatedLink | None] = (None, None),
     ) -> None:
         self.model, self.disk = model, disk
@@ -195,7 +205,7 @@ class TensorCache:
         scope = self._stack[-1] if self._stack else None
         if record is None or scope is None or in_backward() or not self._goes(tensor, scope):
             self.stats.kept += 1
-            return Kept(tensor, "" if scope is None else scope.name)
+            return _Stays(tensor, scope)
         stamp = _stamped(tensor.untyped_storage())
         key = (stamp, tensor._version)
         entry = record.entries.get(key)
@@ -214,12 +224,14 @@ class TensorCache:
             TierFullError: the disk was full when it was to be written.
         """
         self._reap()
-        if isinstance(handle, Kept):
+        task = torch._C._current_graph_task_id()
+        if isinstance(handle, _Stays):
+            if handle.at is not None:
+                self._arrive(handle.at, task)
             return handle.get()
         entry: Entry = handle.entry
         scope = entry.scope
         check_version(entry.alias, entry.version, handle.shape, scope.name)
-        task = torch._C._current_graph_task_id()
         self._arrive(scope, task)
         storage = self._storage(entry)
         if handle.asked != task:

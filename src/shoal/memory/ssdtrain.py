@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.core.sizes import Size
+from shoal.core.sizes import Size, human_bytes
+from shoal.cost.arithmetic import activation_bytes
+from shoal.ir import Estimate, Interval, Machine, Work
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +56,7 @@ class SSDTrain:
     adaptive: bool = True
     min_bytes: Size = 4096
     last: int = 1
-    depth: int = 2
+    depth: int = 1
     bytes_per_s: float | None = None
     endurance: Size = 600 * 10**12
 
@@ -66,6 +68,50 @@ class SSDTrain:
         require(self.last >= 0, f"{where}.last", self.last, expected="at least 0")
         rate = self.bytes_per_s
         require(rate is None or rate > 0, f"{where}.bytes_per_s", rate, expected="above 0")
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Bytes that leave: all but the last blocks', those read ahead and those in work.
+
+        As if the disk were fast enough; no more is written than hides behind the passes.
+        """
+        job, split = work.job, work.job.parallel
+        layers = -(-work.shape.num_layers // split.pp)
+        away = max(0, layers - self.last - self.depth - 1)
+        microbatch = job.microbatch or max(1, job.global_batch // split.dp)
+        return Estimate(
+            step_s=Interval(value=0.0, low=0.0, high=0.0),
+            memory_bytes={"disk": self._saved(work, microbatch, away)},
+        )
+
+    def _saved(self, work: Work, sequences: int, layers: int) -> float:
+        """Bytes that so many blocks of a rank save for so many sequences."""
+        job, split = work.job, work.job.parallel
+        whole = activation_bytes(
+            work.shape,
+            job.seq_len,
+            sequences,
+            precision=job.precision,
+            tp=split.tp,
+            sp=split.sp,
+            layers=layers,
+        )
+        if job.recompute != "none":
+            width = 2.0 if job.precision == "bf16" else 4.0
+            whole = layers * sequences * job.seq_len * work.shape.hidden * width
+        return whole / split.cp
+
+    def notes(self, work: Work, step_s: float) -> tuple[str, ...]:
+        """What a plan should say: how long the disk lasts, if all goes there that may."""
+        job, split = work.job, work.job.parallel
+        layers = -(-work.shape.num_layers // split.pp) - self.last
+        if layers < 1:
+            return ("activation: ssdtrain keeps all blocks of a rank; lower last",)
+        written = self._saved(work, job.global_batch // split.dp, layers)
+        years = lifetime_years(self.endurance, written, step_s)
+        return (
+            f"activation: ssdtrain writes up to {human_bytes(written)} a step to each rank's disk, "
+            f"which wears {human_bytes(self.endurance)} of endurance out in {years:.2g} years",
+        )
 
     def apply(self, model: nn.Module) -> TensorCache:
         """A cache for a model, to be used around each of its steps.

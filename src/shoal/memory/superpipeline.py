@@ -241,6 +241,13 @@ class Superpipeline:
         self.window.drop_all()
         self._settle(slide)
 
+    def refresh(self) -> None:
+        """Load every block again: its weights were written in a way that torch did not see.
+
+        What operators of torch write is noticed; ``tensor.data`` and kernels by address are not.
+        """
+        self.window.move([])
+
     def close(self) -> None:
         """The model as it was, with all of its weights on the host."""
         self._unsettle()

@@ -79,7 +79,7 @@ class Way:
 
     def _passes(self) -> None:
         loss = self.model.loss_sum(self._inputs, self._targets, recompute=self._recompute)
-        (loss / self._targets.numel()).backward()
+        (loss / self._targets.numel()).backward()  # type: ignore[no-untyped-call]
 
 
 def way(

@@ -142,6 +142,8 @@ def to_plan(
     concrete = TrainJob.model_validate(timed.model_dump(mode="json"))
     if given is None:
         cost = estimate(Work(shape=shape, job=concrete), machine)
+    activation = table("activation").build(concrete.activation)
+    saved = activation.notes(Work(shape=shape, job=concrete), cost.step_s.value)
     return Plan(
         job=concrete,
         machine=machine,
@@ -150,7 +152,7 @@ def to_plan(
         planner=planner,
         fits=fitting,
         why=why,
-        notes=(*notes, *_notes(concrete, shape, machine)),
+        notes=(*notes, *_notes(concrete, shape, machine), *saved),
     )
 
 
