@@ -24,6 +24,7 @@ WRITES = {
     "checkpoint/universal/atomic.py",  # the same
     "checkpoint/universal/extract.py",  # the same
     "claims/experiments/universal_checkpoint_ranks.py",  # the kernel's count of a process's peak
+    "checkpoint/remote.py",  # an object that is no checkpoint before its index lies beside it
     "claims/gallery/publish.py",  # inside a directory that is renamed when it is whole
     "core/files.py",  # what everything else is written with
     "core/meter/jsonl.py",  # a log grows line by line

@@ -199,6 +199,16 @@ class CheckpointPolicy(Value):
     memory: Annotated[Choice, Kind("memory_code")] | None = None
     dump: Literal["deepspeed"] | None = None
 
+    def fixed_every(self, who: str) -> int:
+        """Steps between checkpoints, for those who cannot choose while they run.
+
+        Raises:
+            ConfigError: the run is to choose.
+        """
+        if self.every == "auto":
+            raise ConfigError(f"checkpoint.every = auto: {who} takes a number of steps; give one")
+        return self.every
+
 
 class Replan(Value):
     """When a run that goes on changes its plan.
