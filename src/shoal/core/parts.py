@@ -84,6 +84,7 @@ KINDS: dict[str, str] = {
     "shard": "shoal.parallel:SHARDS",
     "context": "shoal.parallel:CONTEXTS",
     "launch": "shoal.train:LAUNCHERS",
+    "peft": "shoal.train:PEFTS",
     "locator": "shoal.train.watch:LOCATORS",
     "claim": "shoal.claims:CLAIMS",
 }

@@ -241,6 +241,7 @@ class TrainJob(Value):
             takes the fastest for others, and the plan keeps what it took.
         threads: threads of one rank; 0 shares the cores among the ranks of a host.
         seed: seed of everything random.
+        finetune: how a trained model is fine-tuned; None trains all of its weights.
         evaluation: when and how much to evaluate.
         checkpoint: when to save and what to keep.
         watch: what each rank records about itself.
@@ -276,6 +277,7 @@ class TrainJob(Value):
     kernel: dict[str, str] = {}
     threads: NonNegativeInt = 0
     seed: NonNegativeInt = 0
+    finetune: Annotated[Choice, Kind("peft")] | None = None
     evaluation: Evaluation = Evaluation()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     watch: WatchPolicy = WatchPolicy()

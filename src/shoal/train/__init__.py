@@ -5,8 +5,9 @@ The door: the tables of its parts. ``run.train`` starts a run, ``worker`` is one
 """
 
 from shoal.core.parts import PartTable
+from shoal.train.peft import PEFTS
 
-__all__ = ["LAUNCHERS", "LR_SCHEDULES", "OPTIMIZERS"]
+__all__ = ["LAUNCHERS", "LR_SCHEDULES", "OPTIMIZERS", "PEFTS"]
 
 OPTIMIZERS = PartTable(
     "optimizer",

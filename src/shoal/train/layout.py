@@ -59,6 +59,11 @@ class RunDir:
         return self.root / "export"
 
     @property
+    def adapter(self) -> Path:
+        """What fine-tuning has learned, as an adapter directory."""
+        return self.root / "adapter"
+
+    @property
     def report(self) -> Path:
         """Prediction beside measurement."""
         return self.root / "report.json"

@@ -24,6 +24,7 @@ from shoal.parallel.actor import prefetch
 from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
 from shoal.parallel.protocols import Held
+from shoal.train.peft.job import FineTuned
 from shoal.train.watch.selfcheck import check_arithmetic
 from shoal.train.watch.watched import phase
 
@@ -118,7 +119,14 @@ class Trainer:
         optimizer = table("optimizer").build(job.optimizer)
         self.peak_lr: float = optimizer.lr
         shape = weights.config.shape()
-        self.engine = Engine(job, check_split(job, shape), weights, comm, device=device)
+        self.tuned = None if job.finetune is None else FineTuned(weights, job)
+        self.engine = Engine(
+            job, check_split(job, shape), self.tuned or weights, comm, device=device
+        )
+        self.handle = None if self.tuned is None else self.tuned.handle
+        if self.handle is not None and self.handle.penalty() is not None:
+            # What is added to the loss gives gradients after the last backward pass.
+            self.engine.sharded.overlap = False
         self.updater: Updater = optimizer.build(self.engine.sharded.owned())
         self.microbatch = job.microbatch or job.global_batch // job.parallel.dp
         # The rows of the next step are read while this one computes.
@@ -145,11 +153,17 @@ class Trainer:
             rows = self._source.get(step)
         count = self._global_count(rows)
         engine = self.engine
+        if self.handle is not None:
+            self.handle.before_step(step, self.total_steps)
         loss_sum = engine.backward(rows, self.microbatch, count, record=record)
+        if self.handle is not None:
+            self._penalise()
         # One small reduction carries the loss and the wish to stop.
         shared = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop))])
         pending = self.comm.all_reduce(shared, tag="loss")
         engine.finish()
+        if self.handle is not None:
+            self.handle.before_update(step, self.total_steps)
         norm = engine.grad_norm()
         if self.job.grad_clip:
             engine.sharded.scale_gradients((self.job.grad_clip / (norm + 1e-6)).clamp(max=1.0))
@@ -173,6 +187,13 @@ class Trainer:
             seconds=time.perf_counter() - begin,
             stop=stops > 0,
         )
+
+    def _penalise(self) -> None:
+        """Add the gradient of what the fine-tuning method adds to the loss; ranks share it."""
+        assert self.handle is not None
+        penalty = self.handle.penalty()
+        if penalty is not None:
+            torch.autograd.backward(penalty / self.comm.world)
 
     def close(self) -> None:
         """End the thread that reads rows."""
@@ -214,7 +235,13 @@ class Trainer:
 
     def pieces(self) -> dict[str, list[Piece]]:
         """What this rank writes into a checkpoint: weights and optimizer state, by name."""
-        return pieces_of(self.engine, self.updater)
+        found = pieces_of(self.engine, self.updater)
+        if self.handle is not None and self.comm.rank == 0:
+            for name, value in self.handle.buffers().items():
+                found[f"finetune.{name}"] = [
+                    Piece(value, tuple(value.shape), (0,) * value.dim())
+                ]
+        return found
 
     @torch.no_grad()
     def load(self, saved: Stored) -> None:
@@ -224,6 +251,10 @@ class Trainer:
             CheckpointError: something is missing or damaged.
         """
         fill(self.engine, self.updater, saved)
+        if self.handle is not None:
+            for name, value in self.handle.buffers().items():
+                value.copy_(saved.tensor(f"finetune.{name}"))
+            self.handle.loaded()
 
     def memory_bytes(self) -> int:
         """Peak memory of this rank: of the device on a GPU, else of the process."""

@@ -24,6 +24,7 @@ from shoal.ir import Machine, Plan, Report, TrainJob
 from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.legal import check_split
 from shoal.train.layout import RunDir
+from shoal.train.peft.job import check_finetune, export
 from shoal.train.report import make_report, write_page
 from shoal.train.supervise import Supervisor
 
@@ -56,6 +57,7 @@ def plan_job(job: TrainJob, machine: Machine, *, planner: str = "search") -> Pla
     for plan in plans:
         try:
             check_split(plan.job, plan.shape)
+            check_finetune(plan.job)
         except PlanError as cause:
             refusal = refusal or cause
         else:
@@ -218,6 +220,7 @@ def prepare_run(plan: Plan, directory: RunDir, *, resume: bool, watch: Watch | N
         expected=f"at most {shape.max_position}, the longest position of {job.model}",
     )
     check_split(job, shape)
+    check_finetune(job)
     vocab = shape.vocab_size
     tokenizer = job.tokenizer
     if tokenizer == "bpe" and Path(job.model, "tokenizer.json").is_file():
@@ -256,9 +259,15 @@ def conclude(plan: Plan, directory: RunDir) -> Report:
     report = make_report(plan, directory)
     if report.measured["finished"]:
         shutil.rmtree(directory.export, ignore_errors=True)
-        convert(
-            directory.checkpoints, directory.export, to="huggingface", tokenizer=directory.tokenizer
-        )
+        if plan.job.finetune is not None:
+            export(plan.job, directory, directory.tokenizer)
+        else:
+            convert(
+                directory.checkpoints,
+                directory.export,
+                to="huggingface",
+                tokenizer=directory.tokenizer,
+            )
     if "bits_per_byte" in report.measured:
         tokens = open_tokens(Path(json.loads(directory.tokens.read_text())["path"]))
         report.measured["gzip_bits_per_byte"] = heldout.gzip_bits_per_byte(tokens)

@@ -212,7 +212,11 @@ def local_world() -> int:
 
 def _identity(rank: _Rank) -> dict[str, Any]:
     """What a checkpoint must agree with to be continued by this run."""
-    return dict(rank.trainer.engine.config.model_dump(mode="json", exclude={"name"}))
+    found = dict(rank.trainer.engine.config.model_dump(mode="json", exclude={"name"}))
+    tuned, job = rank.trainer.tuned, rank.plan.job
+    if tuned is not None and job.finetune is not None:
+        found |= {"finetune": job.finetune.model_dump(mode="json"), "base": tuned.base}
+    return found
 
 
 def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:

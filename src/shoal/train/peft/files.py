@@ -1,0 +1,245 @@
+"""Adapter directories, as Hugging Face's ``peft`` reads and writes them.
+
+``adapter_config.json`` says what the method is and ``adapter_model.safetensors`` holds what was
+learned. Methods that the library has are written so that it reads them; the others use the same
+two files with a ``peft_type`` that it does not know. Nothing in a directory is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.core.errors import ModelError, require
+from shoal.core.files import write_dir_atomic
+from shoal.core.parts import Choice, table
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shoal.train.peft.protocols import PeftHandle, PeftMethod
+
+__all__ = ["CONFIG", "WEIGHTS", "Stored", "is_adapter", "load", "read", "write"]
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_OWN = "SHOAL"
+_MAX_CONFIG = 2**24
+
+Names = Mapping[str, "Tensor"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An adapter directory.
+
+    Args:
+        method: the part and its options.
+        state: what was learned, by the names of a handle.
+        base: the model that it was made for, as its maker called it.
+    """
+
+    method: Choice
+    state: dict[str, Tensor]
+    base: str
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How one of our methods looks in the library's configuration."""
+
+    kind: str
+    write: Callable[[Mapping[str, Any]], dict[str, Any]]
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def _lora_keys(o: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "r": o["r"],
+        "lora_alpha": o["alpha"],
+        "lora_dropout": o.get("dropout", 0.0),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        **more,
+    }
+
+
+def _lora_options(c: Mapping[str, Any]) -> dict[str, Any]:
+    return {"r": c["r"], "alpha": float(c["lora_alpha"]), "dropout": c.get("lora_dropout") or 0.0}
+
+
+FORMS: dict[str, _Form] = {
+    "lora": _Form("LORA", lambda o: _lora_keys(o), _lora_options),
+}
+
+# Values of the library's keys that mean something which is not built.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": (None, "none"),
+    "fan_in_fan_out": (None, False),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "trainable_token_indices": (None, []),
+    "lora_bias": (None, False),
+    "target_parameters": (None, []),
+}
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds an adapter."""
+    return (directory / CONFIG).is_file()
+
+
+def _name_of(config: Mapping[str, Any]) -> str:
+    """Our name of the library's method."""
+    kind = config.get("peft_type")
+    if kind == "LORA":
+        if config.get("use_dora"):
+            return "dora"
+        return "rslora" if config.get("use_rslora") else "lora"
+    return next((name for name, form in FORMS.items() if form.kind == kind), "")
+
+
+def write(directory: Path, handle: PeftHandle, *, base: str = "") -> None:
+    """Write an adapter directory, whole or not at all.
+
+    Args:
+        directory: made here; an adapter that lies there is replaced.
+        handle: the method with what it has learned.
+        base: what the model it belongs to is called.
+    """
+    from safetensors.torch import save
+
+    state = handle.state()
+    form = FORMS.get(handle.name)
+    if form is None:
+        config: dict[str, Any] = {
+            "peft_type": _OWN,
+            "shoal": {"name": handle.name, **_plain(handle.options)},
+        }
+    else:
+        config = {"peft_type": form.kind, **form.write(handle.options)}
+        targets = _targets(state)
+        if targets:
+            config["target_modules"] = targets
+    config |= {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+    }
+    tensors = {_key(name): value.contiguous().cpu() for name, value in state.items()}
+    with write_dir_atomic(directory) as folder:
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(dict(options)))  # type: ignore[no-any-return]
+
+
+# Stored beside the layers and not in one of them.
+_TOP = ("vera_A", "vera_B")
+_BARE = ("prompt_embeddings",)
+
+
+def _key(name: str) -> str:
+    if name in _BARE:
+        return name
+    return f"base_model.{name}" if name in _TOP else f"{_PREFIX}{name}"
+
+
+def _unkey(key: str) -> str:
+    bare = key.removeprefix(_PREFIX)
+    if bare != key:
+        return bare
+    return key.removeprefix("base_model.")
+
+
+_LEAVES = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector", ".lora_A", ".lora_B",
+           ".lora_E", ".vera_lambda_d", ".vera_lambda_b", ".ia3_l", ".lokr_w1", ".lokr_w2")  # fmt: skip
+
+
+def _site(name: str) -> str:
+    """The site of a stored name; empty for what belongs to none."""
+    return next((name.removesuffix(leaf) for leaf in _LEAVES if name.endswith(leaf)), "")
+
+
+def _targets(state: Names) -> list[str]:
+    return sorted({site for site in map(_site, state) if site})
+
+
+def read(directory: Path) -> Stored:
+    """An adapter directory.
+
+    Raises:
+        ModelError: it is none, it is damaged, or its method is not built here.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load as unpack
+
+    path = directory / CONFIG
+    try:
+        if path.stat().st_size > _MAX_CONFIG:
+            raise ModelError(f"{path}: larger than {_MAX_CONFIG >> 20} MiB; that is no config")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        tensors = unpack((directory / WEIGHTS).read_bytes())
+    except FileNotFoundError as cause:
+        raise ModelError(
+            f"{cause.filename}: missing; give an adapter directory, with {CONFIG} and {WEIGHTS}"
+        ) from None
+    except (OSError, ValueError, SafetensorError) as cause:
+        raise ModelError(f"{directory}: cannot be read ({cause}); fetch it again") from cause
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: not a JSON object; fetch it again")
+    state = {_unkey(name): tensor for name, tensor in tensors.items()}
+    base = str(config.get("base_model_name_or_path") or "")
+    own = config.get("shoal")
+    if config.get("peft_type") == _OWN and isinstance(own, dict):
+        method = Choice.model_validate(own)
+        table("peft").build(method, where=str(path))
+        return Stored(method, state, base)
+    name = _name_of(config)
+    require(
+        name in FORMS,
+        f"{path}: peft_type",
+        config.get("peft_type"),
+        expected=f"one of {', '.join(sorted({form.kind for form in FORMS.values()}))}",
+        error=ModelError,
+    )
+    for key, allowed in _PLAIN.items():
+        if config.get(key) not in allowed:
+            raise ModelError(f"{path}: {key} = {config[key]!r}: adapters that use it are not read")
+    try:
+        options = FORMS[name].read(config)
+    except (KeyError, TypeError, ValueError) as cause:
+        raise ModelError(f"{path}: {cause} is missing or wrong; fetch it again") from None
+    targets = _targets(state)
+    if targets:
+        options["targets"] = "|".join(targets)
+    method = Choice(name=name, options=options)
+    table("peft").build(method, where=str(path))
+    return Stored(method, state, base)
+
+
+def load(model: nn.Module, directory: Path) -> PeftHandle:
+    """Put the adapter of a directory into a model.
+
+    Raises:
+        ModelError: it cannot be read.
+        CheckpointError: it is of another model.
+        ConfigError: the model has no such layers.
+    """
+    stored = read(directory)
+    method: PeftMethod = table("peft").build(stored.method, where=str(directory))
+    handle = method.inject(model)
+    handle.load(stored.state)
+    return handle

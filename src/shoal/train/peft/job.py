@@ -1,0 +1,118 @@
+"""Fine-tuning in a training job: what it goes with, the model with its method, and the export."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import PlanError
+from shoal.core.parts import table
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shoal.ir import TrainJob
+    from shoal.model.config import ModelConfig
+    from shoal.model.transformer import Transformer
+    from shoal.train.layout import RunDir
+    from shoal.train.peft.protocols import PeftHandle, PeftMethod
+    from shoal.parallel.engine import Weights
+
+__all__ = ["FineTuned", "check_finetune", "export", "fingerprint"]
+
+
+def check_finetune(job: TrainJob) -> None:
+    """Refuse what fine-tuning does not go with.
+
+    Raises:
+        PlanError: names the key and what is possible.
+    """
+    if job.finetune is None:
+        return
+    split = job.parallel
+    for key, value, plain in (
+        ("parallel.tp", split.tp, 1),
+        ("parallel.pp", split.pp, 1),
+        ("parallel.cp", split.cp, 1),
+        ("parallel.ep", split.ep, 1),
+        ("shard", job.shard.name, "replicated"),
+        ("compile", job.compile, False),
+        ("replan.enabled", job.replan.enabled, False),
+    ):
+        if value != plain:
+            raise PlanError(
+                f"{key} = {value!r} with finetune = {job.finetune.name}: a fine-tuned model is "
+                f"whole on every rank; give {key} = {plain!r}, and parallel.dp for more ranks"
+            )
+
+
+class FineTuned:
+    """The model of a job with its fine-tuning method in it.
+
+    Args:
+        weights: of the base.
+        job: names the method.
+    """
+
+    def __init__(self, weights: Weights, job: TrainJob) -> None:
+        self.config: ModelConfig = weights.config
+        self._weights, self._job = weights, job
+        self.handle: PeftHandle | None = None
+        self.base = ""
+
+    def model(self) -> Transformer:
+        """The whole model, ready to train."""
+        model = self._weights.model()
+        self.base = fingerprint(model)
+        method: PeftMethod = table("peft").build(self._job.finetune, where="finetune")
+        self.handle = method.inject(model, seed=self._job.seed)
+        return model
+
+    def whole(self, name: str) -> Tensor:
+        """A parameter of the base."""
+        return self._weights.whole(name)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """What tells one base from another: names, shapes and some values of every parameter."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        some = parameter.detach().reshape(-1)[:256].float().cpu().numpy()
+        found.update(f"{name}{tuple(parameter.shape)}".encode() + some.tobytes())
+    return found.hexdigest()[:16]
+
+
+def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
+    """Write the newest checkpoint as an adapter directory, and merged where the method can be.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    import torch
+
+    from shoal.checkpoint.store import Store
+    from shoal.model import huggingface
+    from shoal.train.build import is_directory, weights_of
+    from shoal.train.peft import files
+    from shoal.train.peft.run.handle import Handle
+
+    saved = Store(directory.checkpoints).latest()
+    weights = FineTuned(weights_of(job), job)
+    model = weights.model()
+    handle = weights.handle
+    assert isinstance(handle, Handle)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(saved.tensor(f"model.{name}"))
+        for name, value in handle.buffers().items():
+            value.copy_(saved.tensor(f"finetune.{name}"))
+    handle.loaded()
+    shutil.rmtree(directory.adapter, ignore_errors=True)
+    base = str(Path(job.model).absolute()) if is_directory(job.model) else job.model
+    files.write(directory.adapter, handle, base=base)
+    if handle.mergeable:
+        merged = handle.keep_merged()
+        huggingface.write(directory.export, merged, tokenizer)  # type: ignore[arg-type]

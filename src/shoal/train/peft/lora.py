@@ -1,0 +1,68 @@
+"""LoRA: a low-rank change beside frozen weights.
+
+Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.base import ATTENTION, SiteMethod, check_rank
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site, SitePart
+
+__all__ = ["Lora"]
+
+
+@part
+class Lora(SiteMethod):
+    """W + (alpha / r) B A, with A drawn and B zero: the first choice for almost everything.
+
+    Args:
+        r: rank of the change.
+        alpha: the change is multiplied by alpha / r.
+        dropout: share of the inputs of A that is dropped in training.
+        targets: linear layers that it changes: patterns of names joined by ``|``.
+    """
+
+    r: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: str = ATTENTION
+    name: ClassVar[str] = "lora"
+
+    def __post_init__(self) -> None:
+        check_rank(self.r, f"finetune.{self.name}.r")
+        require(self.alpha > 0, f"finetune.{self.name}.alpha", self.alpha, expected="above 0")
+        require(
+            0 <= self.dropout < 1,
+            f"finetune.{self.name}.dropout",
+            self.dropout,
+            expected="a share in [0, 1)",
+        )
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product."""
+        return self.alpha / self.r
+
+    def count(self, rows: int, columns: int) -> float:
+        """A [r, columns] and B [rows, r]."""
+        return self.r * (rows + columns)
+
+    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+        """A pair of thin matrices."""
+        from shoal.train.peft.run.low_rank import LowRank
+
+        return LowRank(
+            site,
+            self.r,
+            self.scale,
+            dropout=self.dropout,
+            seed=seed,
+            where=f"finetune.{self.name}.r",
+        )

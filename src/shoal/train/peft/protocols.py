@@ -1,0 +1,111 @@
+"""What a fine-tuning method promises, and what it leaves in a model.
+
+A method is injected into a model whose own weights then stand still. The handle that comes back
+is all that anybody needs of it: what is trained, what is stored, and the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shoal.ir import ModelShape
+
+__all__ = ["PeftHandle", "PeftMethod"]
+
+
+class PeftHandle(Protocol):
+    """A method at work in a model."""
+
+    name: str
+    options: Mapping[str, Any]
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What is trained, by the name that it has in files."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What must be stored to have the method again on the same base: trained or drawn."""
+        ...
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a stored state.
+
+        Raises:
+            CheckpointError: a tensor is missing, left over, or of another shape.
+        """
+        ...
+
+    def merge(self, *, dequantise: bool = False) -> None:
+        """Put what was learned into the base's weights; forward passes then cost nothing extra.
+
+        Args:
+            dequantise: a base in few bits may become a plain one.
+
+        Raises:
+            ModelError: the method cannot be merged, or the base is in few bits.
+        """
+        ...
+
+    def unmerge(self) -> None:
+        """Give the base its weights back, bit for bit."""
+        ...
+
+    def remove(self) -> None:
+        """Leave the model as it was found, bit for bit."""
+        ...
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What a run that goes on needs beside parameters: it is written in place."""
+        ...
+
+    def loaded(self) -> None:
+        """Called when parameters or buffers were written from outside."""
+        ...
+
+    def before_step(self, step: int, total: int) -> None:
+        """Called before the forward passes of step ``step`` of ``total``."""
+        ...
+
+    def before_update(self, step: int, total: int) -> None:
+        """Called when the gradients of the step are whole, before the optimizer uses them."""
+        ...
+
+    def penalty(self) -> Tensor | None:
+        """What is added to the loss of a step, a scalar; None for nothing."""
+        ...
+
+
+class PeftMethod(Protocol):
+    """A part of kind ``peft``.
+
+    Attributes:
+        mergeable: what it learns can be put into the weights of the base.
+    """
+
+    mergeable: ClassVar[bool]
+
+    def parameters(self, shape: ModelShape) -> float:
+        """Parameters that are trained in a model of this shape."""
+        ...
+
+    def inject(
+        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
+    ) -> PeftHandle:
+        """Put the method into a model, whose own parameters are trained no more.
+
+        A fresh method changes no output, unless its documentation says so.
+
+        Args:
+            model: a :class:`~shoal.model.transformer.Transformer`, or any module.
+            targets: what to change, instead of the option ``targets``: patterns of names joined
+                by ``|``.
+            seed: of what is drawn.
+
+        Raises:
+            ConfigError: the patterns match nothing, or the method cannot be on what they match.
+        """
+        ...

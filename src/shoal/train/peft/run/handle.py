@@ -1,0 +1,299 @@
+"""The handle that a method leaves in a model: what is trained, what is stored, the way back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import CheckpointError, ModelError, ShoalError, require
+from shoal.train.peft.run.sites import Adapted, Site, SitePart
+
+__all__ = ["Handle"]
+
+
+class Handle:
+    """See :class:`~shoal.train.peft.protocols.PeftHandle`.
+
+    Args:
+        model: what the method is put into.
+        name: of the method.
+        method: the part, whose fields are its options.
+        targets: what was matched, if other than the option.
+        mergeable: whether it can be merged.
+    """
+
+    def __init__(
+        self, model: nn.Module, name: str, method: Any, targets: str = "", *, mergeable: bool
+    ) -> None:
+        self.model, self.name, self.mergeable = model, name, mergeable
+        self.method = method
+        self.options: dict[str, Any] = {
+            field.name: getattr(method, field.name) for field in dataclasses.fields(method)
+        }
+        if targets:
+            self.options["targets"] = targets
+        self.sites: dict[str, tuple[Site, SitePart]] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self.shared: dict[str, Tensor] = {}
+        self.is_merged = False
+        self._undo: list[Callable[[], None]] = []
+        self._saved: list[tuple[Tensor, Tensor]] = []
+        self._learned = [p for p in model.parameters() if p.requires_grad]
+        for parameter in self._learned:
+            parameter.requires_grad_(False)
+
+    # ------------------------------------------------------------------ building
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """What fails half way leaves the model as it was."""
+        try:
+            yield
+        except (ShoalError, RuntimeError, ValueError):
+            self.remove()
+            raise
+
+    def put(self, site: Site, part: SitePart) -> None:
+        """Let a part change a site."""
+        adapted = self.adapted(site.owner)
+        device = next(self.model.parameters()).device
+        adapted.put(site, part.to(device))
+        self.sites[site.name] = site, part
+
+    def adapted(self, owner: str) -> Adapted:
+        """The stand-in of a linear layer, made if there is none."""
+        module = self.model.get_submodule(owner)
+        if isinstance(module, Adapted):
+            return module
+        adapted = Adapted(module)
+        self.replace(owner, adapted)
+        return adapted
+
+    def replace(self, path: str, module: nn.Module) -> None:
+        """Put a module in the place of another, until the method is removed."""
+        parent, _, leaf = path.rpartition(".")
+        owner = self.model.get_submodule(parent) if parent else self.model
+        before = getattr(owner, leaf)
+        setattr(owner, leaf, module)
+        self._undo.append(lambda: setattr(owner, leaf, before))
+
+    def attach(self, path: str, name: str, module: nn.Module, file: str) -> None:
+        """Add a module beside others, until the method is removed.
+
+        Args:
+            path: of the module that gets it; empty for the model itself.
+            name: of its attribute.
+            module: what is added.
+            file: what stored names begin with.
+        """
+        owner = self.model.get_submodule(path) if path else self.model
+        device = next(self.model.parameters()).device
+        owner.add_module(name, module.to(device))
+        self.modules[file] = module
+        self._undo.append(lambda: delattr(owner, name))
+
+    def later(self, undo: Callable[[], None]) -> None:
+        """Do this when the method is removed."""
+        self._undo.append(undo)
+
+    # ------------------------------------------------------------------ what is trained and stored
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What is trained, by the name that it has in files."""
+        return {
+            name: value
+            for name, value in self._files().items()
+            if isinstance(value, nn.Parameter) and value.requires_grad
+        }
+
+    def _files(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = dict(self.shared)
+        for name, (_, part) in self.sites.items():
+            found |= {f"{name}.{leaf}": value for leaf, value in part.files().items()}
+        for name, module in self.modules.items():
+            files = getattr(module, "files", None)
+            inner = dict(module.named_parameters()) if files is None else files()
+            found |= {f"{name}.{leaf}".strip("."): value for leaf, value in inner.items()}
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """What must be stored to have the method again on the same base."""
+        return {name: value.detach() for name, value in self._files().items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a stored state.
+
+        Raises:
+            CheckpointError: a tensor is missing, left over, or of another shape.
+        """
+        own = self._files()
+        odd = sorted(own.keys() ^ state.keys())
+        if odd:
+            what = "is missing" if odd[0] in own else "belongs to nothing here"
+            raise CheckpointError(
+                f"finetune.{self.name}: the stored {odd[0]} {what}; the file is of another model, "
+                "other targets or another method"
+            )
+        for name, value in own.items():
+            require(
+                state[name].shape == value.shape,
+                f"finetune.{self.name}: the stored {name}",
+                tuple(state[name].shape),
+                expected=f"the shape {tuple(value.shape)}",
+                error=CheckpointError,
+            )
+            value.copy_(state[name])
+        self.loaded()
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What a run that goes on needs beside parameters."""
+        found: dict[str, Tensor] = {}
+        for name, (_, part) in self.sites.items():
+            found |= {f"{name}.{leaf}": value for leaf, value in part.named_buffers()}
+        for name, module in self.modules.items():
+            found |= {f"{name}.{leaf}": value for leaf, value in module.named_buffers()}
+        return found
+
+    def loaded(self) -> None:
+        """Called when stored values are there."""
+        for module in self._parts():
+            hook = getattr(module, "loaded", None)
+            if hook is not None:
+                hook()
+
+    def _parts(self) -> Iterator[nn.Module]:
+        yield from (part for _, part in self.sites.values())
+        for module in self.modules.values():
+            yield from module.modules()
+
+    # ------------------------------------------------------------------ merging
+
+    @torch.no_grad()
+    def merge(self, *, dequantise: bool = False) -> None:
+        """Put what was learned into the base's weights.
+
+        Raises:
+            ModelError: the method cannot be merged, or the base is in few bits.
+        """
+        if self.is_merged:
+            return
+        if not self.mergeable:
+            raise ModelError(
+                f"finetune.{self.name}: cannot be merged: what it learns is no change of the "
+                "weights; keep the adapter beside the model"
+            )
+        owners = dict.fromkeys(site.owner for site, _ in self.sites.values())
+        modules = [self.model.get_submodule(owner) for owner in owners]
+        for module in modules:
+            assert isinstance(module, Adapted)
+            if not isinstance(module.base, nn.Linear) and not dequantise:
+                raise ModelError(
+                    f"finetune.{self.name}: the base's weights are in few bits, which what was "
+                    "learned does not fit in; merge with dequantise to get plain weights"
+                )
+        for module in modules:
+            assert isinstance(module, Adapted)
+            self._merge_one(module)
+        self.is_merged = True
+
+    def _merge_one(self, adapted: Adapted) -> None:
+        base = adapted.base
+        if not isinstance(base, nn.Linear):
+            plain = nn.Linear(adapted.in_features, adapted.out_features, bias=base.bias is not None)
+            plain.weight.copy_(adapted.weight)
+            if base.bias is not None:
+                plain.bias.copy_(base.bias)  # type: ignore[arg-type]
+            target: nn.Linear = plain.requires_grad_(False)
+            self._swapped = [*getattr(self, "_swapped", []), (adapted, base)]
+        else:
+            target = base
+            self._saved.append((base.weight, base.weight.detach().clone()))
+            if base.bias is not None:
+                self._saved.append((base.bias, base.bias.detach().clone()))
+        biases: list[tuple[int, int, Tensor]] = []
+        for leaf, part in adapted.parts.items():
+            rows = adapted.rows(leaf)
+            weight, bias = part.merged(rows)  # type: ignore[operator]
+            target.weight[rows.start : rows.stop] = weight.to(target.weight.dtype)
+            if bias is not None:
+                biases.append((rows.start, rows.stop, bias))
+        if biases and target.bias is None:
+            target.bias = nn.Parameter(
+                target.weight.new_zeros(adapted.out_features), requires_grad=False
+            )
+            self._added = [*getattr(self, "_added", []), target]
+        for start, stop, bias in biases:
+            target.bias[start:stop] = bias.to(target.bias.dtype)
+        adapted.base = target
+        adapted.merged = True
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Give the base its weights back, bit for bit."""
+        for weight, saved in self._saved:
+            weight.copy_(saved)
+        for target in getattr(self, "_added", []):
+            target.bias = None
+        for adapted, base in getattr(self, "_swapped", []):
+            adapted.base = base
+        self._saved, self._added, self._swapped = [], [], []
+        for site, _ in self.sites.values():
+            module = self.model.get_submodule(site.owner)
+            assert isinstance(module, Adapted)
+            module.merged = False
+        self.is_merged = False
+
+    def remove(self) -> None:
+        """Leave the model as it was found."""
+        if self.is_merged:
+            self.unmerge()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        for parameter in self._learned:
+            parameter.requires_grad_(True)
+
+    def keep_merged(self) -> nn.Module:
+        """The model with merged weights and without the method, which is gone.
+
+        Raises:
+            ModelError: as of :meth:`merge`.
+        """
+        self.merge(dequantise=True)
+        for owner in dict.fromkeys(site.owner for site, _ in self.sites.values()):
+            adapted = self.model.get_submodule(owner)
+            assert isinstance(adapted, Adapted)
+            parent, _, leaf = owner.rpartition(".")
+            setattr(self.model.get_submodule(parent), leaf, adapted.base)
+        return self.model
+
+    # ------------------------------------------------------------------ training
+
+    def before_step(self, step: int, total: int) -> None:
+        """Tell every part that wants to know."""
+        self._tell("before_step", step, total)
+
+    def before_update(self, step: int, total: int) -> None:
+        """Tell every part that wants to know."""
+        self._tell("before_update", step, total)
+
+    def _tell(self, what: str, step: int, total: int) -> None:
+        for part in self._parts():
+            hook = getattr(part, what, None)
+            if hook is not None:
+                hook(step, total)
+
+    def penalty(self) -> Tensor | None:
+        """Sum of what parts add to the loss."""
+        terms = [
+            part.penalty()  # type: ignore[operator]
+            for part in self._parts()
+            if getattr(part, "penalty", None) is not None
+        ]
+        return torch.stack(terms).sum() if terms else None

@@ -1,0 +1,246 @@
+"""Sites: the linear layers of a model that methods change, each by the name that files give it.
+
+In our transformer several of them are rows of one matrix: queries, keys and values lie under each
+other, and so do gates and what they gate. :class:`Adapted` stands in the place of such a matrix and
+lets the part of each site change its own rows.
+
+Shapes: N rows of tokens, I inputs, O outputs of a site, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.core.errors import ConfigError, nearest
+from shoal.train.peft.base import matches
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Transformer
+
+__all__ = ["Adapted", "Rows", "Site", "SitePart", "all_sites", "find_sites"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A linear layer that may be changed.
+
+    Args:
+        name: as patterns and files call it.
+        owner: path of the module that multiplies with it.
+        start: its first row in the matrix of the module.
+        stop: behind its last row.
+        columns: inputs.
+        alone: it is the whole matrix.
+    """
+
+    name: str
+    owner: str
+    start: int
+    stop: int
+    columns: int
+    alone: bool
+
+    @property
+    def rows(self) -> int:
+        """Outputs."""
+        return self.stop - self.start
+
+    @property
+    def leaf(self) -> str:
+        """Last word of the name."""
+        return self.name.rpartition(".")[2]
+
+
+class Rows:
+    """The rows of one site in the matrix that a module multiplies with."""
+
+    def __init__(self, base: nn.Module, start: int, stop: int) -> None:
+        self.base, self.start, self.stop = base, start, stop
+
+    @property
+    def weight(self) -> Tensor:
+        """[O, I]; computed where the base is in few bits."""
+        return dense(self.base)[self.start : self.stop]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[O], or None."""
+        bias = getattr(self.base, "bias", None)
+        return None if bias is None else bias[self.start : self.stop]
+
+    def linear(self, x: Tensor) -> Tensor:
+        """The base's own product with other inputs."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def dense(base: nn.Module) -> Tensor:
+    """The matrix of a module [rows, columns]."""
+    made = getattr(base, "dense", None)
+    weight: Tensor = base.weight if made is None else made()  # type: ignore[assignment]
+    return weight
+
+
+class SitePart(nn.Module):
+    """What a method puts beside one site."""
+
+    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
+        """The site's changed output.
+
+        Args:
+            x: inputs [..., I].
+            out: the base's output [..., O].
+            rows: the base.
+        """
+        raise NotImplementedError
+
+    def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Weight [O, I] and bias that give the same without this part."""
+        raise NotImplementedError
+
+    def files(self) -> dict[str, Tensor]:
+        """Name behind that of the site -> what is stored: parameters, and what was drawn."""
+        return {name: parameter for name, parameter in self.named_parameters()}
+
+
+class Adapted(nn.Module):
+    """A linear layer some rows of which methods change.
+
+    Args:
+        base: what it stands for; its weights stand still.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.parts = nn.ModuleDict()
+        self._spans: dict[str, Rows] = {}
+        self.merged = False
+        self.out_features: int = base.out_features  # type: ignore[assignment]
+        self.in_features: int = base.in_features  # type: ignore[assignment]
+        self._fused: Callable[[Tensor], Tensor | None] | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's weight."""
+        return dense(self.base)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The base's bias."""
+        bias: Tensor | None = getattr(self.base, "bias", None)
+        return bias
+
+    def put(self, site: Site, part: SitePart) -> None:
+        """Change the rows of a site.
+
+        Raises:
+            ConfigError: a method changes them already.
+        """
+        if site.leaf in self.parts:
+            raise ConfigError(
+                f"finetune: {site.name} is changed by a method already; remove that one, or give "
+                "a hybrid method such as unipelt or mam"
+            )
+        self.parts[site.leaf] = part
+        self._spans[site.leaf] = Rows(self.base, site.start, site.stop)
+        self._order()
+
+    def rows(self, leaf: str) -> Rows:
+        """The rows of a site."""
+        return self._spans[leaf]
+
+    def _order(self) -> None:
+        from shoal.train.peft.run.low_rank import fused
+
+        self._plan = sorted(
+            ((self._spans[leaf], part) for leaf, part in self.parts.items()),
+            key=lambda pair: pair[0].start,
+        )
+        self._fused = fused(self.base, self._plan)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., rows]."""
+        if self.merged or not self.parts:
+            plain: Tensor = self.base(x)
+            return plain
+        if self._fused is not None:
+            fast = self._fused(x)
+            if fast is not None:
+                return fast
+        out: Tensor = self.base(x)
+        pieces: list[Tensor] = []
+        at = 0
+        for rows, part in self._plan:
+            if rows.start > at:
+                pieces.append(out[..., at : rows.start])
+            pieces.append(part(x, out[..., rows.start : rows.stop], rows))
+            at = rows.stop
+        if at < self.out_features:
+            pieces.append(out[..., at:])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
+
+def all_sites(model: nn.Module) -> list[Site]:
+    """Every linear layer of a model that a method may change, in the order of the model."""
+    from shoal.model.transformer import Transformer
+
+    if isinstance(model, Transformer):
+        return _ours(model)
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, Adapted):
+            found += [
+                Site(name, name, 0, module.out_features, module.in_features, alone=True)
+            ]
+        elif _is_linear(module) and not name.endswith(".base"):
+            rows, columns = module.out_features, module.in_features
+            found.append(Site(name, name, 0, rows, columns, alone=True))  # type: ignore[arg-type]
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or hasattr(module, "dense")
+
+
+def _ours(model: Transformer) -> list[Site]:
+    from shoal.model import FAMILIES
+
+    found = []
+    for name, pieces in FAMILIES.build(model.config.family).names(model.config).items():
+        owner, _, leaf = name.rpartition(".")
+        if leaf != "weight" or not owner.startswith("blocks."):
+            continue
+        module: Any = model.get_submodule(owner)
+        if not (_is_linear(module) or isinstance(module, Adapted)):
+            continue
+        at = 0
+        for piece in pieces:
+            stop = at + piece.shape[0]
+            site = piece.name.removesuffix(".weight")
+            found.append(Site(site, owner, at, stop, piece.shape[1], alone=len(pieces) == 1))
+            at = stop
+    return found
+
+
+def find_sites(model: nn.Module, targets: str, where: str) -> list[Site]:
+    """The sites that patterns match.
+
+    Raises:
+        ConfigError: none; the message names what there is.
+    """
+    every = all_sites(model)
+    chosen = [site for site in every if matches(site.name, targets)]
+    if not chosen:
+        leaves = sorted({site.leaf for site in every})
+        hint = nearest(targets.rpartition(".")[2], leaves)
+        raise ConfigError(
+            f"{where} = {targets!r}: matches no linear layer; there are *.{', *.'.join(leaves)}"
+            + (f"; {hint}" if hint else "")
+        )
+    return chosen

@@ -1,0 +1,110 @@
+"""Fine-tuning as a training job: what is trained, what is saved, what comes out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from shoal.checkpoint.store import Store  # noqa: E402
+from shoal.core.errors import CheckpointError, ConfigError, PlanError  # noqa: E402
+from shoal.core.meter import read_events  # noqa: E402
+from shoal.ir import Plan  # noqa: E402
+from shoal.model import huggingface  # noqa: E402
+from shoal.train.peft import files  # noqa: E402
+from shoal.train.peft.job import check_finetune  # noqa: E402
+from shoal.train.run import execute  # noqa: E402
+from shoal.train.zoo import random  # noqa: E402
+
+Make = Callable[..., Plan]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory to start from."""
+    place = tmp_path_factory.mktemp("base") / "model"
+    huggingface.write(place, random("shoal-0.3m"))
+    return place
+
+
+def tuned(make_plan: Make, base: Path, **changes: Any) -> Plan:
+    plan = make_plan(
+        **{
+            "model": "shoal-0.3m",
+            "steps": 6,
+            "seq_len": 32,
+            "finetune": {"name": "lora", "r": 4},
+            "checkpoint": {"every": 3},
+            "optimizer": {"name": "adamw", "lr": 1e-2},
+            **changes,
+        }
+    )
+    job = plan.job.model_copy(update={"model": str(base)})
+    return plan.model_copy(update={"job": job})
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {e["step"]: e["loss"] for e in read_events(run / "events.jsonl") if e["kind"] == "step"}
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora"])
+def test_a_run_saves_the_adapter_alone_and_goes_on_bit_for_bit(
+    name: str, make_plan: Make, base: Path, tmp_path: Path
+) -> None:
+    plan = tuned(make_plan, base, finetune={"name": name, "r": 4})
+    execute(plan, tmp_path / "whole")
+    saved = Store(tmp_path / "whole" / "checkpoints").latest()
+    kept = [n for n in saved.names() if n.startswith("model.")]
+    assert kept and all(".parts." in n for n in kept), "the base is in no checkpoint"
+    execute(plan, tmp_path / "again")
+    execute(plan, tmp_path / "again", from_step=3)
+    whole, again = losses(tmp_path / "whole"), losses(tmp_path / "again")
+    assert whole == again
+
+    x = torch.arange(24).view(2, 12)
+    model = huggingface.read(base, torch.float32)
+    before = model(x)
+    files.load(model, tmp_path / "whole" / "adapter")
+    merged = huggingface.read(tmp_path / "whole" / "export", torch.float32)
+    torch.testing.assert_close(model(x), merged(x), atol=1e-5, rtol=1e-5)
+    assert not torch.equal(merged(x), before)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_two_ranks_are_one(make_plan: Make, base: Path, tmp_path: Path) -> None:
+    one, two = tuned(make_plan, base), tuned(make_plan, base, parallel={"dp": 2})
+    execute(one, tmp_path / "one")
+    execute(two, tmp_path / "two")
+    first, second = (load_file(tmp_path / n / "adapter" / files.WEIGHTS) for n in ("one", "two"))
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_own_base_and_method_only(
+    make_plan: Make, base: Path, tmp_path: Path
+) -> None:
+    plan = tuned(make_plan, base, steps=3)
+    execute(plan, tmp_path / "run")
+    other = tmp_path / "other"
+    huggingface.write(other, random("shoal-0.3m", seed=1))
+    job = plan.job.model_copy(update={"model": str(other), "steps": 6})
+    with pytest.raises(CheckpointError, match="base = "):
+        execute(plan.model_copy(update={"job": job}), tmp_path / "run", resume=True)
+
+
+def test_what_does_not_go_together_is_refused(make_plan: Make, base: Path) -> None:
+    for changes in ({"parallel": {"tp": 2}}, {"shard": "zero2", "parallel": {"dp": 2}},
+                    {"compile": True}):  # fmt: skip
+        with pytest.raises(PlanError, match="with finetune = lora"):
+            check_finetune(tuned(make_plan, base, **changes).job)
+    with pytest.raises(ConfigError, match=r"lora\.r = 0"):
+        make_plan(finetune={"name": "lora", "r": 0})
