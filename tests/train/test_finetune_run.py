@@ -53,7 +53,7 @@ def losses(run: Path) -> dict[int, float]:
 
 @pytest.mark.multi
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lora"])
+@pytest.mark.parametrize("name", ["lora", "adalora"])
 def test_a_run_saves_the_adapter_alone_and_goes_on_bit_for_bit(
     name: str, make_plan: Make, base: Path, tmp_path: Path
 ) -> None:

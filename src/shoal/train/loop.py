@@ -25,6 +25,7 @@ from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
 from shoal.parallel.protocols import Held
 from shoal.train.peft.job import FineTuned
+from shoal.train.peft.run.mezo import ZerothOrder
 from shoal.train.watch.selfcheck import check_arithmetic
 from shoal.train.watch.watched import phase
 
@@ -83,6 +84,20 @@ class StepResult:
     stop: bool
 
 
+class NoUpdate:
+    """The optimizer of a model whose fine-tuning method has none."""
+
+    def step(self, factor: float) -> None:
+        """Nothing."""
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Nothing."""
+        return {}
+
+    def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Nothing."""
+
+
 class Trainer:
     """A model, its data and its optimizer, on one rank.
 
@@ -127,7 +142,8 @@ class Trainer:
         if self.handle is not None and self.handle.penalty() is not None:
             # What is added to the loss gives gradients after the last backward pass.
             self.engine.sharded.overlap = False
-        self.updater: Updater = optimizer.build(self.engine.sharded.owned())
+        owned = self.engine.sharded.owned()
+        self.updater: Updater = optimizer.build(owned) if owned else NoUpdate()
         self.microbatch = job.microbatch or job.global_batch // job.parallel.dp
         # The rows of the next step are read while this one computes.
         self._source = prefetch(self._rows, 0)
@@ -153,7 +169,11 @@ class Trainer:
             rows = self._source.get(step)
         count = self._global_count(rows)
         engine = self.engine
+        if isinstance(self.handle, ZerothOrder):
+            return self._without_gradients(step, rows, count, stop=stop, begin=begin)
         if self.handle is not None:
+            if self.handle.looks and step == 0:
+                self.handle.look(self._look_at, lambda x: self.comm.all_reduce(x, tag="look").wait())
             self.handle.before_step(step, self.total_steps)
         loss_sum = engine.backward(rows, self.microbatch, count, record=record)
         if self.handle is not None:
@@ -178,6 +198,8 @@ class Trainer:
             )
         with phase(self.comm, "update"):
             self.updater.step(factor)
+            if self.handle is not None:
+                self.handle.after_update(step, self.total_steps)
         engine.sharded.publish()
         return StepResult(
             loss=loss,
@@ -186,6 +208,39 @@ class Trainer:
             tokens=self.job.global_batch * self.job.seq_len,
             seconds=time.perf_counter() - begin,
             stop=stops > 0,
+        )
+
+    def _look_at(self, step: int) -> None:
+        """Gradients of a batch, which nobody steps by."""
+        rows = self._rows(step)
+        self.engine.backward(rows, self.microbatch, self._global_count(rows))
+        self.engine.finish()
+
+    def _without_gradients(
+        self, step: int, rows: Rows, count: float, *, stop: bool, begin: float
+    ) -> StepResult:
+        """A step of a method that needs forward passes alone."""
+        assert isinstance(self.handle, ZerothOrder)
+        shared = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+        def loss() -> float:
+            shared.zero_()
+            for at in range(0, len(rows.inputs), self.microbatch):
+                part = slice(at, at + self.microbatch)
+                shared[0] += self.engine.loss_sum(rows.inputs[part], rows.targets[part])
+            shared[1] = float(stop)
+            self.comm.all_reduce(shared, tag="loss").wait()
+            return float(shared[0]) / count
+
+        lr = self.peak_lr * self.schedule.factor(step, self.total_steps)
+        value, slope = self.handle.estimate(step, loss, lr)
+        return StepResult(
+            loss=value,
+            grad_norm=abs(slope),
+            lr=lr,
+            tokens=self.job.global_batch * self.job.seq_len,
+            seconds=time.perf_counter() - begin,
+            stop=float(shared[1]) > 0,
         )
 
     def _penalise(self) -> None:
@@ -252,9 +307,7 @@ class Trainer:
         """
         fill(self.engine, self.updater, saved)
         if self.handle is not None:
-            for name, value in self.handle.buffers().items():
-                value.copy_(saved.tensor(f"finetune.{name}"))
-            self.handle.loaded()
+            self.handle.restore(lambda name: saved.tensor(f"finetune.{name}"))
 
     def memory_bytes(self) -> int:
         """Peak memory of this rank: of the device on a GPU, else of the process."""

@@ -190,6 +190,8 @@ class ReplicatedModel:
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
         """Sum of the squares of the gradients of chosen parameters: they are whole here."""
         names = {parameter: name for name, parameter in self._names.items()}
+        if not self._buckets:  # of a model whose weights change without gradients
+            return next(self.model.parameters()).new_zeros(())
         total = sum_of_squares(self._buckets[0].flat[:0])
         for bucket in self._buckets:
             chosen = [counts(names[parameter]) for parameter in bucket.parameters]

@@ -76,8 +76,64 @@ def _lora_options(c: Mapping[str, Any]) -> dict[str, Any]:
     return {"r": c["r"], "alpha": float(c["lora_alpha"]), "dropout": c.get("lora_dropout") or 0.0}
 
 
+def _adalora_keys(o: Mapping[str, Any]) -> dict[str, Any]:
+    return _lora_keys(
+        o,
+        init_r=o["r"],
+        target_r=o["target"],
+        total_step=1,
+        orth_reg_weight=o["orthogonal"],
+        beta1=o["beta1"],
+        beta2=o["beta2"],
+        deltaT=o["every"],
+    )
+
+
+def _adalora_options(c: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "r": c["init_r"],
+        "target": min(c["target_r"], c["init_r"]),
+        "alpha": float(c["lora_alpha"]),
+        "orthogonal": c["orth_reg_weight"],
+    }
+
+
+def _vera_keys(o: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "r": o["r"],
+        "d_initial": o["initial"],
+        "vera_dropout": o["dropout"],
+        "save_projection": True,
+        "projection_prng_key": 0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+    }
+
+
+def _vera_options(c: Mapping[str, Any]) -> dict[str, Any]:
+    return {"r": c["r"], "initial": c.get("d_initial", 0.1), "dropout": c.get("vera_dropout", 0.0)}
+
+
+def _prompt_options(c: Mapping[str, Any]) -> dict[str, Any]:
+    return {"tokens": c["num_virtual_tokens"]}
+
+
+def _prompt_keys(o: Mapping[str, Any]) -> dict[str, Any]:
+    return {"num_virtual_tokens": o["tokens"], "num_transformer_submodules": 1}
+
+
 FORMS: dict[str, _Form] = {
     "lora": _Form("LORA", lambda o: _lora_keys(o), _lora_options),
+    "rslora": _Form("LORA", lambda o: _lora_keys(o, use_rslora=True), _lora_options),
+    "dora": _Form("LORA", lambda o: _lora_keys(o, use_dora=True), _lora_options),
+    "lora_fa": _Form("LORA", lambda o: _lora_keys(o), _lora_options),
+    "dylora": _Form("LORA", lambda o: _lora_keys(o), _lora_options),
+    "qlora": _Form("LORA", lambda o: _lora_keys(o), _lora_options),
+    "adalora": _Form("ADALORA", _adalora_keys, _adalora_options),
+    "vera": _Form("VERA", _vera_keys, _vera_options),
+    "ia3": _Form("IA3", lambda o: {"fan_in_fan_out": False}, lambda c: {}),
+    "prefix": _Form("PREFIX_TUNING", _prompt_keys, _prompt_options),
+    "prompt": _Form("PROMPT_TUNING", _prompt_keys, _prompt_options),
 }
 
 # Values of the library's keys that mean something which is not built.
@@ -120,6 +176,9 @@ def write(directory: Path, handle: PeftHandle, *, base: str = "") -> None:
     from safetensors.torch import save
 
     state = handle.state()
+    prefix = handle.modules.get("") if handle.name == "prefix" else None
+    if prefix is not None:  # without the perceptron that made it
+        state = {"prompt_embeddings": prefix.embeddings().detach()}
     form = FORMS.get(handle.name)
     if form is None:
         config: dict[str, Any] = {
@@ -131,6 +190,12 @@ def write(directory: Path, handle: PeftHandle, *, base: str = "") -> None:
         targets = _targets(state)
         if targets:
             config["target_modules"] = targets
+        if handle.name == "ia3":
+            config["feedforward_modules"] = [
+                name for name in targets if state[f"{name}.ia3_l"].shape[0] == 1
+            ]
+        if "prompt_embeddings" in state:
+            config |= _sizes(handle, state["prompt_embeddings"])
     config |= {
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -140,6 +205,25 @@ def write(directory: Path, handle: PeftHandle, *, base: str = "") -> None:
     with write_dir_atomic(directory) as folder:
         (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
+
+
+def _sizes(handle: PeftHandle, embeddings: Tensor) -> dict[str, Any]:
+    """What the library wants to know of the model that trained tokens are for."""
+    from shoal.train.peft.run.prompts import sizes
+
+    layers, heads, width, hidden = sizes(handle.model)
+    token = heads * width if handle.name == "prefix" else hidden
+    return {
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "token_dim": token,
+        "encoder_hidden_size": token,
+        "prefix_projection": False,
+    } if handle.name == "prefix" else {
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "token_dim": embeddings.shape[1],
+    }
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,6 +292,8 @@ def read(directory: Path) -> Stored:
         table("peft").build(method, where=str(path))
         return Stored(method, state, base)
     name = _name_of(config)
+    if name == "prefix" and config.get("prefix_projection"):
+        raise ModelError(f"{path}: prefix_projection: save the prefix without its perceptron")
     require(
         name in FORMS,
         f"{path}: peft_type",
@@ -223,6 +309,9 @@ def read(directory: Path) -> Stored:
     except (KeyError, TypeError, ValueError) as cause:
         raise ModelError(f"{path}: {cause} is missing or wrong; fetch it again") from None
     targets = _targets(state)
+    if name == "ia3":
+        inputs = [t for t in targets if state[f"{t}.ia3_l"].shape[0] == 1]
+        options["inputs"] = "|".join(inputs)
     if targets:
         options["targets"] = "|".join(targets)
     method = Choice(name=name, options=options)

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["FineTuned", "check_finetune", "export", "fingerprint"]
 
 
+# Methods whose passes cannot be made again, or that see no documents.
+_NO_RECOMPUTE = ("ladder",)
+_NO_DOCUMENTS = ("mezo",)
+
+
 def check_finetune(job: TrainJob) -> None:
     """Refuse what fine-tuning does not go with.
 
@@ -46,6 +51,16 @@ def check_finetune(job: TrainJob) -> None:
                 f"{key} = {value!r} with finetune = {job.finetune.name}: a fine-tuned model is "
                 f"whole on every rank; give {key} = {plain!r}, and parallel.dp for more ranks"
             )
+    name = job.finetune.name
+    if name in _NO_RECOMPUTE and (job.recompute != "none" or job.layers):
+        raise PlanError(
+            f"recompute with finetune = {name}: no activations of the base are kept; leave it out"
+        )
+    if name in _NO_DOCUMENTS and job.packing.name != "stream":
+        raise PlanError(
+            f"packing = {job.packing.name} with finetune = {name}: its passes see no borders of "
+            "documents; give packing = stream"
+        )
 
 
 class FineTuned:
@@ -107,9 +122,7 @@ def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(saved.tensor(f"model.{name}"))
-        for name, value in handle.buffers().items():
-            value.copy_(saved.tensor(f"finetune.{name}"))
-    handle.loaded()
+        handle.restore(lambda name: saved.tensor(f"finetune.{name}"))
     shutil.rmtree(directory.adapter, ignore_errors=True)
     base = str(Path(job.model).absolute()) if is_directory(job.model) else job.model
     files.write(directory.adapter, handle, base=base)

@@ -6,7 +6,7 @@ is all that anybody needs of it: what is trained, what is stored, and the way ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
@@ -21,7 +21,10 @@ class PeftHandle(Protocol):
     """A method at work in a model."""
 
     name: str
+    model: nn.Module
     options: Mapping[str, Any]
+    modules: Mapping[str, Any]
+    looks: int  # batches that the method looks at before the first step
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """What is trained, by the name that it has in files."""
@@ -62,6 +65,14 @@ class PeftHandle(Protocol):
         """What a run that goes on needs beside parameters: it is written in place."""
         ...
 
+    def restore(self, get: Callable[[str], Tensor]) -> None:
+        """Take over what :meth:`buffers` gave in the run that is continued, by name."""
+        ...
+
+    def look(self, backward: Callable[[int], None], together: Callable[[Tensor], None]) -> None:
+        """Called before the first step where ``looks`` is above 0; see the handle."""
+        ...
+
     def loaded(self) -> None:
         """Called when parameters or buffers were written from outside."""
         ...
@@ -72,6 +83,10 @@ class PeftHandle(Protocol):
 
     def before_update(self, step: int, total: int) -> None:
         """Called when the gradients of the step are whole, before the optimizer uses them."""
+        ...
+
+    def after_update(self, step: int, total: int) -> None:
+        """Called when the optimizer has made its step."""
         ...
 
     def penalty(self) -> Tensor | None:

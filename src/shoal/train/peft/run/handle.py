@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import CheckpointError, ModelError, ShoalError, require
-from shoal.train.peft.run.sites import Adapted, Site, SitePart
+from shoal.train.peft.run.sites import Adapted, Rows, Site, SitePart, dense
 
 __all__ = ["Handle"]
 
@@ -40,6 +40,8 @@ class Handle:
         self.sites: dict[str, tuple[Site, SitePart]] = {}
         self.modules: dict[str, nn.Module] = {}
         self.shared: dict[str, Tensor] = {}
+        self.looks = 0  # batches that the method looks at before the first step
+        self.begin: dict[str, tuple[Tensor, Tensor]] = {}
         self.is_merged = False
         self._undo: list[Callable[[], None]] = []
         self._saved: list[tuple[Tensor, Tensor]] = []
@@ -62,8 +64,13 @@ class Handle:
         """Let a part change a site."""
         adapted = self.adapted(site.owner)
         device = next(self.model.parameters()).device
-        adapted.put(site, part.to(device))
+        adapted.put(site, part.to(device).train(self.model.training))
         self.sites[site.name] = site, part
+
+    def rows(self, site: Site) -> Rows:
+        """The base of a site."""
+        module = self.model.get_submodule(site.owner)
+        return Rows(module.base if isinstance(module, Adapted) else module, site.start, site.stop)
 
     def adapted(self, owner: str) -> Adapted:
         """The stand-in of a linear layer, made if there is none."""
@@ -93,7 +100,7 @@ class Handle:
         """
         owner = self.model.get_submodule(path) if path else self.model
         device = next(self.model.parameters()).device
-        owner.add_module(name, module.to(device))
+        owner.add_module(name, module.to(device).train(self.model.training))
         self.modules[file] = module
         self._undo.append(lambda: delattr(owner, name))
 
@@ -160,6 +167,30 @@ class Handle:
             found |= {f"{name}.{leaf}": value for leaf, value in module.named_buffers()}
         return found
 
+    def restore(self, get: Callable[[str], Tensor]) -> None:
+        """Take over the buffers of a run that goes on."""
+        for name, value in self.buffers().items():
+            value.copy_(get(name))
+        self.loaded()
+
+    def look(self, backward: Callable[[int], None], together: Callable[[Tensor], None]) -> None:
+        """Let parts see the gradients of some batches, and choose by them what they train.
+
+        Args:
+            backward: number of a batch -> forward and backward passes of it.
+            together: sums a tensor over all ranks, in place.
+        """
+        parts = [part for part in self._parts() if hasattr(part, "look")]
+        for part in parts:
+            part.look()  # type: ignore[operator]
+        for number in range(self.looks):
+            backward(number)
+        for part in parts:
+            seen = part.looked()  # type: ignore[operator]
+            together(seen)
+            part.choose(seen)  # type: ignore[operator]
+        self.looks = 0
+
     def loaded(self) -> None:
         """Called when stored values are there."""
         for module in self._parts():
@@ -205,11 +236,7 @@ class Handle:
     def _merge_one(self, adapted: Adapted) -> None:
         base = adapted.base
         if not isinstance(base, nn.Linear):
-            plain = nn.Linear(adapted.in_features, adapted.out_features, bias=base.bias is not None)
-            plain.weight.copy_(adapted.weight)
-            if base.bias is not None:
-                plain.bias.copy_(base.bias)  # type: ignore[arg-type]
-            target: nn.Linear = plain.requires_grad_(False)
+            target = _plain(base)
             self._swapped = [*getattr(self, "_swapped", []), (adapted, base)]
         else:
             target = base
@@ -266,6 +293,10 @@ class Handle:
             ModelError: as of :meth:`merge`.
         """
         self.merge(dequantise=True)
+        for name, module in list(self.model.named_modules()):
+            if hasattr(module, "dense") and not name.endswith(".base"):
+                parent, _, leaf = name.rpartition(".")
+                setattr(self.model.get_submodule(parent), leaf, _plain(module))
         for owner in dict.fromkeys(site.owner for site, _ in self.sites.values()):
             adapted = self.model.get_submodule(owner)
             assert isinstance(adapted, Adapted)
@@ -283,6 +314,10 @@ class Handle:
         """Tell every part that wants to know."""
         self._tell("before_update", step, total)
 
+    def after_update(self, step: int, total: int) -> None:
+        """Tell every part that wants to know."""
+        self._tell("after_update", step, total)
+
     def _tell(self, what: str, step: int, total: int) -> None:
         for part in self._parts():
             hook = getattr(part, what, None)
@@ -297,3 +332,15 @@ class Handle:
             if getattr(part, "penalty", None) is not None
         ]
         return torch.stack(terms).sum() if terms else None
+
+
+@torch.no_grad()
+def _plain(module: nn.Module) -> nn.Linear:
+    """A linear layer with the weights of one in few bits."""
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    weight = dense(module)
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device=weight.device)
+    made.weight.copy_(weight)
+    if bias is not None:
+        made.bias.copy_(bias)
+    return made.requires_grad_(False)

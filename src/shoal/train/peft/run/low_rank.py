@@ -21,7 +21,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.random import seed64
 from shoal.train.peft.run.sites import Rows, Site, SitePart, dense
 
-__all__ = ["LowRank", "drawn", "fused"]
+__all__ = ["LowRank", "LowRankPart", "drawn", "fits", "fused"]
 
 
 def drawn(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
@@ -30,8 +30,58 @@ def drawn(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
     return torch.randn(shape, generator=generator) * std
 
 
-class LowRank(SitePart):
-    """W + scale * B A.
+def fits(r: int, site: Site, where: str) -> None:
+    """Refuse a rank that the matrix does not have.
+
+    Raises:
+        ConfigError: names the matrix.
+    """
+    most = min(site.rows, site.columns)
+    if r > most:
+        raise ConfigError(
+            f"{where} = {r}: {site.name} is {site.rows} x {site.columns}, of rank {most} at "
+            f"most; give a rank up to {most}, or other targets"
+        )
+
+
+class LowRankPart(SitePart):
+    """Base of what is a product of two thin matrices, W + scale * B A, however they are made.
+
+    Args:
+        dropout: share of the inputs of A that is dropped in training.
+    """
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def pair(self) -> tuple[Tensor, Tensor, float]:
+        """A [R, I], B [O, R] and the factor of their product, as they are now."""
+        raise NotImplementedError
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but the product is done now."""
+        return not (self.dropout and self.training)
+
+    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
+        """Base and product."""
+        down, up, scale = self.pair()
+        dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        return out + F.linear(F.linear(dropped.to(down.dtype), down), up).to(out.dtype) * scale
+
+    def delta(self) -> Tensor:
+        """What is added to the weight [O, I]."""
+        down, up, scale = self.pair()
+        return (up @ down) * scale
+
+    def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """The sum."""
+        return rows.weight + self.delta(), None
+
+
+class LowRank(LowRankPart):
+    """A is drawn and B is zero, and both are trained.
 
     Args:
         site: what it is beside.
@@ -56,14 +106,9 @@ class LowRank(SitePart):
         seed: int = 0,
         where: str = "finetune.lora.r",
     ) -> None:
-        super().__init__()
-        most = min(site.rows, site.columns)
-        if r > most:
-            raise ConfigError(
-                f"{where} = {r}: {site.name} is {site.rows} x {site.columns}, of rank {most} at "
-                f"most; give a rank up to {most}, or other targets"
-            )
-        self.r, self.scale, self.dropout = r, scale, dropout
+        super().__init__(dropout)
+        fits(r, site, where)
+        self.r, self.scale = r, scale
         std = 1 / math.sqrt(site.columns)
         self.lora_A = nn.Parameter(
             drawn((r, site.columns), std, seed, f"{site.name}.A"), requires_grad=not frozen_a
@@ -73,26 +118,6 @@ class LowRank(SitePart):
     def pair(self) -> tuple[Tensor, Tensor, float]:
         """A [R, I], B [O, R] and the factor of their product, as they are now."""
         return self.lora_A, self.lora_B, self.scale
-
-    @property
-    def plain(self) -> bool:
-        """Nothing but the product is done now."""
-        return not (self.dropout and self.training)
-
-    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
-        """Base and product."""
-        down, up, scale = self.pair()
-        dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        return out + F.linear(F.linear(dropped.to(down.dtype), down), up).to(out.dtype) * scale
-
-    def delta(self) -> Tensor:
-        """What is added to the weight [O, I]."""
-        down, up, scale = self.pair()
-        return (up @ down) * scale
-
-    def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        """The sum."""
-        return rows.weight + self.delta(), None
 
     def files(self) -> dict[str, Tensor]:
         """As Hugging Face calls them."""
@@ -156,10 +181,10 @@ def fused(
     base: nn.Module, plan: Sequence[tuple[Rows, SitePart]]
 ) -> Callable[[Tensor], Tensor | None] | None:
     """All parts of a matrix in one operator; None where one of them is no low-rank product."""
-    if not all(isinstance(part, LowRank) and type(part).forward is LowRank.forward
+    if not all(isinstance(part, LowRankPart) and type(part).forward is LowRankPart.forward
                for _, part in plan):
         return None
-    parts = [part for _, part in plan if isinstance(part, LowRank)]
+    parts = [part for _, part in plan if isinstance(part, LowRankPart)]
 
     def run(x: Tensor) -> Tensor | None:
         if not all(part.plain for part in parts):

@@ -87,14 +87,20 @@ def dense(base: nn.Module) -> Tensor:
 
 
 class SitePart(nn.Module):
-    """What a method puts beside one site."""
+    """What a method puts beside one site.
+
+    Attributes:
+        replaces: it computes the site's output alone, and asks for none of the base's.
+    """
+
+    replaces = False
 
     def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
         """The site's changed output.
 
         Args:
             x: inputs [..., I].
-            out: the base's output [..., O].
+            out: the base's output [..., O]; empty for a part that replaces it.
             rows: the base.
         """
         raise NotImplementedError
@@ -173,16 +179,21 @@ class Adapted(nn.Module):
             fast = self._fused(x)
             if fast is not None:
                 return fast
-        out: Tensor = self.base(x)
+        alone = all(part.replaces for _, part in self._plan)
+        out: Tensor = x.new_empty(0) if alone else self.base(x)
+
+        def rest(start: int, stop: int) -> Tensor:
+            return Rows(self.base, start, stop).linear(x) if alone else out[..., start:stop]
+
         pieces: list[Tensor] = []
         at = 0
         for rows, part in self._plan:
             if rows.start > at:
-                pieces.append(out[..., at : rows.start])
-            pieces.append(part(x, out[..., rows.start : rows.stop], rows))
+                pieces.append(rest(at, rows.start))
+            pieces.append(part(x, out if alone else out[..., rows.start : rows.stop], rows))
             at = rows.stop
         if at < self.out_features:
-            pieces.append(out[..., at:])
+            pieces.append(rest(at, self.out_features))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 

@@ -1,0 +1,87 @@
+"""AdaLoRA: the ranks of all matrices are one budget, dealt to where they matter.
+
+Source: Zhang et al., AdaLoRA: Adaptive Budget Allocation for Parameter-Efficient Fine-Tuning,
+2023, equations 3 (orthogonality), 8 to 10 (importance) and 12 (budget).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.base import ATTENTION, SiteMethod, check_rank
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site, SitePart
+
+__all__ = ["AdaLora"]
+
+
+@part
+class AdaLora(SiteMethod):
+    """W + P diag(E) Q: singular values that matter little anywhere are set to zero.
+
+    The budget falls from r to ``target`` a matrix on average, as a cubic of the step, between the
+    shares ``begin`` and ``end`` of the run. What a triplet matters is the moving average of
+    |weight x gradient|, times that of its own spread.
+
+    Args:
+        r: rank that every matrix begins with.
+        target: mean rank in the end.
+        alpha: the change is multiplied by alpha / r.
+        begin: share of the steps before the budget falls.
+        end: share of the steps after which it stays.
+        every: steps from one allocation to the next.
+        beta1: of the moving average of the importance.
+        beta2: of the moving average of its spread.
+        orthogonal: factor of the penalty that keeps P and Q orthogonal.
+        targets: linear layers that it changes: patterns of names joined by ``|``.
+    """
+
+    r: int = 12
+    target: int = 8
+    alpha: float = 32.0
+    begin: float = 0.1
+    end: float = 0.7
+    every: int = 1
+    beta1: float = 0.85
+    beta2: float = 0.85
+    orthogonal: float = 0.1
+    targets: str = ATTENTION
+    name: ClassVar[str] = "adalora"
+
+    def __post_init__(self) -> None:
+        check_rank(self.r, "finetune.adalora.r")
+        for name, value, good, expected in (
+            ("target", self.target, 1 <= self.target <= self.r, f"a rank from 1 to r = {self.r}"),
+            ("alpha", self.alpha, self.alpha > 0, "above 0"),
+            ("begin", self.begin, 0 <= self.begin < self.end, "a share below end"),
+            ("end", self.end, self.end <= 1, "a share up to 1"),
+            ("every", self.every, self.every >= 1, "1 step or more"),
+            ("beta1", self.beta1, 0 <= self.beta1 < 1, "a number in [0, 1)"),
+            ("beta2", self.beta2, 0 <= self.beta2 < 1, "a number in [0, 1)"),
+            ("orthogonal", self.orthogonal, self.orthogonal >= 0, "0 or more"),
+        ):
+            require(good, f"finetune.adalora.{name}", value, expected=expected)
+
+    def count(self, rows: int, columns: int) -> float:
+        """P, E and Q."""
+        return self.r * (rows + columns + 1)
+
+    def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
+        """Who deals the ranks."""
+        from shoal.train.peft.run.adalora import Budget
+
+        handle.attach("", "adalora_budget", Budget(self), "budget")
+
+    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+        """A triple of matrices."""
+        from shoal.train.peft.run.adalora import Budget, Triplets
+
+        triplets = Triplets(site, self, seed)
+        budget = handle.modules["budget"]
+        assert isinstance(budget, Budget)
+        budget.matrices.append(triplets)
+        return triplets

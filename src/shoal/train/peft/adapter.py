@@ -1,0 +1,52 @@
+"""Adapters: small bottlenecks after attention and feed-forward.
+
+Source: Houlsby et al., Parameter-Efficient Transfer Learning for NLP, 2019.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.branches import BRANCHES, BranchMethod
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.train.peft.run.branches import Branch
+    from shoal.train.peft.run.handle import Handle
+
+__all__ = ["Adapter"]
+
+
+@part
+class Adapter(BranchMethod):
+    """y + up(gelu(down(y))) on what a branch gives, before it joins the residual stream.
+
+    Args:
+        bottleneck: width of the bottleneck.
+        targets: branches that get one: patterns of names joined by ``|``.
+    """
+
+    bottleneck: int = 16
+    targets: str = BRANCHES
+    name: ClassVar[str] = "adapter"
+
+    def __post_init__(self) -> None:
+        require(
+            self.bottleneck >= 1,
+            f"finetune.{self.name}.bottleneck",
+            self.bottleneck,
+            expected="1 or more",
+        )
+
+    def count(self, width: int) -> float:
+        """Two matrices with their biases."""
+        return 2 * width * self.bottleneck + width + self.bottleneck
+
+    def module(self, handle: Handle, branch: Branch, seed: int) -> nn.Module:
+        """A bottleneck on the output."""
+        from shoal.train.peft.run.branches import Bottleneck
+
+        return Bottleneck(branch, self.bottleneck, seed=seed)

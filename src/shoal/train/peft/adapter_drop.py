@@ -1,0 +1,44 @@
+"""AdapterDrop: adapters that the lower blocks can do without.
+
+Source: Rücklé et al., AdapterDrop: On the Efficiency of Adapters in Transformers, 2020, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.adapter import Adapter
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.train.peft.run.branches import Branch
+    from shoal.train.peft.run.handle import Handle
+
+__all__ = ["AdapterDrop"]
+
+
+@part
+class AdapterDrop(Adapter):
+    """Each step leaves out the adapters of the first n blocks, n drawn up to ``drop``.
+
+    Outside of training those of the first ``drop`` blocks are left out, which costs nothing there.
+
+    Args:
+        drop: blocks without an adapter.
+    """
+
+    drop: int = 2
+    name: ClassVar[str] = "adapter_drop"
+
+    def __post_init__(self) -> None:
+        super(AdapterDrop, self).__post_init__()
+        require(self.drop >= 0, "finetune.adapter_drop.drop", self.drop, expected="0 or more")
+
+    def module(self, handle: Handle, branch: Branch, seed: int) -> nn.Module:
+        """A bottleneck that may be left out."""
+        from shoal.train.peft.run.branches import DroppedBottleneck
+
+        return DroppedBottleneck(branch, self.bottleneck, drop=self.drop, seed=seed)

@@ -1,0 +1,79 @@
+"""What methods share that work on whole branches of a block: attention and feed-forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.train.peft.base import matches
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.ir import ModelShape
+    from shoal.train.peft.protocols import PeftHandle
+    from shoal.train.peft.run.branches import Branch
+    from shoal.train.peft.run.handle import Handle
+
+__all__ = ["BRANCHES", "BranchMethod"]
+
+BRANCHES = "*.self_attn|*.mlp"
+
+
+class BranchMethod:
+    """Base of the methods that put a module on or beside a branch.
+
+    Args:
+        targets: branches that get one: patterns of names joined by ``|``.
+    """
+
+    name: ClassVar[str]
+    mergeable: ClassVar[bool] = False
+
+    # Fields of the parts, which are dataclasses.
+    targets: str
+
+    def count(self, width: int) -> float:
+        """Parameters that are trained for one branch of a stream of this width."""
+        raise NotImplementedError
+
+    def extra(self) -> float:
+        """Parameters that all branches share."""
+        return 0.0
+
+    def prepare(self, handle: Handle, seed: int) -> None:
+        """What is done once, before the branches are filled."""
+
+    def module(self, handle: Handle, branch: Branch, seed: int) -> nn.Module:
+        """What one branch gets."""
+        raise NotImplementedError
+
+    def parameters(self, shape: ModelShape) -> float:
+        """Sum over the branches of the shape that the targets match."""
+        names = [
+            f"model.layers.{layer}.{leaf}"
+            for layer in range(shape.num_layers)
+            for leaf in ("self_attn", "mlp")
+        ]
+        chosen = sum(matches(name, self.targets) for name in names)
+        return chosen * self.count(shape.hidden) + self.extra()
+
+    def put_into(self, handle: Handle, targets: str, seed: int) -> None:
+        """Put the modules into the model of a handle."""
+        from shoal.train.peft.run.branches import find_branches, hook
+
+        branches = find_branches(handle.model, targets, f"finetune.{self.name}.targets")
+        self.prepare(handle, seed)
+        for branch in branches:
+            hook(handle, branch, self.module(handle, branch, seed))
+
+    def inject(
+        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
+    ) -> PeftHandle:
+        """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
+        from shoal.train.peft.run.handle import Handle
+
+        chosen = targets or self.targets
+        handle = Handle(model, self.name, self, chosen, mergeable=self.mergeable)
+        with handle.building():
+            self.put_into(handle, chosen, seed)
+        return handle

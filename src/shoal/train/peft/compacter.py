@@ -1,0 +1,81 @@
+"""Compacter: adapters whose matrices are sums of Kronecker products with low-rank factors.
+
+Source: Karimi Mahabadi et al., Compacter: Efficient Low-Rank Hypercomplex Adapter Layers, 2021,
+equation 5.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import ConfigError, require
+from shoal.core.parts import part
+from shoal.train.peft.branches import BRANCHES, BranchMethod
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.train.peft.run.branches import Branch
+    from shoal.train.peft.run.handle import Handle
+
+__all__ = ["Compacter"]
+
+
+@part
+class Compacter(BranchMethod):
+    """An adapter whose matrices are sum_i A_i kron (s_i t_i), the n small A_i shared by all layers.
+
+    Args:
+        bottleneck: width of the bottleneck.
+        n: products in a sum, and the size of the A_i; divides width and bottleneck.
+        rank: of s_i t_i.
+        targets: branches that get one: patterns of names joined by ``|``.
+    """
+
+    bottleneck: int = 32
+    n: int = 4
+    rank: int = 1
+    targets: str = BRANCHES
+    name: ClassVar[str] = "compacter"
+
+    def __post_init__(self) -> None:
+        for key in ("bottleneck", "n", "rank"):
+            value = getattr(self, key)
+            require(value >= 1, f"finetune.compacter.{key}", value, expected="1 or more")
+        require(
+            self.bottleneck % self.n == 0,
+            "finetune.compacter.bottleneck",
+            self.bottleneck,
+            expected=f"a multiple of n = {self.n}",
+        )
+
+    def count(self, width: int) -> float:
+        """Low-rank factors and biases; the shared A_i are counted once, with the whole."""
+        return 2 * self.rank * (width + self.bottleneck) + width + self.bottleneck
+
+    def extra(self) -> float:
+        """The A_i of both matrices."""
+        return 2 * self.n**3
+
+    def prepare(self, handle: Handle, seed: int) -> None:
+        """The A_i, which all branches share."""
+        from shoal.train.peft.run.branches import Rules
+
+        handle.attach("", "compacter_rules", Rules(self.n, seed), "compacter_rules")
+
+    def module(self, handle: Handle, branch: Branch, seed: int) -> nn.Module:
+        """A bottleneck of composed matrices.
+
+        Raises:
+            ConfigError: n does not divide the width.
+        """
+        from shoal.train.peft.run.branches import ComposedBottleneck, Rules
+
+        rules = handle.modules["compacter_rules"]
+        assert isinstance(rules, Rules)
+        if branch.width % self.n:
+            raise ConfigError(
+                f"finetune.compacter.n = {self.n}: {branch.name} is {branch.width} wide; give a "
+                "divisor of it"
+            )
+        return ComposedBottleneck(branch, self.bottleneck, rules, self.rank, seed=seed)

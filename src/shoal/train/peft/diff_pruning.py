@@ -1,0 +1,61 @@
+"""Diff pruning: a change of every weight, whose entries must be worth their gate.
+
+Source: Guo et al., Parameter-Efficient Transfer Learning with Diff Pruning, 2020, equations 2 to 5;
+Louizos et al., Learning Sparse Neural Networks through L0 Regularization, 2018.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.base import EVERY, SiteMethod
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site, SitePart
+
+__all__ = ["DiffPruning"]
+
+
+@part
+class DiffPruning(SiteMethod):
+    """W + z * w, with hard-concrete gates z and a price for every open one.
+
+    It trains two numbers for each weight, more than full tuning: what becomes small is what is
+    stored. From the share ``fix`` of the steps on, only the largest entries are left, and they
+    are trained on without gates.
+
+    Args:
+        penalty: price of an open gate, in nats over all of them.
+        structured: a second gate for each matrix, so that whole matrices can close.
+        share: of the entries of a matrix that are left.
+        fix: share of the steps after which the entries are fixed.
+        targets: linear layers that it changes: patterns of names joined by ``|``.
+    """
+
+    penalty: float = 0.05
+    structured: bool = False
+    share: float = 0.01
+    fix: float = 0.7
+    targets: str = EVERY
+    name: ClassVar[str] = "diff_pruning"
+
+    def __post_init__(self) -> None:
+        for key, good, expected in (
+            ("penalty", self.penalty >= 0, "0 or more"),
+            ("share", 0 < self.share <= 1, "in (0, 1]"),
+            ("fix", 0 < self.fix <= 1, "a share of the steps in (0, 1]"),
+        ):
+            require(good, f"finetune.diff_pruning.{key}", getattr(self, key), expected=expected)
+
+    def count(self, rows: int, columns: int) -> float:
+        """Changes and gates."""
+        return 2 * rows * columns + self.structured
+
+    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+        """Changes and gates."""
+        from shoal.train.peft.run.gates import GatedChange
+
+        return GatedChange(site, self, seed)

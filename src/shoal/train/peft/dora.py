@@ -1,0 +1,38 @@
+"""DoRA: the direction of a weight changes by LoRA, its size by a vector.
+
+Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024, equations 5 and 11.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.train.peft.lora import Lora
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site, SitePart
+
+__all__ = ["Dora"]
+
+
+@part
+class Dora(Lora):
+    """m (W + scale B A) / |W + scale B A|: nearer to full tuning than LoRA at low ranks, slower.
+
+    The length is taken over the inputs of each output, and is a constant to the gradient.
+    """
+
+    name: ClassVar[str] = "dora"
+
+    def count(self, rows: int, columns: int) -> float:
+        """A, B and a number for each output."""
+        return self.r * (rows + columns) + rows
+
+    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+        """A pair and a vector."""
+        from shoal.train.peft.run.dora import Decomposed
+
+        rows = handle.rows(site)
+        return Decomposed(site, rows, self.r, self.scale, dropout=self.dropout, seed=seed)

@@ -1,0 +1,53 @@
+"""DyLoRA: one LoRA that is good at every rank up to its own.
+
+Source: Valipour et al., DyLoRA: Parameter-Efficient Tuning of Pretrained Models using Dynamic
+Search-Free Low Rank Adaptation, 2022, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.lora import Lora
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site, SitePart
+
+__all__ = ["DyLora"]
+
+
+@part
+class DyLora(Lora):
+    """Each step trains the first b of r ranks, b drawn anew: the rank is chosen afterwards.
+
+    Args:
+        use: rank that is used outside of training; r if not given.
+    """
+
+    use: int | None = None
+    name: ClassVar[str] = "dylora"
+
+    def __post_init__(self) -> None:
+        super(DyLora, self).__post_init__()
+        require(
+            self.use is None or 1 <= self.use <= self.r,
+            "finetune.dylora.use",
+            self.use,
+            expected=f"a rank from 1 to r = {self.r}",
+        )
+
+    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+        """A pair of thin matrices that is cut."""
+        from shoal.train.peft.run.dylora import DyLowRank
+
+        return DyLowRank(
+            site,
+            self.r,
+            self.alpha,
+            use=self.use or self.r,
+            dropout=self.dropout,
+            seed=seed,
+        )

@@ -1,0 +1,53 @@
+"""FISH Mask: the weights with the most Fisher information are trained, the others stand still.
+
+Source: Sung et al., Training Neural Networks with Fixed Sparse Masks, 2021, equation 5.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.base import EVERY, SiteMethod
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site, SitePart
+
+__all__ = ["FishMask"]
+
+
+@part
+class FishMask(SiteMethod):
+    """The entries of each matrix whose squared gradients are largest, by a look at the data.
+
+    What is trained is a vector of their changes: the optimizer never sees the other entries.
+
+    Differs: squared gradients are of batches, not of examples, and each matrix has the same share.
+
+    Args:
+        share: of the entries of a matrix that are trained.
+        batches: steps' batches that are looked at before the first step.
+        targets: linear layers that it changes: patterns of names joined by ``|``.
+    """
+
+    share: float = 0.01
+    batches: int = 4
+    targets: str = EVERY
+    name: ClassVar[str] = "fishmask"
+
+    def __post_init__(self) -> None:
+        require(0 < self.share <= 1, "finetune.fishmask.share", self.share, expected="in (0, 1]")
+        require(self.batches >= 1, "finetune.fishmask.batches", self.batches, expected="1 or more")
+
+    def count(self, rows: int, columns: int) -> float:
+        """The share, one entry at least."""
+        return max(1, round(self.share * rows * columns))
+
+    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+        """Entries that are chosen by and by."""
+        from shoal.train.peft.run.sparse import SparsePart
+
+        handle.looks = self.batches
+        return SparsePart(site, int(self.count(site.rows, site.columns)))

@@ -1,0 +1,55 @@
+"""KronA: the change of a weight is a Kronecker product.
+
+Source: Edalati et al., KronA: Parameter Efficient Tuning with Kronecker Adapter, 2022.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.base import ATTENTION, SiteMethod
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site, SitePart
+
+__all__ = ["KronA", "divisor"]
+
+
+def divisor(size: int) -> int:
+    """The divisor of a size that is nearest to its root from below."""
+    return next(d for d in range(math.isqrt(size), 0, -1) if size % d == 0)
+
+
+@part
+class KronA(SiteMethod):
+    """W + scale * (B kron A), B zero at first: of full rank, with few parameters.
+
+    Each side of the matrix is cut in two factors as equal as they can be.
+
+    Args:
+        scale: of the product.
+        targets: linear layers that it changes: patterns of names joined by ``|``.
+    """
+
+    scale: float = 1.0
+    targets: str = ATTENTION
+    name: ClassVar[str] = "krona"
+
+    def __post_init__(self) -> None:
+        require(self.scale > 0, "finetune.krona.scale", self.scale, expected="above 0")
+
+    def count(self, rows: int, columns: int) -> float:
+        """Both factors."""
+        first, second = divisor(rows), divisor(columns)
+        return first * second + (rows // first) * (columns // second)
+
+    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+        """Two small matrices."""
+        from shoal.train.peft.run.kronecker import Kronecker
+
+        shape = divisor(site.rows), divisor(site.columns)
+        return Kronecker(site, shape, self.scale, seed)

@@ -1,0 +1,49 @@
+"""Ladder side tuning: a small network beside the base, which is never back-propagated through.
+
+Source: Sung et al., LST: Ladder Side-Tuning for Parameter and Memory Efficient Transfer Learning,
+2022, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.prompts import PromptMethod
+
+if TYPE_CHECKING:
+    from shoal.ir import ModelShape
+    from shoal.train.peft.run.handle import Handle
+
+__all__ = ["Ladder"]
+
+
+@part
+class Ladder(PromptMethod):
+    """A side stream that takes in every block's output and adds to the last: no activations kept.
+
+    Differs: blocks of the side network have no attention of their own; what tokens see of each
+    other comes from the base.
+
+    Args:
+        width: of the side stream.
+    """
+
+    width: int = 32
+    name: ClassVar[str] = "ladder"
+
+    def __post_init__(self) -> None:
+        require(self.width >= 1, "finetune.ladder.width", self.width, expected="1 or more")
+
+    def parameters(self, shape: ModelShape) -> float:
+        """A rung and a block of the side stream for each block, and the way back."""
+        own = 2 * self.width * 4 * self.width + 5 * self.width
+        rung = shape.hidden * self.width + 1
+        return shape.num_layers * (own + rung) + 2 * shape.hidden * self.width
+
+    def put_into(self, handle: Handle, seed: int) -> None:
+        """Put the side network beside the model."""
+        from shoal.train.peft.run.ladder import beside
+
+        beside(handle, self.width, seed)

@@ -1,0 +1,56 @@
+"""LoftQ: a base in four bits, and a LoRA that begins with what the rounding lost.
+
+Source: Li et al., LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models, 2023,
+algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.qlora import QLora
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site, SitePart
+
+__all__ = ["LoftQ"]
+
+
+@part
+class LoftQ(QLora):
+    """QLoRA whose fresh output is nearer to the unrounded base: Q + B A is close to W.
+
+    Args:
+        rounds: of quantising what B A leaves, and of decomposing what Q leaves.
+    """
+
+    rounds: int = 5
+    name: ClassVar[str] = "loftq"
+
+    def __post_init__(self) -> None:
+        super(LoftQ, self).__post_init__()
+        require(self.rounds >= 1, "finetune.loftq.rounds", self.rounds, expected="1 or more")
+
+    def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
+        """Quantise the base, all matrices with their pairs in turns."""
+        from shoal.train.peft.run.nf4 import loftq
+
+        handle.begin = loftq(handle, sites, self.r, self.block, self.rounds)
+
+    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+        """The pair that was found."""
+        import torch
+
+        from shoal.train.peft.run.low_rank import LowRank
+
+        made = LowRank(
+            site, self.r, self.scale, dropout=self.dropout, seed=seed, where="finetune.loftq.r"
+        )
+        down, up = handle.begin[site.name]
+        with torch.no_grad():
+            made.lora_A.copy_(down)
+            made.lora_B.copy_(up / self.scale)
+        return made

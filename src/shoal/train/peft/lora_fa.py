@@ -1,0 +1,43 @@
+"""LoRA-FA: LoRA with a first matrix that stands still.
+
+Source: Zhang et al., LoRA-FA: Memory-efficient Low-rank Adaptation for Large Language Models
+Fine-tuning, 2023.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.train.peft.lora import Lora
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site, SitePart
+
+__all__ = ["LoraFA"]
+
+
+@part
+class LoraFA(Lora):
+    """Only B is trained, so the inputs of a layer need not be kept for the backward pass."""
+
+    name: ClassVar[str] = "lora_fa"
+
+    def count(self, rows: int, columns: int) -> float:
+        """B [rows, r]."""
+        return self.r * rows
+
+    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+        """A pair of thin matrices, of which one is trained."""
+        from shoal.train.peft.run.low_rank import LowRank
+
+        return LowRank(
+            site,
+            self.r,
+            self.scale,
+            dropout=self.dropout,
+            frozen_a=True,
+            seed=seed,
+            where="finetune.lora_fa.r",
+        )

@@ -1,0 +1,58 @@
+"""MeZO: fine-tuning by forward passes alone.
+
+Source: Malladi et al., Fine-Tuning Language Models with Just Forward Passes, 2023, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.ir import ModelShape
+    from shoal.train.peft.protocols import PeftHandle
+
+__all__ = ["MeZO"]
+
+
+@part
+class MeZO:
+    """Weights go to both sides along a drawn direction, and the losses there say how far to step.
+
+    It trains all weights, in the memory of a forward pass: no gradient, no optimizer state. What is
+    stored is a number for each step, of which the same weights follow bit for bit. It takes the
+    place of the optimizer, whose learning rate and schedule it keeps; that rate is thousands of
+    times lower than Adam's, and steps are many.
+
+    Args:
+        eps: how far the weights go to each side.
+        keep_base: keep a copy of the base, so that the method can be removed.
+        targets: parameters that are trained: patterns of the model's own names joined by ``|``.
+    """
+
+    eps: float = 1e-3
+    keep_base: bool = False
+    targets: str = "*"
+    name: ClassVar[str] = "mezo"
+    mergeable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require(self.eps > 0, "finetune.mezo.eps", self.eps, expected="above 0")
+
+    def parameters(self, shape: ModelShape) -> float:
+        """All of them."""
+        from shoal.cost.arithmetic import parameters
+
+        return float(parameters(shape))
+
+    def inject(
+        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
+    ) -> PeftHandle:
+        """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
+        from shoal.train.peft.run.mezo import ZerothOrder
+
+        return ZerothOrder(model, self, targets or self.targets, seed)

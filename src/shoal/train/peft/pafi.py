@@ -1,0 +1,48 @@
+"""PaFi: the smallest weights are trained, the others stand still; no data is asked.
+
+Source: Liao et al., Parameter-Efficient Fine-Tuning without Introducing New Latency, 2023,
+section 3.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.base import EVERY, SiteMethod
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site, SitePart
+
+__all__ = ["PaFi"]
+
+
+@part
+class PaFi(SiteMethod):
+    """The entries of each matrix that are nearest to zero: the same for every task.
+
+    Args:
+        share: of the entries of a matrix that are trained.
+        targets: linear layers that it changes: patterns of names joined by ``|``.
+    """
+
+    share: float = 0.01
+    targets: str = EVERY
+    name: ClassVar[str] = "pafi"
+
+    def __post_init__(self) -> None:
+        require(0 < self.share <= 1, "finetune.pafi.share", self.share, expected="in (0, 1]")
+
+    def count(self, rows: int, columns: int) -> float:
+        """The share, one entry at least."""
+        return max(1, round(self.share * rows * columns))
+
+    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+        """The smallest entries."""
+        from shoal.train.peft.run.sparse import SparsePart
+
+        made = SparsePart(site, int(self.count(site.rows, site.columns)))
+        made.choose(-handle.rows(site).weight.abs())
+        return made

@@ -1,0 +1,52 @@
+"""Parallel adapters: small bottlenecks beside attention or feed-forward.
+
+Source: He et al., Towards a Unified View of Parameter-Efficient Transfer Learning, 2021,
+section 4.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.branches import BranchMethod
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.train.peft.run.branches import Branch
+    from shoal.train.peft.run.handle import Handle
+
+__all__ = ["ParallelAdapter"]
+
+
+@part
+class ParallelAdapter(BranchMethod):
+    """y + scale * up(gelu(down(x))), where the branch makes y of x.
+
+    Args:
+        bottleneck: width of the bottleneck.
+        scale: of what is added.
+        targets: branches that get one: patterns of names joined by ``|``.
+    """
+
+    bottleneck: int = 32
+    scale: float = 4.0
+    targets: str = "*.mlp"
+    name: ClassVar[str] = "parallel_adapter"
+
+    def __post_init__(self) -> None:
+        for key in ("bottleneck", "scale"):
+            value = getattr(self, key)
+            require(value > 0, f"finetune.parallel_adapter.{key}", value, expected="above 0")
+
+    def count(self, width: int) -> float:
+        """Two matrices with their biases."""
+        return 2 * width * self.bottleneck + width + self.bottleneck
+
+    def module(self, handle: Handle, branch: Branch, seed: int) -> nn.Module:
+        """A bottleneck on the input."""
+        from shoal.train.peft.run.branches import Bottleneck
+
+        return Bottleneck(branch, self.bottleneck, seed=seed, beside=True, scale=self.scale)

@@ -1,0 +1,55 @@
+"""Prefix tuning: trained keys and values before those of every sequence, in every layer.
+
+Source: Li and Liang, Prefix-Tuning: Optimizing Continuous Prompts for Generation, 2021.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.prompts import PromptMethod
+
+if TYPE_CHECKING:
+    from shoal.ir import ModelShape
+    from shoal.train.peft.run.handle import Handle
+
+__all__ = ["Prefix"]
+
+
+@part
+class Prefix(PromptMethod):
+    """Trained keys and values; a fresh prefix changes the output, unlike other methods.
+
+    Args:
+        tokens: length of the prefix.
+        projection: width of the perceptron that makes them while training, and is dropped
+            afterwards; 0 trains them directly.
+    """
+
+    tokens: int = 16
+    projection: int = 0
+    name: ClassVar[str] = "prefix"
+
+    def __post_init__(self) -> None:
+        require(self.tokens >= 1, "finetune.prefix.tokens", self.tokens, expected="1 or more")
+        require(
+            self.projection >= 0, "finetune.prefix.projection", self.projection, expected="0 or more"
+        )
+
+    def parameters(self, shape: ModelShape) -> float:
+        """Keys and values, or the perceptron and its inputs."""
+        width = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+        if not self.projection:
+            return self.tokens * width
+        inner, hidden = self.projection, shape.hidden
+        return self.tokens * hidden + hidden * inner + inner + inner * width + width
+
+    def put_into(self, handle: Handle, seed: int) -> None:
+        """Keys and values for every attention."""
+        from shoal.train.peft.run.prompts import PrefixTokens, prefix
+
+        module = PrefixTokens(handle.model, self.tokens, self.projection, seed)
+        handle.attach("", "finetuned_prefix", module, "")
+        prefix(handle, module)

@@ -1,0 +1,45 @@
+"""Prompt tuning: trained embeddings before every sequence.
+
+Source: Lester et al., The Power of Scale for Parameter-Efficient Prompt Tuning, 2021.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.prompts import PromptMethod
+
+if TYPE_CHECKING:
+    from shoal.ir import ModelShape
+    from shoal.train.peft.run.handle import Handle
+
+__all__ = ["Prompt"]
+
+
+@part
+class Prompt(PromptMethod):
+    """Trained embeddings, which begin as those of drawn tokens; that changes the output.
+
+    Args:
+        tokens: how many.
+    """
+
+    tokens: int = 16
+    name: ClassVar[str] = "prompt"
+
+    def __post_init__(self) -> None:
+        require(self.tokens >= 1, "finetune.prompt.tokens", self.tokens, expected="1 or more")
+
+    def parameters(self, shape: ModelShape) -> float:
+        """The embeddings."""
+        return self.tokens * shape.hidden
+
+    def put_into(self, handle: Handle, seed: int) -> None:
+        """Embeddings, whose keys and values every attention sees."""
+        from shoal.train.peft.run.prompts import PromptTokens, prompt
+
+        module = PromptTokens(handle.model, self.tokens, seed)
+        handle.attach("", "finetuned_prompt", module, "")
+        prompt(handle, module)

@@ -1,0 +1,46 @@
+"""QLoRA: LoRA on a base that is kept in four bits.
+
+Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023, sections 3 and E.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.train.peft.lora import Lora
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site
+
+__all__ = ["QLora"]
+
+
+@part
+class QLora(Lora):
+    """LoRA; every linear layer of the blocks becomes NF4, with its scales quantised once more.
+
+    The weights stay in 4.13 bits: a layer's matrix is there in full for its own product alone,
+    forward and backward. What is learned merges into plain weights only.
+
+    Differs: scales are rounded to 8-bit integers, where the paper has 8-bit floats.
+
+    Args:
+        block: weights that share a scale.
+    """
+
+    block: int = 64
+    name: ClassVar[str] = "qlora"
+
+    def __post_init__(self) -> None:
+        from shoal.core.errors import require
+
+        super(QLora, self).__post_init__()
+        require(self.block >= 2, f"finetune.{self.name}.block", self.block, expected="2 or more")
+
+    def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
+        """Quantise the base."""
+        from shoal.train.peft.run.nf4 import quantise
+
+        quantise(handle, self.block)

@@ -1,0 +1,26 @@
+"""rsLoRA: LoRA whose scale keeps its size at any rank.
+
+Source: Kalajdzievski, A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA, 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from shoal.core.parts import part
+from shoal.train.peft.lora import Lora
+
+__all__ = ["RsLora"]
+
+
+@part
+class RsLora(Lora):
+    """W + (alpha / sqrt(r)) B A: for ranks beyond about 16, where LoRA's gradients fade."""
+
+    name: ClassVar[str] = "rslora"
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product."""
+        return self.alpha / math.sqrt(self.r)

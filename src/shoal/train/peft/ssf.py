@@ -1,0 +1,41 @@
+"""SSF: the output of every layer is scaled and shifted.
+
+Source: Lian et al., Scaling and Shifting Your Features, 2022, equation 3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.train.peft.base import EVERY, SiteMethod
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site, SitePart
+
+__all__ = ["SSF"]
+
+
+@part
+class SSF(SiteMethod):
+    """gamma * (W x + b) + beta, which merges into W and b.
+
+    Differs: linear layers alone; the shift of a norm without a bias could not be merged.
+
+    Args:
+        targets: linear layers that it changes: patterns of names joined by ``|``.
+    """
+
+    targets: str = EVERY
+    name: ClassVar[str] = "ssf"
+
+    def count(self, rows: int, columns: int) -> float:
+        """Two numbers for each output."""
+        return 2 * rows
+
+    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+        """Ones and zeros."""
+        from shoal.train.peft.run.scales import ScaleShift
+
+        return ScaleShift(site)

@@ -1,0 +1,81 @@
+"""UniPELT: LoRA, prefix and adapters at once, each behind a gate.
+
+Source: Mao et al., UniPELT: A Unified Framework for Parameter-Efficient Language Model Tuning,
+2021, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.train.peft.adapter import Adapter
+from shoal.train.peft.base import ATTENTION
+from shoal.train.peft.lora import Lora
+from shoal.train.peft.prefix import Prefix
+from shoal.train.peft.prompts import PromptMethod
+
+if TYPE_CHECKING:
+    from shoal.ir import ModelShape
+    from shoal.train.peft.run.handle import Handle
+
+__all__ = ["UniPelt"]
+
+
+@part
+class UniPelt(PromptMethod):
+    """Three methods and their gates; the training says which of them a layer uses.
+
+    Differs: gates of LoRA and adapters are of each token, for a mean over a sequence would see
+    what comes later; the gate of the prefix is a number of each layer.
+
+    Args:
+        r: rank of LoRA.
+        alpha: LoRA's change is multiplied by alpha / r.
+        tokens: length of the prefix.
+        bottleneck: width of the adapters, which are after the feed-forward.
+        targets: linear layers that LoRA changes: patterns of names joined by ``|``.
+    """
+
+    r: int = 4
+    alpha: float = 8.0
+    tokens: int = 8
+    bottleneck: int = 16
+    targets: str = ATTENTION
+    name: ClassVar[str] = "unipelt"
+
+    def __post_init__(self) -> None:
+        self._pieces()
+
+    def _pieces(self) -> tuple[Lora, Prefix, Adapter]:
+        return (
+            Lora(r=self.r, alpha=self.alpha, targets=self.targets),
+            Prefix(tokens=self.tokens),
+            Adapter(bottleneck=self.bottleneck, targets="*.mlp"),
+        )
+
+    def parameters(self, shape: ModelShape) -> float:
+        """Of all three, and their gates."""
+        from shoal.train.peft.base import matches, shape_sites
+
+        gates = sum(
+            columns + 1
+            for name, _, columns in shape_sites(shape)
+            if matches(name, self.targets)
+        )
+        gates += shape.num_layers * (shape.hidden + 1) + shape.num_layers
+        return gates + sum(piece.parameters(shape) for piece in self._pieces())
+
+    def put_into(self, handle: Handle, seed: int) -> None:
+        """Put all three into the model."""
+        from shoal.train.peft.run.branches import find_branches, hook
+        from shoal.train.peft.run.gated import GatedBottleneck, GatedLowRank, gate_prefix
+        from shoal.train.peft.run.sites import find_sites
+
+        lora, prefix, adapter = self._pieces()
+        prefix.put_into(handle, seed)
+        gate_prefix(handle)
+        for site in find_sites(handle.model, self.targets, "finetune.unipelt.targets"):
+            handle.put(site, GatedLowRank(site, lora.r, lora.scale, seed=seed))
+        for branch in find_branches(handle.model, adapter.targets, "finetune.unipelt"):
+            hook(handle, branch, GatedBottleneck(branch, adapter.bottleneck, seed=seed))

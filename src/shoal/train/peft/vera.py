@@ -1,0 +1,63 @@
+"""VeRA: one drawn pair of matrices for all layers, and two trained vectors for each.
+
+Source: Kopiczko et al., VeRA: Vector-based Random Matrix Adaptation, 2023, equation 2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.train.peft.base import ATTENTION, SiteMethod, check_rank
+
+if TYPE_CHECKING:
+    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.sites import Site, SitePart
+
+__all__ = ["Vera"]
+
+
+@part
+class Vera(SiteMethod):
+    """W + diag(b) B diag(d) A with B and A drawn once: the fewest parameters of all that merge.
+
+    Args:
+        r: rank of the drawn pair; far above LoRA's, for it is not trained.
+        initial: what d begins with; b begins with 0.
+        dropout: share of the inputs of A that is dropped in training.
+        targets: linear layers that it changes: patterns of names joined by ``|``.
+    """
+
+    r: int = 64
+    initial: float = 0.1
+    dropout: float = 0.0
+    targets: str = ATTENTION
+    name: ClassVar[str] = "vera"
+
+    def __post_init__(self) -> None:
+        check_rank(self.r, "finetune.vera.r")
+        require(self.initial != 0, "finetune.vera.initial", self.initial, expected="not 0")
+        require(
+            0 <= self.dropout < 1,
+            "finetune.vera.dropout",
+            self.dropout,
+            expected="a share in [0, 1)",
+        )
+
+    def count(self, rows: int, columns: int) -> float:
+        """d of the rank and b of the outputs."""
+        return self.r + rows
+
+    def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
+        """Draw the pair that all sites share, as large as the largest of them."""
+        from shoal.train.peft.run.vera import shared_pair
+
+        columns, rows = max(s.columns for s in sites), max(s.rows for s in sites)
+        handle.shared |= shared_pair(self.r, rows, columns, seed)
+
+    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+        """Two vectors."""
+        from shoal.train.peft.run.vera import VectorPart
+
+        return VectorPart(site, self.r, self.initial, handle.shared, dropout=self.dropout)
