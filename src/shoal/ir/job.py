@@ -430,6 +430,9 @@ class ServeJob(Value):
         max_running: most requests in one step.
         max_step_tokens: most tokens in one step; long prompts are cut to fit.
         max_position: most tokens of one request, prompt and output; None for the model's.
+        adapters: name that requests call -> adapter directory, loaded with the model.
+        max_adapters: adapters that can be in memory; those of ``adapters`` alone if it is 0.
+        max_adapter_rank: largest rank of an adapter.
         threads: threads that compute; 0 for all cores but one, which HTTP needs: with every core
             taken, each token sent makes the threads of a step wait for each other. Replicas
             share them.
@@ -459,12 +462,38 @@ class ServeJob(Value):
     max_running: PositiveInt = 64
     max_step_tokens: PositiveInt = 512
     max_position: PositiveInt | None = None
+    adapters: dict[str, str] = {}
+    max_adapters: NonNegativeInt = 0
+    max_adapter_rank: PositiveInt = 64
     threads: NonNegativeInt = 0
     replicas: PositiveInt = 1
     balancer: Annotated[Choice, Kind("balancer")] = Choice(name="prefix_aware")
     launcher: Annotated[Choice, Kind("pool")] = Choice(name="local")
     workload: Annotated[Choice, Kind("workload")] = Choice(name="chat")
     seed: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _adaptable(self) -> Self:
+        if not self.room_for_adapters:
+            return self
+        for key, value, good in (
+            ("replicas", self.replicas, self.replicas == 1),
+            ("parallel", "several ranks", self.parallel.world == self.parallel.depth == 1),
+            ("disagg", self.disagg, self.disagg is None),
+            ("kv", self.kv.name, self.kv.name != "distributed"),
+            ("memory", self.memory.name, self.memory.name == "resident"),
+        ):
+            if not good:
+                raise ConfigError(
+                    f"{key} = {value} with adapters: they are served by one engine that has the "
+                    f"whole model in memory; leave {key} at its default"
+                )
+        return self
+
+    @property
+    def room_for_adapters(self) -> int:
+        """Adapters that can be in memory."""
+        return max(self.max_adapters, len(self.adapters))
 
     def threads_of(self, cores: int) -> int:
         """Threads that compute in a replica on a host of so many cores."""

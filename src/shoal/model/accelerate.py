@@ -34,6 +34,7 @@ def accelerate(
     positions: int | None = None,
     exact: bool = False,
     pack: bool = True,
+    gates: bool = True,
 ) -> Transformer:
     """Let dispatch compute the operators of ``model``, in place.
 
@@ -43,6 +44,7 @@ def accelerate(
         positions: most tokens of a sequence; the model's own, if not given.
         exact: a token's numbers have the same bits whatever else is computed beside it.
         pack: weights need not stay where they are, if a kernel has them in another order.
+        gates: gates and what they gate may be computed with their product, with nothing between.
 
     Raises:
         KernelError: an operator or backend does not exist, or refuses this model.
@@ -60,7 +62,7 @@ def accelerate(
         if isinstance(module, RMSNorm):
             module.kernel = pieces.norm(module)
         elif isinstance(module, SwiGLU):
-            gated = pieces.gated(module)
+            gated = pieces.gated(module) if gates else None
             if gated is None:
                 module.kernel = pieces.swiglu(module.gate_up_proj.out_features)
             else:

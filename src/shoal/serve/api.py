@@ -34,6 +34,7 @@ from shoal import __version__
 from shoal.core.errors import ServeError
 from shoal.ir.serving import SamplingParams
 from shoal.serve import openai
+from shoal.serve.adapter_fields import read_adapter
 from shoal.serve.answer import Answer, Piece, pieces
 from shoal.serve.body import read_body
 from shoal.serve.client import EngineClient
@@ -57,7 +58,7 @@ from shoal.serve.writers import ChatWriter, CompletionWriter, Job, Prompt, Write
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-__all__ = ["ROUTES", "create_app", "protect"]
+__all__ = ["ADAPTER_ROUTES", "ROUTES", "create_app", "protect"]
 
 ROUTES: tuple[tuple[str, str], ...] = (
     ("GET", "/health"),
@@ -74,6 +75,9 @@ ROUTES: tuple[tuple[str, str], ...] = (
 )
 """Every endpoint: method and path."""
 
+ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Endpoints that ``--adapter-routes`` adds: POST, with vLLM's fields."""
+
 
 def create_app(
     client: EngineClient,
@@ -85,6 +89,7 @@ def create_app(
     limits: HttpLimits | None = None,
     door: Door | None = None,
     provider: TracerProvider | None = None,
+    adapter_routes: bool = False,
 ) -> FastAPI:
     """The application.
 
@@ -97,6 +102,7 @@ def create_app(
         limits: what a request may ask for.
         door: closed while the server drains.
         provider: who takes traces of requests; None for nobody.
+        adapter_routes: callers may load and unload adapters.
     """
     limits = limits or HttpLimits()
     metrics = Metrics(client, name)
@@ -120,6 +126,9 @@ def create_app(
     }
     for method, path in ROUTES:
         app.add_api_route(path, handlers[method, path], methods=[method], response_model=None)
+    if adapter_routes:
+        for path, change in zip(ADAPTER_ROUTES, (service.load, service.unload), strict=True):
+            app.add_api_route(path, change, methods=["POST"], response_model=None)
     app.state.stop = service.stop
     protect(app, metrics.http, access=access, limits=limits, door=door)
     return app
@@ -146,7 +155,7 @@ def protect(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ServeError, _serve_error)
     app.add_exception_handler(ClientDisconnect, _nobody)
-    known = frozenset(path for _, path in ROUTES)
+    known = frozenset((*(path for _, path in ROUTES), *ADAPTER_ROUTES))
 
     def counted(path: str, status: int) -> None:
         route = "/v1/models/{model}" if path.startswith("/v1/models/") else path
@@ -249,27 +258,55 @@ class _Service:
 
     async def models(self) -> Response:
         """What is served."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        cards = [self._card(), *(self._card(name) for name in self._client.adapters)]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, model: str) -> Response:
         """What is served under a name."""
-        if model != self._name:
+        if model not in self._served:
             raise ApiError(
-                f"model = {model[:80]!r}: no such model; this server has {self._name}",
+                f"model = {model[:80]!r}: no such model; this server has "
+                f"{', '.join(self._served)}",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
-        return JSONResponse(self._card())
+        return JSONResponse(self._card(model))
 
-    def _card(self) -> dict[str, Any]:
+    @property
+    def _served(self) -> tuple[str, ...]:
+        """What requests may call: the model, and its adapters."""
+        return (self._name, *self._client.adapters)
+
+    def _card(self, name: str | None = None) -> dict[str, Any]:
+        adapter = None if name == self._name else name
         return {
-            "id": self._name,
+            "id": name or self._name,
             "object": "model",
             "created": self._created,
             "owned_by": "shoal",
             "max_model_len": self._client.model.max_position,
+            **({} if adapter is None else {"parent": self._name}),
         }
+
+    async def load(self, request: Request) -> Response:
+        """Read an adapter from a directory of this machine."""
+        body = await read_body(request, self._limits)
+        name, path = read_adapter(body, path=True)
+        if name == self._name:
+            raise ApiError(
+                f"lora_name = {name!r}: the model is called so; give another",
+                param="lora_name",
+                code="invalid_value",
+            )
+        await self._client.set_adapter(name, path)
+        return JSONResponse({"status": "ok", "lora_name": name})
+
+    async def unload(self, request: Request) -> Response:
+        """Forget an adapter."""
+        name, _ = read_adapter(await read_body(request, self._limits), path=False)
+        await self._client.set_adapter(name, None)
+        return JSONResponse({"status": "ok", "lora_name": name})
 
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts."""
@@ -334,7 +371,7 @@ class _Service:
     async def completions(self, request: Request) -> Response:
         """Continue texts or tokens."""
         body = await read_body(request, self._limits)
-        ask = openai.read_completion(body, self._limits, self._client.model, (self._name,))
+        ask = openai.read_completion(body, self._limits, self._client.model, self._served)
         prompts = []
         for prompt in ask.prompts:
             if isinstance(prompt, str):
@@ -344,15 +381,15 @@ class _Service:
                 shown = self._text.decode(prompt) if ask.echo else None
                 prompts.append(Prompt(prompt, shown))
         job = self._job("cmpl-", await self._formed(ask), prompts)
-        return await self._answer(request, job, CompletionWriter(job, self._name))
+        return await self._answer(request, job, CompletionWriter(job, ask.model))
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer the messages of a chat."""
         body = await read_body(request, self._limits)
-        ask = openai.read_chat(body, self._limits, self._client.model, (self._name,))
+        ask = openai.read_chat(body, self._limits, self._client.model, self._served)
         prompt = await asyncio.to_thread(self._render, ask)
         job = self._job("chatcmpl-", await self._formed(ask), [prompt], self._template.stops)
-        return await self._answer(request, job, ChatWriter(job, self._name))
+        return await self._answer(request, job, ChatWriter(job, ask.model))
 
     async def _formed(self, ask: Ask) -> Ask:
         """With the grammar of the answer's form."""
@@ -496,6 +533,7 @@ class _Service:
                 job.params[index],
                 job.answers[index],
                 priority=job.ask.priority,
+                adapter=None if job.ask.model == self._name else job.ask.model,
                 salt=job.ask.salt,
                 # Other answers to the same prompt begin with the cache of the first.
                 fork_of=f"{job.id}-{index - choice}" if choice else None,

@@ -36,6 +36,7 @@ from shoal.model.ksort import ksort
 from shoal.model.quantize.layers import pack
 from shoal.model.transformer import Transformer
 from shoal.plan.serving_memory import slot_length
+from shoal.serve.adapters import AdapterBank
 from shoal.serve.adjust import Adjuster
 from shoal.serve.cache import PagedCache, Zeros, token_bytes
 from shoal.serve.captured import Captured
@@ -119,6 +120,7 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
         positions=positions(job, model.config),
         exact=job.exact,
         pack=job.memory.name == "resident",
+        gates=not job.room_for_adapters,
     )
     memory.apply(model)
     return model
@@ -322,6 +324,11 @@ def engine_of(
         zeros=zeros,
         slot_blocks=kv.max_len // kv.block_size if isinstance(kv, Compacting) else 0,
     )
+    bank = None
+    if job.room_for_adapters:
+        bank = AdapterBank(model, most=job.room_for_adapters, max_rank=job.max_adapter_rank)
+        for name, directory in job.adapters.items():
+            bank.load(name, Path(directory))
     kernel = attention_kernel(job, model, cache)
     captured = None
     if kernel is not None and cache.device.type == "cpu" and runner_type is LocalRunner:
@@ -335,6 +342,7 @@ def engine_of(
         exact=job.exact,
         adjust=adjust,
         captured=captured,
+        adapters=bank,
     )
     known = link
     if job.host_tokens:
@@ -352,7 +360,7 @@ def engine_of(
     else:
         scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
         built = scheduler_part.build(kv, limits, preemption)
-    engine = Engine(built, runner, kv=kv, vocab_size=config.vocab_size)
+    engine = Engine(built, runner, kv=kv, vocab_size=config.vocab_size, adapters=bank)
     return engine, limits, runner
 
 

@@ -119,6 +119,7 @@ class _Link:
         self.decoder = Decoder()
         self.answered = False
         self.asked: dict[int, tuple[float, asyncio.Future[dict[str, float]]]] = {}
+        self.loading: dict[int, asyncio.Future[str | None]] = {}
 
 
 class EngineClient:
@@ -164,6 +165,39 @@ class EngineClient:
         if self._info is None:
             raise EngineDownError("the engine has not started yet")
         return self._info
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may ask for."""
+        return tuple(self._job.adapters)
+
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        """Load an adapter, or unload it where no path is given; a restarted engine has it, too.
+
+        Raises:
+            EngineDownError: the engine is not there, or died meanwhile.
+            RefusedError: the engine cannot; says why.
+        """
+        link = self._alive()
+        self._next_ping += 1
+        number = self._next_ping
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        link.loading[number] = answer
+        message = {"kind": "adapter", "number": number, "name": name, "path": path}
+        link.writer.write(encode(message))
+        try:
+            error = await answer
+        except asyncio.CancelledError:
+            if self._link is link:
+                raise  # whoever asked has gone
+            raise EngineDownError(self._reason or "the engine died") from None
+        if error is not None:
+            raise RefusedError(error)
+        kept = {key: value for key, value in self._job.adapters.items() if key != name}
+        if path is not None:
+            kept[name] = path
+        room = self._job.room_for_adapters
+        self._job = self._job.model_copy(update={"adapters": kept, "max_adapters": room})
 
     @property
     def pid(self) -> int | None:
@@ -499,6 +533,10 @@ class EngineClient:
             stream = self._streams.pop(message["id"], None)
             if stream is not None:
                 stream.fail(RefusedError(message["message"]))
+        elif kind == "adapter":
+            waiting = link.loading.pop(message["number"])
+            if not waiting.done():
+                waiting.set_result(message["error"])
         elif kind == "pong":
             self.last_stats = message["stats"]
             _, answer = link.asked.pop(message["number"])
@@ -526,6 +564,8 @@ class EngineClient:
         link.writer.close()
         for _, answer in link.asked.values():
             answer.cancel()
+        for waiting in link.loading.values():
+            waiting.cancel()
         link.launched.process.kill()
         await link.words.finish()
         await asyncio.to_thread(link.launched.discard)

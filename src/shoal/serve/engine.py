@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import (
@@ -23,6 +23,9 @@ from shoal.ir import (
     Step,
     StepResult,
 )
+
+if TYPE_CHECKING:
+    from shoal.serve.adapters import AdapterBank
 
 __all__ = ["MAX_LOGPROBS", "Engine", "check_params"]
 
@@ -121,6 +124,7 @@ class Engine:
         runner: computes it.
         kv: the scheduler's bookkeeping of blocks, for :meth:`stats`.
         vocab_size: tokens that the model knows; prompts are checked against it.
+        adapters: of the model, by the names that requests call.
         clock: s; what arrival times are given in.
     """
 
@@ -131,10 +135,13 @@ class Engine:
         *,
         kv: KVManager | None = None,
         vocab_size: int | None = None,
+        adapters: AdapterBank | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler, self.runner, self.kv = scheduler, runner, kv
         self.vocab_size = vocab_size
+        self.adapters = adapters
+        self._adapted: dict[str, str] = {}  # request -> identity of its adapter
         self.clock = clock
         self._prompt_tokens = self._new_tokens = self._steps = self._preemptions = 0
         self._seconds = 0.0
@@ -175,11 +182,24 @@ class Engine:
                     error=ServeError,
                 )
         request.arrival = self.clock()
-        self.scheduler.add(request)
+        if request.adapter is not None and self.adapters is not None:
+            request.adapter = self.adapters.take(request.adapter)
+            self._adapted[request.id] = request.adapter
+        try:
+            self.scheduler.add(request)
+        except ServeError:
+            self._ended(request.id)
+            raise
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request; None if there is none of that id (any more)."""
+        self._ended(request_id)
         return self.scheduler.abort(request_id)
+
+    def _ended(self, request_id: str) -> None:
+        key = self._adapted.pop(request_id, None)
+        if key is not None and self.adapters is not None:
+            self.adapters.leave(key)
 
     @property
     def busy(self) -> bool:
@@ -215,12 +235,16 @@ class Engine:
             self._told.append({"kind": "began", "ids": ids, "at": started})
         now = self.clock()
         for request_id, reason in result.failed.items():
-            self.scheduler.abort(request_id)
+            self.abort(request_id)
             self._told.append({"kind": "refused", "id": request_id, "message": reason})
         for request_id, values in result.vectors.items():
             self._told.append({"kind": "vector", "id": request_id, "values": list(values)})
         self._swaps.count(step, result, started, now)
         outputs = commit(step, result, now)
+        if self._adapted:
+            for output in outputs:
+                if output.finish is not None:
+                    self._ended(output.request_id)
         self._steps += 1
         self._seconds += now - started
         self._prompt_tokens += prompt

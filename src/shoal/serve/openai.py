@@ -61,6 +61,7 @@ class Ask:
         keep_stop: an answer has the string that ended it.
         ignore_eos: go on when the model ends the text.
         priority: a smaller number goes first, where the scheduler looks at it.
+        model: the model that was asked for, or an adapter of it.
         salt: cached prompts are shared only with requests of the same one.
         echo: begin each answer with its prompt.
         stream: send pieces as they come.
@@ -81,6 +82,7 @@ class Ask:
     keep_stop: bool = False
     ignore_eos: bool = False
     priority: int = 0
+    model: str = ""
     salt: str = ""
     echo: bool = False
     stream: bool = False
@@ -144,6 +146,7 @@ def _common(
         "include_usage": bool(include),
         "token_ids": fields.flag("return_token_ids"),
         "priority": fields.integer("priority", -(2**31), 2**31 - 1, 0) or 0,
+        "model": fields.get("model") or served[0],
         "salt": _salt(fields.get("cache_salt")),
     }
 

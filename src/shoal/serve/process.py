@@ -6,7 +6,8 @@ while there is work), runs one step, and sends what the step gave, again and aga
 its parent does.
 
 Messages in: ``start`` (factory, job), ``add`` (id, tokens, params, priority, adapter, salt,
-fork_of), ``abort`` (id), ``ping`` (number). Messages out: ``ready`` (what the model is),
+fork_of), ``abort`` (id), ``adapter`` (number, name, path; without a path it is unloaded), ``ping``
+(number). Messages out: ``adapter`` (number, error), ``ready`` (what the model is),
 ``outputs``, ``refused`` (a request that cannot be served, with the reason), ``vector`` (of a
 text), ``began`` (ids, and when their first step began), ``pong`` (number, stats), ``failed`` (why
 the process ends).
@@ -22,6 +23,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.core.config import parse
@@ -33,6 +35,7 @@ from shoal.serve.wire import Decoder, encode, pack_output, unpack_params
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
+    from shoal.serve.adapters import AdapterBank
 
 __all__ = [
     "DEFAULT_FACTORY",
@@ -203,8 +206,26 @@ def _handle(engine: EngineLike, message: Mapping[str, Any], parent: Connection) 
         engine.abort(message["id"])
     elif kind == "ping":
         parent.send({"kind": "pong", "number": message["number"], "stats": dict(engine.stats())})
+    elif kind == "adapter":
+        error = _adapter(engine, message["name"], message["path"])
+        parent.send({"kind": "adapter", "number": message["number"], "error": error})
     else:
-        raise ServeError(f"message to the engine = {kind!r}: expected add, abort or ping")
+        raise ServeError(f"message to the engine = {kind!r}: expected add, abort, adapter or ping")
+
+
+def _adapter(engine: EngineLike, name: str, path: str | None) -> str | None:
+    """Load or unload an adapter; what went wrong, if anything."""
+    bank: AdapterBank | None = getattr(engine, "adapters", None)
+    if bank is None:
+        return "this engine has no room for adapters; serve with --max-adapters"
+    try:
+        if path is None:
+            bank.unload(name)
+        else:
+            bank.load(name, Path(path))
+    except ServeError as cause:
+        return str(cause)
+    return None
 
 
 def die_with_parent() -> None:

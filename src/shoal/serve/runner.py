@@ -21,6 +21,7 @@ from shoal.ir import Chunk, Request, Step, StepResult
 from shoal.kernel.protocols import Ready
 from shoal.model.attention import Mixer
 from shoal.model.config import ModelConfig
+from shoal.serve.adapters import AdapterBank
 from shoal.serve.adjust import Adjuster
 from shoal.serve.attention import Context, PagedAttention
 from shoal.serve.cache import PagedCache
@@ -68,6 +69,7 @@ class LocalRunner:
         adjust: changes scores before tokens are chosen by them.
         mover: of blocks between cache and host; steps without transfers need none.
         captured: computes steps of single tokens; they are computed as others are without.
+        adapters: of the model; requests for none of them are computed without.
         clock: s, for the duration of a step.
 
     Raises:
@@ -85,6 +87,7 @@ class LocalRunner:
         adjust: Adjuster | None = None,
         mover: Mover | None = None,
         captured: Captured | None = None,
+        adapters: AdapterBank | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         weight = model.weight
@@ -97,6 +100,7 @@ class LocalRunner:
         )
         self.model, self.cache = model, cache
         self.mover, self._captured = mover, captured
+        self._adapters = adapters
         self.attention, self.prompts, self._exact = attention, prompts, exact
         self._clock = clock
         self._adjust = adjust or Adjuster()
@@ -114,6 +118,7 @@ class LocalRunner:
             prompts=self.prompts,
             exact=self._exact,
             captured=captured,
+            adapters=self._adapters,
             clock=clock,
         )
 
@@ -151,7 +156,8 @@ class LocalRunner:
         chunks = sorted(step.chunks, key=lambda chunk: (chunk.length > 1, -chunk.stop))
         for chunk in chunks:
             self._check(chunk)
-        if self._captured is not None:
+        adapted = self._adapters is not None and self._adapters.begin(chunks)
+        if self._captured is not None and not adapted:
             asked = [chunk.request for chunk in chunks if chunk.yields]
             if len(asked) == len(chunks) and not any(one.params.pooling for one in asked):
                 logits_RV = self._captured(chunks)
@@ -186,6 +192,8 @@ class LocalRunner:
         rows = [last[place] for place in wanted] + [row for some in places for row in some]
         everything = rows == list(range(len(token)))
         rows_R = None if everything else torch.tensor(rows, dtype=torch.int64, device=device)
+        if adapted and self._adapters is not None and not everything:
+            self._adapters.select(chunks, rows)
         hidden_RD = model.flat(fed[0], fed[1], mixer, rows_R)
         if hidden_RD is None:
             return StepResult(tokens={})

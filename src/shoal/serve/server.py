@@ -64,6 +64,7 @@ class ServerOptions:
         traces: where to send traces, as http://localhost:4318; nowhere if not given.
         client: how patient to be with the engine.
         factory: what builds the engine.
+        adapter_routes: callers may load and unload adapters, from any directory of this machine.
     """
 
     host: str = "127.0.0.1"
@@ -77,6 +78,7 @@ class ServerOptions:
     traces: str | None = None
     client: ClientOptions = field(default_factory=ClientOptions)
     factory: str = DEFAULT_FACTORY
+    adapter_routes: bool = False
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "port", self.port, expected="0 to 65535", error=ServeError)
@@ -346,6 +348,7 @@ async def _start_engine(
         limits=options.limits,
         door=door,
         provider=provider,
+        adapter_routes=options.adapter_routes,
     )
 
 

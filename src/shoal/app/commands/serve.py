@@ -69,6 +69,17 @@ def serve(
         int | None, typer.Option(help="Most tokens of a request, prompt and answer.")
     ] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32 or bf16.")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="An adapter that requests call as a model: NAME=DIRECTORY."),
+    ] = None,
+    max_adapters: Annotated[
+        int | None, typer.Option(help="Adapters that can be in memory at a time.", min=0)
+    ] = None,
+    adapter_routes: Annotated[
+        bool,
+        typer.Option("--adapter-routes", help="Let callers load and unload adapters by path."),
+    ] = False,
     threads: Annotated[
         int | None, typer.Option(help="Threads that compute; 0 for all cores but one.")
     ] = None,
@@ -115,6 +126,8 @@ def serve(
 
         shoal serve MODEL --tp 2 --pp 2
 
+        shoal serve MODEL --adapter sql=runs/sql/adapter --adapter chat=runs/chat/adapter
+
         shoal serve MODEL --kv distributed --set kv.instances=3
 
         shoal serve status --port 8000
@@ -145,6 +158,8 @@ def serve(
         "max_running": max_running,
         "max_position": max_position,
         "precision": precision,
+        "adapters": _adapters(adapter),
+        "max_adapters": max_adapters if max_adapters is not None or not adapter_routes else 16,
         "threads": threads,
     }
     resolved = resolve(ServeJob, flags=flags, sets=set_ or [])
@@ -162,6 +177,7 @@ def serve(
         traces=traces,
         client=ClientOptions(start_s=start_timeout, hang_s=engine_timeout),
         factory=factory_of(resolved.value),
+        adapter_routes=adapter_routes,
     )
 
     def ready(server: Running) -> None:
@@ -176,6 +192,28 @@ def serve(
 def _given(**degrees: int | None) -> dict[str, int] | None:
     """The degrees that were given, if there was one."""
     return {name: value for name, value in degrees.items() if value is not None} or None
+
+
+def _adapters(given: list[str] | None) -> dict[str, str] | None:
+    """Name -> directory, as the flags have them.
+
+    Raises:
+        ConfigError: one is not of the form, or a name is given twice.
+    """
+    from shoal.core.errors import ConfigError
+
+    if not given:
+        return None
+    found: dict[str, str] = {}
+    for word in given:
+        name, separator, path = word.partition("=")
+        if not (separator and name and path) or name in found:
+            raise ConfigError(
+                f"--adapter {word}: expected NAME=DIRECTORY with a name of its own, such as "
+                "sql=runs/sql/adapter"
+            )
+        found[name] = str(Path(path).absolute())
+    return found
 
 
 def _phases(text: str) -> dict[str, int]:

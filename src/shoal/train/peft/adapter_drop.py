@@ -37,6 +37,22 @@ class AdapterDrop(Adapter):
         super(AdapterDrop, self).__post_init__()
         require(self.drop >= 0, "finetune.adapter_drop.drop", self.drop, expected="0 or more")
 
+    def prepare(self, handle: Handle, seed: int) -> None:
+        """Some blocks must have an adapter in every step.
+
+        Raises:
+            ConfigError: ``drop`` is all of them.
+        """
+        from shoal.train.peft.run.branches import num_blocks
+
+        blocks = num_blocks(handle.model)
+        require(
+            self.drop < blocks,
+            "finetune.adapter_drop.drop",
+            self.drop,
+            expected=f"fewer than the {blocks} blocks of the model",
+        )
+
     def module(self, handle: Handle, branch: Branch, seed: int) -> nn.Module:
         """A bottleneck that may be left out."""
         from shoal.train.peft.run.branches import DroppedBottleneck

@@ -29,6 +29,7 @@ __all__ = [
     "Rules",
     "find_branches",
     "hook",
+    "num_blocks",
 ]
 
 _ATTRIBUTE = "finetuned"
@@ -93,6 +94,11 @@ def find_branches(model: nn.Module, targets: str, where: str) -> list[Branch]:
                 "a hybrid method such as unipelt or mam"
             )
     return chosen
+
+
+def num_blocks(model: nn.Module) -> int:
+    """Blocks of a model that has branches."""
+    return 1 + max((branch.layer for branch in _every(model)), default=-1)
 
 
 def hook(handle: Handle, branch: Branch, module: nn.Module) -> None:

@@ -1,0 +1,156 @@
+"""Adapters beside each other in one step: what each request gets is what its own model gives."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from shoal.core.errors import ConfigError, ServeError  # noqa: E402
+from shoal.core.parts import table  # noqa: E402
+from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
+from shoal.serve.adapters import SERVED, AdapterBank  # noqa: E402
+from shoal.train.peft import files  # noqa: E402
+
+EVERY = "*.q_proj|*.v_proj|*.o_proj|*.gate_proj|*.down_proj"
+
+
+def shaken(model, name, seed, **options):
+    """A method in a copy of a model, as if it had been trained."""
+    own = copy.deepcopy(model)
+    handle = table("peft").build({"name": name, "targets": EVERY, **options}).inject(own, seed=seed)
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in handle.trainable().values():
+            value.add_(torch.randn(value.shape, generator=source) * 0.2)
+    return own, handle
+
+
+@pytest.fixture(scope="module")
+def tuned(random_model, tmp_path_factory):
+    """A base, and of each adapter its directory and its merged model."""
+    base = random_model("qwen3")
+    found = {}
+    folder = tmp_path_factory.mktemp("adapters")
+    for number, name in enumerate(SERVED):
+        options = {"r": 3 + number} if name != "vera" else {}
+        if name == "adalora":
+            options["target"] = 2
+        own, handle = shaken(base, name, number, **options)
+        files.write(folder / name, handle)
+        found[name] = str(folder / name), handle.keep_merged().requires_grad_(False)
+    return base, found
+
+
+def answers(engine, asked, **sampling):
+    """The new tokens of (prompt, adapter) each, all at once."""
+    params = SamplingParams(max_tokens=12, **sampling)
+    requests = [
+        Request(f"r{n}", list(prompt), len(prompt), params, adapter=adapter)
+        for n, (prompt, adapter) in enumerate(asked)
+    ]
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    return [request.tokens[request.n_prompt :] for request in requests]
+
+
+def prompts(count, length=9):
+    source = torch.Generator().manual_seed(7)
+    return torch.randint(0, 160, (count, length), generator=source).tolist()
+
+
+@pytest.mark.parametrize("together", [2, 14])
+def test_a_mixed_batch_is_each_ones_own_model(tuned, engine_for, together):
+    base, found = tuned
+    engine = engine_for(
+        copy.deepcopy(base),
+        precision="fp32",
+        adapters={name: place for name, (place, _) in found.items()},
+    )
+    names = [None, *found]
+    asked = [(p, names[n % len(names)]) for n, p in enumerate(prompts(together, 40))]
+    got = answers(engine, asked)
+    for (prompt, name), tokens in zip(asked, got, strict=True):
+        alone = base if name is None else found[name][1]
+        want = answers(engine_for(copy.deepcopy(alone), precision="fp32"), [(prompt, None)])[0]
+        assert tokens == want, name
+
+
+def test_the_cache_of_one_adapter_serves_no_other(tuned, engine_for):
+    base, found = tuned
+    engine = engine_for(copy.deepcopy(base), precision="fp32", max_adapters=2)
+    bank = engine.adapters
+    prompt = prompts(1, 48)[0]
+    given = {}
+    for name in ("lora", "rslora"):
+        bank.load("same", Path(found[name][0]))
+        given[name] = answers(engine, [(prompt, "same")])[0]
+        bank.unload("same")
+    for name, tokens in given.items():
+        want = answers(engine_for(copy.deepcopy(found[name][1]), precision="fp32"), [(prompt, None)])
+        assert tokens == want[0]
+
+
+def test_loading_and_unloading(tuned, engine_for, tmp_path):
+    base, found = tuned
+    engine = engine_for(copy.deepcopy(base), precision="fp32", max_adapters=1, max_adapter_rank=4)
+    bank = engine.adapters
+    place = Path(found["lora"][0])
+    with pytest.raises(ServeError, match="no such adapter"):
+        engine.add(Request("x", [1, 2], 2, SamplingParams(max_tokens=2), adapter="sql"))
+    bank.load("sql", place)
+    with pytest.raises(ServeError, match="a name that none has"):
+        bank.load("sql", place)
+    with pytest.raises(ServeError, match="max_adapters = 1"):
+        bank.load("more", place)
+    engine.add(Request("x", [1, 2], 2, SamplingParams(max_tokens=2), adapter="sql"))
+    with pytest.raises(ServeError, match="open requests"):
+        bank.unload("sql")
+    while engine.busy:
+        engine.step()
+    bank.unload("sql")
+    with pytest.raises(ServeError, match="max_adapter_rank = 4"):
+        bank.load("big", Path(found["adalora"][0]))
+    with pytest.raises(ServeError, match="adapter_config"):
+        bank.load("none", tmp_path)
+    _, handle = shaken(base, "dora", 0)
+    files.write(tmp_path / "dora", handle)
+    with pytest.raises(ServeError, match="method = 'dora'"):
+        bank.load("dora", tmp_path / "dora")
+
+
+def test_low_bit_weights_and_bf16_go_with_adapters(tuned, engine_for):
+    from shoal.serve.build import prepare
+
+    base, found = tuned
+    job = ServeJob(
+        model="tiny", weights="int8-channel", precision="fp32", adapters={"a": found["lora"][0]}
+    )
+    engine = engine_for(prepare(job, copy.deepcopy(base)), precision="fp32", adapters=job.adapters)
+    plain, adapted = answers(engine, [(prompts(1)[0], None), (prompts(1)[0], "a")])
+    assert plain != adapted
+
+
+@pytest.mark.parametrize(
+    "changes", [{"replicas": 2}, {"parallel": {"tp": 2}}, {"disagg": {}}, {"kv": "distributed"}]
+)
+def test_what_adapters_do_not_go_with(changes):
+    with pytest.raises(ConfigError, match="with adapters"):
+        ServeJob.model_validate({"model": "tiny", "max_adapters": 2, **changes})
+
+
+def test_rows_are_given_to_whom_they_belong(random_model):
+    bank = AdapterBank(random_model(), most=4, max_rank=8)
+    bank._slots = {"a": 0, "b": 1}
+    rows = bank._rows([(0, 2), (0, 1), (-1, 3), (1, 1)])
+    assert rows.runs == [(0, 3, 0), (6, 7, 1)]
+    assert rows.single is None
+    rows = bank._rows([(0, 1), (1, 1), (0, 1), (-1, 1), (1, 40)])
+    assert rows.runs == [(4, 44, 1)]
+    assert rows.single.tolist() == [0, 1, 2]
+    assert rows.mask.tolist() == [[1, 0], [0, 1], [1, 0]]
