@@ -63,6 +63,7 @@ PROTOCOLS: dict[str, str] = {
     "schedule": "shoal.ir.schedule:SchedulePart",
     "context": "shoal.parallel.protocols:ContextPart",
     "launch": "shoal.train.protocols:Launcher",
+    "peft": "shoal.train.peft.protocols:PeftMethod",
     "locator": "shoal.train.watch.protocols:FaultLocator",
     "claim": "shoal.claims.protocols:Experiment",
 }
@@ -101,6 +102,7 @@ REACHED: dict[str, str] = {
     "sink": "what a Run writes",
     "pool": "ServeJob",
     "launch": "files that start a Plan",
+    "peft": "train --set finetune=METHOD",
     "locator": "train --robust --locator, train diagnose --locator",
     "claim": "claims run",
 }

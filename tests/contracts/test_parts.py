@@ -21,7 +21,7 @@ from shoal.core.parts import KINDS, Choice, PartTable, load_object, options_of, 
 from .conftest import EXAMPLES, PARTS, PROTOCOLS, choice
 
 # Kinds whose parts are techniques somebody published.
-SOURCED = ("family", "law", "optimizer", "lr_schedule", "shard", "packing")
+SOURCED = ("family", "law", "peft", "optimizer", "lr_schedule", "shard", "packing")
 
 each_part = pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{k}.{n}" for k, n in PARTS])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.core.errors import PlanError, require
@@ -218,6 +218,15 @@ class Pricer:
             self._updates[key] = part.estimate(work, self.machine)
         return self._updates[key]
 
+    def _trained(self, work: Work) -> float:
+        """Share of the parameters that have gradients and moments."""
+        if work.job.finetune is None:
+            return 1.0
+        part = self._part("peft", work.job.finetune)
+        if getattr(part, "forward_only", False):
+            return 0.0
+        return min(1.0, part.parameters(work.shape) / parameters(work.shape))
+
     def _others(self, work: Work) -> float:
         """Seconds of a step by the parts that neither compute nor communicate.
 
@@ -316,7 +325,15 @@ class Pricer:
         # Zero the gradients, take their norm, scale them.
         stream = self._curves[job.precision, rates.used, rates.sharing][1]
         update += 16.0 * local / stream(4.0 * local)
-        collective = _data_parallel(work, machine, shard, wire)
+        trained = self._trained(work)
+        update *= trained
+        before = dict(wire)
+        collective = _data_parallel(work, machine, shard, wire) * trained
+        for scope, sent in wire.items():
+            wire[scope] = before.get(scope, 0.0) + (sent - before.get(scope, 0.0)) * trained
+        if work.job.finetune is not None:
+            # No product for the gradient of weights that stand still.
+            both = replace(both, matmul=forward.matmul + (both.matmul - forward.matmul) / 2)
         if not rates.is_cpu:
             hidden = OVERLAP * backward.device * passes
             collective = max(collective - hidden, 0.05 * collective)
@@ -411,6 +428,7 @@ class Pricer:
             self._part("shard", job.shard).divides,
             microbatch,
             held,
+            self._trained(work),
         )
 
     def passes(self, work: Work) -> OpCosts:
@@ -626,8 +644,12 @@ def _memory(
     divides: frozenset[str],
     microbatch: int,
     in_flight: float,
+    trained: float = 1.0,
 ) -> dict[str, float]:
-    """Bytes of one rank, by cause; ``in_flight`` micro-batches keep their activations."""
+    """Bytes of one rank, by cause; ``in_flight`` micro-batches keep their activations.
+
+    ``trained`` is the share of the parameters that have gradients and moments.
+    """
     job, shape = work.job, work.shape
     cp, tp, pp = job.parallel.cp, job.parallel.tp, job.parallel.pp
     dp = job.parallel.dp * cp
@@ -670,8 +692,8 @@ def _memory(
     logits /= cp
     tensors = {
         "weights": weights,
-        "gradients": gradients,
-        "optimizer": optimizer * share / (dp if "optimizer" in divides else 1),
+        "gradients": gradients * trained,
+        "optimizer": optimizer * trained * share / (dp if "optimizer" in divides else 1),
         "activations": kept,
         "logits": logits,
     }

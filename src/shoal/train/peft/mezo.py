@@ -39,6 +39,7 @@ class MeZO:
     targets: str = "*"
     name: ClassVar[str] = "mezo"
     mergeable: ClassVar[bool] = True
+    forward_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(self.eps > 0, "finetune.mezo.eps", self.eps, expected="above 0")
