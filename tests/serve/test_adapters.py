@@ -39,7 +39,7 @@ def tuned(random_model, tmp_path_factory):
         options = {"r": 3 + number} if name != "vera" else {}
         if name == "adalora":
             options["target"] = 2
-        own, handle = shaken(base, name, number, **options)
+        _, handle = shaken(base, name, number, **options)
         files.write(folder / name, handle)
         found[name] = str(folder / name), handle.keep_merged().requires_grad_(False)
     return base, found
@@ -92,7 +92,9 @@ def test_the_cache_of_one_adapter_serves_no_other(tuned, engine_for):
         given[name] = answers(engine, [(prompt, "same")])[0]
         bank.unload("same")
     for name, tokens in given.items():
-        want = answers(engine_for(copy.deepcopy(found[name][1]), precision="fp32"), [(prompt, None)])
+        want = answers(
+            engine_for(copy.deepcopy(found[name][1]), precision="fp32"), [(prompt, None)]
+        )
         assert tokens == want[0]
 
 

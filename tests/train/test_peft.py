@@ -274,10 +274,10 @@ def test_dylora_trains_what_it_draws() -> None:
 
 
 def test_nf4_is_the_published_one() -> None:
-    from shoal.train.peft.run.nf4 import CODEBOOK, NF4Linear, dequantise, to_nf4
-
     # The quantiles of a normal distribution, as the paper's appendix makes them.
     from scipy.stats import norm
+
+    from shoal.train.peft.run.nf4 import CODEBOOK, NF4Linear, dequantise, to_nf4
 
     offset = 0.9677083
     high = norm.ppf(torch.linspace(offset, 0.5, 9)[:-1].numpy())
@@ -359,8 +359,9 @@ def test_lora_fa_keeps_no_inputs() -> None:
         method(name, targets="*_proj").inject(model)
         sizes: dict[int, int] = {}
         with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: sizes.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
-            and t,
+            lambda t: (
+                sizes.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) and t
+            ),
             lambda t: t,
         ):
             model.loss_sum(X, X.roll(-1, 1))
@@ -404,7 +405,7 @@ def test_patterns_that_match_nothing() -> None:
 def test_a_rank_beyond_the_matrix_leaves_the_model_alone(name: str) -> None:
     model = ours()
     before = weights(model)
-    with pytest.raises(ConfigError, match=rf"finetune\.\w+\.r = 33: .*k_proj is 32 x 64"):
+    with pytest.raises(ConfigError, match=r"finetune\.\w+\.r = 33: .*k_proj is 32 x 64"):
         method(name, r=33, targets="*.k_proj").inject(model)
     assert same(model, before)
 

@@ -225,7 +225,7 @@ class Pricer:
         part = self._part("peft", work.job.finetune)
         if getattr(part, "forward_only", False):
             return 0.0
-        return min(1.0, part.parameters(work.shape) / parameters(work.shape))
+        return min(1.0, float(part.parameters(work.shape)) / parameters(work.shape))
 
     def _others(self, work: Work) -> float:
         """Seconds of a step by the parts that neither compute nor communicate.

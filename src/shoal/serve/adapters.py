@@ -6,8 +6,8 @@ multiplied by its matrices; single rows of many adapters by the matrices of all 
 with the products that are not a row's own set to zero in between: two products of matrices for any
 mixture.
 
-Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023, section 4 (segments of rows gathered by
-adapter); Hu et al., LoRA, 2021, section 4.2 (switching).
+Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023, section 4 (segments of rows
+gathered by adapter); Hu et al., LoRA, 2021, section 4.2 (switching).
 
 Shapes: N rows of a step, I inputs, O outputs of a site, S adapters in memory, R rank.
 """
@@ -339,10 +339,7 @@ class AdapterBank:
         if not any(chunk.request.adapter for chunk in chunks):
             return False
         self.rows = self._rows(
-            [
-                (self._slots.get(chunk.request.adapter or "", -1), chunk.length)
-                for chunk in chunks
-            ]
+            [(self._slots.get(chunk.request.adapter or "", -1), chunk.length) for chunk in chunks]
         )
         self.needed = self.rows
         return True

@@ -265,8 +265,7 @@ class _Service:
         """What is served under a name."""
         if model not in self._served:
             raise ApiError(
-                f"model = {model[:80]!r}: no such model; this server has "
-                f"{', '.join(self._served)}",
+                f"model = {model[:80]!r}: no such model; this server has {', '.join(self._served)}",
                 status=404,
                 param="model",
                 code="model_not_found",

@@ -173,7 +173,9 @@ class Trainer:
             return self._without_gradients(step, rows, count, stop=stop, begin=begin)
         if self.handle is not None:
             if self.handle.looks and step == 0:
-                self.handle.look(self._look_at, lambda x: self.comm.all_reduce(x, tag="look").wait())
+                self.handle.look(
+                    self._look_at, lambda x: self.comm.all_reduce(x, tag="look").wait()
+                )
             self.handle.before_step(step, self.total_steps)
         loss_sum = engine.backward(rows, self.microbatch, count, record=record)
         if self.handle is not None:
@@ -293,9 +295,7 @@ class Trainer:
         found = pieces_of(self.engine, self.updater)
         if self.handle is not None and self.comm.rank == 0:
             for name, value in self.handle.buffers().items():
-                found[f"finetune.{name}"] = [
-                    Piece(value, tuple(value.shape), (0,) * value.dim())
-                ]
+                found[f"finetune.{name}"] = [Piece(value, tuple(value.shape), (0,) * value.dim())]
         return found
 
     @torch.no_grad()

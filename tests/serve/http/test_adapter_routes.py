@@ -35,9 +35,7 @@ def adapter(model_directory, tmp_path_factory):
 
 def call(url, path, body=None):
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        f"{url}{path}", data, {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read())
@@ -49,7 +47,13 @@ def said(url, model):
     status, body = call(
         url,
         "/v1/completions",
-        {"model": model, "prompt": "select ", "max_tokens": 12, "ignore_eos": True, "temperature": 0},
+        {
+            "model": model,
+            "prompt": "select ",
+            "max_tokens": 12,
+            "ignore_eos": True,
+            "temperature": 0,
+        },
     )
     assert status == 200, body
     assert body["model"] == model

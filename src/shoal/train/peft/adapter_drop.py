@@ -34,7 +34,7 @@ class AdapterDrop(Adapter):
     name: ClassVar[str] = "adapter_drop"
 
     def __post_init__(self) -> None:
-        super(AdapterDrop, self).__post_init__()
+        super().__post_init__()
         require(self.drop >= 0, "finetune.adapter_drop.drop", self.drop, expected="0 or more")
 
     def prepare(self, handle: Handle, seed: int) -> None:

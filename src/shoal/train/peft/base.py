@@ -7,6 +7,7 @@ A target is a linear layer by the name that Hugging Face gives it, such as
 from __future__ import annotations
 
 import fnmatch
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
@@ -62,9 +63,9 @@ class SiteMethod:
     # Fields of the parts, which are dataclasses.
     targets: str
 
+    @abstractmethod
     def count(self, rows: int, columns: int) -> float:
         """Parameters that are trained for one matrix [rows, columns]."""
-        raise NotImplementedError
 
     def parameters(self, shape: ModelShape) -> float:
         """Sum over the matrices of the shape that the targets match."""
@@ -74,13 +75,11 @@ class SiteMethod:
             if matches(name, self.targets)
         )
 
+    @abstractmethod
     def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
         """The part for one site."""
-        raise NotImplementedError
 
-    def inject(
-        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
-    ) -> PeftHandle:
+    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> PeftHandle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
         from shoal.train.peft.run.handle import Handle
         from shoal.train.peft.run.sites import find_sites

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.train.peft.base import matches
@@ -32,9 +33,9 @@ class BranchMethod:
     # Fields of the parts, which are dataclasses.
     targets: str
 
+    @abstractmethod
     def count(self, width: int) -> float:
         """Parameters that are trained for one branch of a stream of this width."""
-        raise NotImplementedError
 
     def extra(self) -> float:
         """Parameters that all branches share."""
@@ -43,9 +44,9 @@ class BranchMethod:
     def prepare(self, handle: Handle, seed: int) -> None:
         """What is done once, before the branches are filled."""
 
+    @abstractmethod
     def module(self, handle: Handle, branch: Branch, seed: int) -> nn.Module:
         """What one branch gets."""
-        raise NotImplementedError
 
     def parameters(self, shape: ModelShape) -> float:
         """Sum over the branches of the shape that the targets match."""
@@ -66,9 +67,7 @@ class BranchMethod:
         for branch in branches:
             hook(handle, branch, self.module(handle, branch, seed))
 
-    def inject(
-        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
-    ) -> PeftHandle:
+    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> PeftHandle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
         from shoal.train.peft.run.handle import Handle
 

@@ -31,7 +31,7 @@ class DyLora(Lora):
     name: ClassVar[str] = "dylora"
 
     def __post_init__(self) -> None:
-        super(DyLora, self).__post_init__()
+        super().__post_init__()
         require(
             self.use is None or 1 <= self.use <= self.r,
             "finetune.dylora.use",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ModelError, require
-from shoal.core.files import write_dir_atomic
+from shoal.core.files import write_atomic, write_dir_atomic, write_json
 from shoal.core.parts import Choice, table
 
 if TYPE_CHECKING:
@@ -175,9 +175,12 @@ def write(directory: Path, handle: PeftHandle, *, base: str = "") -> None:
     """
     from safetensors.torch import save
 
+    from shoal.train.peft.run.prompts import PrefixTokens
+
     state = handle.state()
     prefix = handle.modules.get("") if handle.name == "prefix" else None
     if prefix is not None:  # without the perceptron that made it
+        assert isinstance(prefix, PrefixTokens)
         state = {"prompt_embeddings": prefix.embeddings().detach()}
     form = FORMS.get(handle.name)
     if form is None:
@@ -203,8 +206,8 @@ def write(directory: Path, handle: PeftHandle, *, base: str = "") -> None:
     }
     tensors = {_key(name): value.contiguous().cpu() for name, value in state.items()}
     with write_dir_atomic(directory) as folder:
-        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
+        write_json(folder / CONFIG, config)
+        write_atomic(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
 
 
 def _sizes(handle: PeftHandle, embeddings: Tensor) -> dict[str, Any]:
@@ -213,17 +216,21 @@ def _sizes(handle: PeftHandle, embeddings: Tensor) -> dict[str, Any]:
 
     layers, heads, width, hidden = sizes(handle.model)
     token = heads * width if handle.name == "prefix" else hidden
-    return {
-        "num_layers": layers,
-        "num_attention_heads": heads,
-        "token_dim": token,
-        "encoder_hidden_size": token,
-        "prefix_projection": False,
-    } if handle.name == "prefix" else {
-        "num_layers": layers,
-        "num_attention_heads": heads,
-        "token_dim": embeddings.shape[1],
-    }
+    return (
+        {
+            "num_layers": layers,
+            "num_attention_heads": heads,
+            "token_dim": token,
+            "encoder_hidden_size": token,
+            "prefix_projection": False,
+        }
+        if handle.name == "prefix"
+        else {
+            "num_layers": layers,
+            "num_attention_heads": heads,
+            "token_dim": embeddings.shape[1],
+        }
+    )
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,8 +255,17 @@ def _unkey(key: str) -> str:
     return key.removeprefix("base_model.")
 
 
-_LEAVES = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector", ".lora_A", ".lora_B",
-           ".lora_E", ".vera_lambda_d", ".vera_lambda_b", ".ia3_l", ".lokr_w1", ".lokr_w2")  # fmt: skip
+_LEAVES = (
+    ".lora_A.weight",
+    ".lora_B.weight",
+    ".lora_magnitude_vector",
+    ".lora_A",
+    ".lora_B",
+    ".lora_E",
+    ".vera_lambda_d",
+    ".vera_lambda_b",
+    ".ia3_l",
+)
 
 
 def _site(name: str) -> str:

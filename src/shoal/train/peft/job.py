@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.core.errors import PlanError
+from shoal.core.errors import CheckpointError, ModelError, PlanError
 from shoal.core.parts import table
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
+    from shoal.parallel.engine import Weights
     from shoal.train.layout import RunDir
     from shoal.train.peft.protocols import PeftHandle, PeftMethod
-    from shoal.parallel.engine import Weights
 
 __all__ = ["FineTuned", "check_finetune", "export", "fingerprint"]
 
@@ -81,7 +81,7 @@ class FineTuned:
         """The whole model, ready to train."""
         model = self._weights.model()
         self.base = fingerprint(model)
-        method: PeftMethod = table("peft").build(self._job.finetune, where="finetune")
+        method: PeftMethod = table("peft").build(self._job.finetune or {}, where="finetune")
         self.handle = method.inject(model, seed=self._job.seed)
         return model
 
@@ -109,11 +109,14 @@ def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
 
     from shoal.checkpoint.store import Store
     from shoal.model import huggingface
+    from shoal.model.transformer import Transformer
     from shoal.train.build import is_directory, weights_of
     from shoal.train.peft import files
     from shoal.train.peft.run.handle import Handle
 
     saved = Store(directory.checkpoints).latest()
+    if saved is None:
+        raise CheckpointError(f"{directory.checkpoints}: holds no checkpoint to export")
     weights = FineTuned(weights_of(job), job)
     model = weights.model()
     handle = weights.handle
@@ -128,4 +131,45 @@ def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
     files.write(directory.adapter, handle, base=base)
     if handle.mergeable:
         merged = handle.keep_merged()
-        huggingface.write(directory.export, merged, tokenizer)  # type: ignore[arg-type]
+        assert isinstance(merged, Transformer)
+        merged = with_biases(merged)
+        huggingface.write(directory.export, merged, tokenizer)
+
+
+def with_biases(model: Transformer) -> Transformer:
+    """A model some of whose layers have got a bias, with a configuration that says so.
+
+    Raises:
+        ModelError: its family has no such biases, so no directory can hold it.
+    """
+    import torch
+    from torch import nn
+
+    config = model.config
+    keys = {
+        "attention.qkv_proj": "attention_bias",
+        "attention.o_proj": "output_bias",
+        "mlp.gate_up_proj": "ffn_bias",
+        "mlp.down_proj": "ffn_bias",
+    }
+    layers = [
+        (module, key)
+        for block in model.blocks
+        for name, module in block.named_modules()
+        for path, key in keys.items()
+        if name == path and isinstance(module, nn.Linear)
+    ]
+    odd = [key for layer, key in layers if (layer.bias is not None) != getattr(config, key)]
+    if not odd:
+        return model
+    if config.family != "llama":
+        raise ModelError(
+            f"family {config.family}: its directories hold no biases of all layers; keep the "
+            "adapter beside the model"
+        )
+    for layer, _ in layers:
+        if layer.bias is None:
+            zeros = torch.zeros(layer.out_features, dtype=layer.weight.dtype)
+            layer.register_parameter("bias", nn.Parameter(zeros, requires_grad=False))
+    model.config = config.model_copy(update=dict.fromkeys(keys.values(), True))
+    return model

@@ -31,7 +31,7 @@ class LoftQ(QLora):
     name: ClassVar[str] = "loftq"
 
     def __post_init__(self) -> None:
-        super(LoftQ, self).__post_init__()
+        super().__post_init__()
         require(self.rounds >= 1, "finetune.loftq.rounds", self.rounds, expected="1 or more")
 
     def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:

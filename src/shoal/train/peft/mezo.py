@@ -50,9 +50,7 @@ class MeZO:
 
         return float(parameters(shape))
 
-    def inject(
-        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
-    ) -> PeftHandle:
+    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> PeftHandle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
         from shoal.train.peft.run.mezo import ZerothOrder
 

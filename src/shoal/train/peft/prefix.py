@@ -35,7 +35,10 @@ class Prefix(PromptMethod):
     def __post_init__(self) -> None:
         require(self.tokens >= 1, "finetune.prefix.tokens", self.tokens, expected="1 or more")
         require(
-            self.projection >= 0, "finetune.prefix.projection", self.projection, expected="0 or more"
+            self.projection >= 0,
+            "finetune.prefix.projection",
+            self.projection,
+            expected="0 or more",
         )
 
     def parameters(self, shape: ModelShape) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -23,13 +24,11 @@ class PromptMethod:
     name: ClassVar[str]
     mergeable: ClassVar[bool] = False
 
+    @abstractmethod
     def put_into(self, handle: Handle, seed: int) -> None:
         """Put the tokens before the model of a handle."""
-        raise NotImplementedError
 
-    def inject(
-        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
-    ) -> PeftHandle:
+    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> PeftHandle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`.
 
         Raises:

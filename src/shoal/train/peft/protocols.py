@@ -22,8 +22,8 @@ class PeftHandle(Protocol):
 
     name: str
     model: nn.Module
-    options: Mapping[str, Any]
-    modules: Mapping[str, Any]
+    options: dict[str, Any]
+    modules: dict[str, nn.Module]
     looks: int  # batches that the method looks at before the first step
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -107,9 +107,7 @@ class PeftMethod(Protocol):
         """Parameters that are trained in a model of this shape."""
         ...
 
-    def inject(
-        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
-    ) -> PeftHandle:
+    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> PeftHandle:
         """Put the method into a model, whose own parameters are trained no more.
 
         A fresh method changes no output, unless its documentation says so.

@@ -36,7 +36,7 @@ class QLora(Lora):
     def __post_init__(self) -> None:
         from shoal.core.errors import require
 
-        super(QLora, self).__post_init__()
+        super().__post_init__()
         require(self.block >= 2, f"finetune.{self.name}.block", self.block, expected="2 or more")
 
     def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:

@@ -59,9 +59,7 @@ class UniPelt(PromptMethod):
         from shoal.train.peft.base import matches, shape_sites
 
         gates = sum(
-            columns + 1
-            for name, _, columns in shape_sites(shape)
-            if matches(name, self.targets)
+            columns + 1 for name, _, columns in shape_sites(shape) if matches(name, self.targets)
         )
         gates += shape.num_layers * (shape.hidden + 1) + shape.num_layers
         return gates + sum(piece.parameters(shape) for piece in self._pieces())

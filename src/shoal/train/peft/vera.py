@@ -46,7 +46,7 @@ class Vera(SiteMethod):
         )
 
     def count(self, rows: int, columns: int) -> float:
-        """d of the rank and b of the outputs."""
+        """D of the rank and b of the outputs."""
         return self.r + rows
 
     def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:

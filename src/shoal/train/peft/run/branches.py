@@ -69,7 +69,7 @@ def _every(model: nn.Module) -> list[Branch]:
             continue
         number = re.findall(r"\.(\d+)(?=\.|$)", f".{name}")
         found.append(
-            Branch(name, name, width or inner[0].in_features, int(number[-1]) if number else 0)  # type: ignore[arg-type]
+            Branch(name, name, width or inner[0].in_features, int(number[-1]) if number else 0)
         )
     return found
 
@@ -147,7 +147,7 @@ class Bottleneck(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(width))
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """down [b, D] and up [D, b]."""
+        """Down [b, D] and up [D, b]."""
         return self.down, self.up
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:

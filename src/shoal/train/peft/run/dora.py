@@ -32,7 +32,8 @@ class Decomposed(LowRank):
             self.lora_magnitude_vector = nn.Parameter(self._length(rows.weight))
 
     def _length(self, weight: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(weight.float() + self.delta(), dim=1)
+        length: Tensor = torch.linalg.vector_norm(weight.float() + self.delta(), dim=1)
+        return length
 
     def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
         """The base's output and the product, each output to its magnitude."""

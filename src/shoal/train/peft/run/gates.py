@@ -1,6 +1,7 @@
 """Hard-concrete gates on the changes of a matrix.
 
-Source: Louizos et al., Learning Sparse Neural Networks through L0 Regularization, 2018, section 2.2.
+Source: Louizos et al., Learning Sparse Neural Networks through L0 Regularization, 2018,
+section 2.2.
 """
 
 from __future__ import annotations

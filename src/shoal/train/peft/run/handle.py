@@ -45,6 +45,8 @@ class Handle:
         self.is_merged = False
         self._undo: list[Callable[[], None]] = []
         self._saved: list[tuple[Tensor, Tensor]] = []
+        self._swapped: list[tuple[Adapted, nn.Module]] = []
+        self._added: list[nn.Linear] = []
         self._learned = [p for p in model.parameters() if p.requires_grad]
         for parameter in self._learned:
             parameter.requires_grad_(False)
@@ -237,7 +239,7 @@ class Handle:
         base = adapted.base
         if not isinstance(base, nn.Linear):
             target = _plain(base)
-            self._swapped = [*getattr(self, "_swapped", []), (adapted, base)]
+            self._swapped.append((adapted, base))
         else:
             target = base
             self._saved.append((base.weight, base.weight.detach().clone()))
@@ -250,11 +252,10 @@ class Handle:
             target.weight[rows.start : rows.stop] = weight.to(target.weight.dtype)
             if bias is not None:
                 biases.append((rows.start, rows.stop, bias))
-        if biases and target.bias is None:
-            target.bias = nn.Parameter(
-                target.weight.new_zeros(adapted.out_features), requires_grad=False
-            )
-            self._added = [*getattr(self, "_added", []), target]
+        if biases and getattr(target, "bias", None) is None:
+            zeros = target.weight.new_zeros(adapted.out_features)
+            target.register_parameter("bias", nn.Parameter(zeros, requires_grad=False))
+            self._added.append(target)
         for start, stop, bias in biases:
             target.bias[start:stop] = bias.to(target.bias.dtype)
         adapted.base = target
@@ -265,9 +266,9 @@ class Handle:
         """Give the base its weights back, bit for bit."""
         for weight, saved in self._saved:
             weight.copy_(saved)
-        for target in getattr(self, "_added", []):
-            target.bias = None
-        for adapted, base in getattr(self, "_swapped", []):
+        for target in self._added:
+            target.register_parameter("bias", None)
+        for adapted, base in self._swapped:
             adapted.base = base
         self._saved, self._added, self._swapped = [], [], []
         for site, _ in self.sites.values():

@@ -10,6 +10,7 @@ Source: Hu et al., LoRA, 2021, section 4.1; Zhang et al., LoRA-FA, 2023, section
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,9 +56,9 @@ class LowRankPart(SitePart):
         super().__init__()
         self.dropout = dropout
 
+    @abstractmethod
     def pair(self) -> tuple[Tensor, Tensor, float]:
         """A [R, I], B [O, R] and the factor of their product, as they are now."""
-        raise NotImplementedError
 
     @property
     def plain(self) -> bool:
@@ -181,8 +182,10 @@ def fused(
     base: nn.Module, plan: Sequence[tuple[Rows, SitePart]]
 ) -> Callable[[Tensor], Tensor | None] | None:
     """All parts of a matrix in one operator; None where one of them is no low-rank product."""
-    if not all(isinstance(part, LowRankPart) and type(part).forward is LowRankPart.forward
-               for _, part in plan):
+    if not all(
+        isinstance(part, LowRankPart) and type(part).forward is LowRankPart.forward
+        for _, part in plan
+    ):
         return None
     parts = [part for _, part in plan if isinstance(part, LowRankPart)]
 

@@ -107,9 +107,7 @@ class ZerothOrder(Handle):
             loss: of the batch, the same on every rank.
             lr: learning rate.
         """
-        require(
-            step == len(self.moves), "step", step, expected=f"the next one, {len(self.moves)}"
-        )
+        require(step == len(self.moves), "step", step, expected=f"the next one, {len(self.moves)}")
         above, below = self.there_and_back(step, loss)
         slope = (above - below) / (2 * self._eps)
         self._move(step, -lr * slope)

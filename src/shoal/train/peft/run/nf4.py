@@ -175,7 +175,7 @@ def loftq(
         rest = weight.clone()
         shape = module.out_features, module.in_features
         stand_in = nn.Linear(shape[1], shape[0], bias=False, device=weight.device)
-        stand_in.bias = module.bias  # type: ignore[assignment]
+        stand_in.bias = module.bias
         for _ in range(rounds if own else 1):
             stand_in.weight.copy_(rest)
             layer = NF4Linear(stand_in, block)

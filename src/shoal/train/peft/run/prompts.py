@@ -85,7 +85,7 @@ class PrefixTokens(nn.Module):
         if self.made is None:
             gate = {} if self.gate is None else {"gate": self.gate}
             return {"prompt_embeddings": self.inputs, **gate}
-        return {name: value for name, value in self.named_parameters()}
+        return dict(self.named_parameters())
 
 
 class PromptTokens(nn.Module):
@@ -270,9 +270,7 @@ def _cached(handle: Handle, module: PrefixTokens) -> None:
         batch = len(kwargs["inputs_embeds"] if tokens is None else tokens)
         cache = DynamicCache()
         for layer in range(module.sizes[0]):
-            keys, values = (
-                t.transpose(0, 1).expand(batch, -1, -1, -1) for t in module.pair(layer)
-            )
+            keys, values = (t.transpose(0, 1).expand(batch, -1, -1, -1) for t in module.pair(layer))
             cache.update(keys, values, layer)
         return args, {**kwargs, "past_key_values": cache, **_longer(kwargs, len(module.inputs))}
 

@@ -9,6 +9,7 @@ Shapes: N rows of tokens, I inputs, O outputs of a site, R rank.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,7 @@ class SitePart(nn.Module):
 
     replaces = False
 
+    @abstractmethod
     def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
         """The site's changed output.
 
@@ -103,15 +105,14 @@ class SitePart(nn.Module):
             out: the base's output [..., O]; empty for a part that replaces it.
             rows: the base.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """Weight [O, I] and bias that give the same without this part."""
-        raise NotImplementedError
 
     def files(self) -> dict[str, Tensor]:
         """Name behind that of the site -> what is stored: parameters, and what was drawn."""
-        return {name: parameter for name, parameter in self.named_parameters()}
+        return dict(self.named_parameters())
 
 
 class Adapted(nn.Module):
@@ -206,12 +207,10 @@ def all_sites(model: nn.Module) -> list[Site]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, Adapted):
-            found += [
-                Site(name, name, 0, module.out_features, module.in_features, alone=True)
-            ]
+            found += [Site(name, name, 0, module.out_features, module.in_features, alone=True)]
         elif _is_linear(module) and not name.endswith(".base"):
             rows, columns = module.out_features, module.in_features
-            found.append(Site(name, name, 0, rows, columns, alone=True))  # type: ignore[arg-type]
+            found.append(Site(name, name, 0, rows, columns, alone=True))
     return found
 
 
