@@ -257,6 +257,7 @@ def test_catalogue_has_every_system_once() -> None:
         117: "marlin",
         120: "sequence_parallel",
         122: "tune_serving",
+        66: "peft",
         124: "smash",
         130: "bipolar_int",
         132: "ksort",

@@ -44,6 +44,7 @@ CLAIMS = PartTable(
         "ksort": "shoal.claims.experiments.ksort:KSort",
         "longctx": "shoal.claims.experiments.longctx:LongCtx",
         "flover": "shoal.claims.experiments.flover:Flover",
+        "peft": "shoal.claims.experiments.peft:PeftClaim",
         "tune_serving": "shoal.claims.experiments.tune_serving:TuneServing",
     },
 )

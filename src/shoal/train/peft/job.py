@@ -168,7 +168,7 @@ def with_biases(model: Transformer) -> Transformer:
             "adapter beside the model"
         )
     for layer, _ in layers:
-        if layer.bias is None:
+        if getattr(layer, "bias", None) is None:
             zeros = torch.zeros(layer.out_features, dtype=layer.weight.dtype)
             layer.register_parameter("bias", nn.Parameter(zeros, requires_grad=False))
     model.config = config.model_copy(update=dict.fromkeys(keys.values(), True))

@@ -1,0 +1,550 @@
+"""[66] PEFT: do a few percent of the parameters learn what all of them learn, for less of everything?
+
+Source: Han et al., Parameter-Efficient Fine-Tuning for Large Models: A Comprehensive Survey, 2024.
+
+A mini-model is trained on documentation and tuned on Python source: wholly, and by the methods of
+the survey with the same batches and as many steps, each at the better of its learning rates by a
+validation set of its own. Times are those of a step beside Hugging Face's ``peft`` on one and the
+same module, and of batches of requests for sixteen adapters, for one, and one after the other. In
+the A/A run all weights are trained, and the library computes the steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.measure import interleave
+from shoal.core.parts import part, table
+from shoal.core.random import generator
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shoal.model.transformer import Transformer
+
+__all__ = ["PeftClaim"]
+
+_FULL = "all weights"
+_EVERY = "*_proj"
+_ADAPTERS = 16
+
+# Method -> options and learning rates; the first three are the LoRA class that is judged.
+_METHODS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+    "lora": ({"r": 4, "targets": _EVERY}, (5e-3, 1e-2)),
+    "dora": ({"r": 3, "targets": _EVERY}, (5e-3, 1e-2)),
+    "adalora": ({"r": 4, "target": 3, "targets": _EVERY}, (1e-2, 2e-2)),
+    "vera": ({"r": 128, "targets": _EVERY}, (2e-2,)),
+    "ia3": ({}, (2e-2,)),
+    "bitfit": ({}, (1e-2,)),
+    "adapter": ({"bottleneck": 16}, (5e-3,)),
+    "prefix": ({"tokens": 16}, (1e-2,)),
+    "qlora": ({"r": 4, "targets": _EVERY}, (1e-2,)),
+    "mezo": ({}, (1e-6,)),
+}
+_CLASS = ("lora", "dora", "adalora")
+
+
+@part
+class PeftClaim:
+    """Methods of fine-tuning on one shifted domain.
+
+    Args:
+        hidden: width of the mini-model.
+        layers: its blocks.
+        pretrain: steps on documentation.
+        steps: of each tuning.
+        batch: sequences of a step.
+        length: bytes of a sequence.
+        pairs: rounds of timed steps.
+        rounds: rounds of timed batches of requests.
+    """
+
+    hidden: int = 192
+    layers: int = 4
+    pretrain: int = 900
+    steps: int = 150
+    batch: int = 8
+    length: int = 128
+    pairs: int = 31
+    rounds: int = 15
+
+    rows: ClassVar[tuple[int, ...]] = (66,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.counted(
+            "lora_class_gain",
+            ">=",
+            0.8,
+            _FULL,
+            statistic="min",
+            quick=False,
+            paper="near full tuning",
+        ),
+        Metric.counted("trained_share", "<=", 0.03, _FULL, statistic="max"),
+        Metric.counted("gradient_and_optimizer_bytes", "<=", 0.05, _FULL, statistic="ratio"),
+        Metric.counted("qlora_weight_bytes", "<=", 0.30, "bf16", statistic="ratio"),
+        Metric.counted("lora_fa_activations", "<=", 0.95, "lora", statistic="ratio"),
+        Metric.counted("wrong_answers", "<=", 0.0, "merged models", statistic="max"),
+        Metric.speedup("step", 1.0, "peft"),
+        Metric.speedup("batch_of_16", 0.8, "16 requests for one adapter"),
+        Metric.speedup("over_separate", 2.0, "16 calls, one after the other"),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("pretrain", "steps", "batch", "length", "pairs", "rounds", "layers"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.peft.{name}", value, expected="1 or more")
+        require(
+            self.hidden % 64 == 0, "claim.peft.hidden", self.hidden, expected="a multiple of 64"
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """Models need torch, and steps are compared with the library."""
+        for name, extra in (("torch", "run"), ("peft", "bench"), ("transformers", "bench")):
+            if importlib.util.find_spec(name) is None:
+                return f"no {name}; install shoal-ml[{extra}]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        import torch
+
+        context.progress("counting", 0.02)
+        metrics, details = self._counted(context, as_baseline=as_baseline)
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        threads = torch.get_num_threads()
+        try:
+            gains = self._learned(context, as_baseline=as_baseline)
+            details["gains"] = dict(gains)
+            judged = [gains[name] for name in _CLASS] if not as_baseline else [0.0]
+            metrics["lora_class_gain"] = Paired(method=tuple(judged))
+            context.progress("steps beside the library", 0.8)
+            metrics["step"] = self._steps(context, as_baseline=as_baseline)
+            context.progress("batches of requests", 0.9)
+            metrics |= self._served(context, as_baseline=as_baseline)
+        finally:
+            torch.set_num_threads(threads)
+        profile = ", ".join(
+            f"{name}: {1e3 * float(np.median(metrics[name].method)):.1f} ms beside "
+            f"{1e3 * float(np.median(metrics[name].baseline)):.1f} ms"
+            for name in ("step", "batch_of_16", "over_separate")
+        )
+        return Samples(metrics=metrics, details=details, profile=profile)
+
+    # ------------------------------------------------------------------ what is counted
+
+    def _model(self, seed: int) -> Transformer:
+        from shoal.model.config import ModelConfig
+        from shoal.model.initialise import init_weights
+        from shoal.model.transformer import Transformer
+
+        heads = self.hidden // 64
+        model = Transformer(
+            ModelConfig(
+                name="tiny",
+                family="llama",
+                vocab_size=256,
+                hidden=self.hidden,
+                num_layers=self.layers,
+                num_heads=heads,
+                num_kv_heads=heads,
+                head_dim=64,
+                ffn_hidden=4 * self.hidden,
+                max_position=2 * self.length,
+                tied=True,
+                initializer_range=0.02,
+            )
+        )
+        init_weights(model, seed)
+        return model.train()
+
+    def _counted(
+        self, context: Context, *, as_baseline: bool
+    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+        """Parameters, bytes and answers."""
+        shares, bytes_of = [], []
+        for name in _CLASS:
+            model = self._model(context.seed)
+            whole = sum(p.numel() for p in model.parameters())
+            if not as_baseline:
+                _method(name).inject(model)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            shares.append(sum(p.numel() for p in trained) / whole)
+            bytes_of.append(float(_step_bytes(model, trained)))
+        model = self._model(context.seed)
+        everything = float(_step_bytes(model, list(model.parameters())))
+        linears = _linear_bytes(self._model(context.seed))
+        quantised = self._model(context.seed)
+        if not as_baseline:
+            _method("qlora").inject(quantised)
+        kept = {name: float(self._kept(context, name)) for name in ("lora", "lora_fa")}
+        wrong = self._wrong(context)
+        metrics = {
+            "trained_share": Paired(method=tuple(shares)),
+            "gradient_and_optimizer_bytes": Paired(
+                method=tuple(bytes_of), baseline=(everything,) * len(bytes_of)
+            ),
+            "qlora_weight_bytes": Paired(
+                method=(float(_linear_bytes(quantised)) * (0.5 if as_baseline else 1.0),),
+                baseline=(linears / 2,),
+            ),
+            "lora_fa_activations": Paired(
+                method=(kept["lora" if as_baseline else "lora_fa"],), baseline=(kept["lora"],)
+            ),
+            "wrong_answers": Paired(method=(float(wrong),)),
+        }
+        details: dict[str, JsonValue] = {"kept_bytes": dict(kept), "all_step_bytes": everything}
+        return metrics, details
+
+    def _kept(self, context: Context, name: str) -> int:
+        """Bytes that a forward pass keeps for the backward pass, parameters not counted."""
+        import torch
+
+        model = self._model(context.seed)
+        table("peft").build({"name": name, "r": 5, "targets": _EVERY}).inject(model)
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            place = tensor.untyped_storage().data_ptr()
+            if place not in own:
+                kept[place] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)  # so that no address is used twice
+            return tensor
+
+        alive: list[Tensor] = []
+        x = torch.zeros(2, self.length, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model.loss_sum(x, x)
+        return sum(kept.values())
+
+    def _wrong(self, context: Context) -> int:
+        """Requests in a mixed batch whose answer is not that of their own merged model."""
+        base, places, merged = self._adapters(context, count=3)
+        asked = [(prompt, n % 4 - 1) for n, prompt in enumerate(self._prompts(context, 8))]
+        mixed = _answers(_engine(base, places), asked, 8)
+        wrong = 0
+        for (prompt, number), tokens in zip(asked, mixed, strict=True):
+            alone = base if number < 0 else merged[number]
+            wrong += _answers(_engine(alone, []), [(prompt, -1)], 8)[0] != tokens
+        return wrong
+
+    def _prompts(self, context: Context, count: int) -> list[list[int]]:
+        random = generator(context.seed, purpose="peft prompts")
+        return random.integers(0, 256, (count, 24)).tolist()  # type: ignore[no-any-return]
+
+    def _adapters(
+        self, context: Context, *, count: int
+    ) -> tuple[Transformer, list[Path], list[Transformer]]:
+        """A base with random weights, adapter directories, and its merged models."""
+        import torch
+
+        from shoal.train.peft import files
+
+        base = self._model(context.seed).requires_grad_(False).eval()
+        places, merged = [], []
+        for number in range(count):
+            place = context.work_dir / f"adapter-{number}-{count}"
+            own = copy.deepcopy(base)
+            handle = table("peft").build({"name": "lora", "r": 8}).inject(own, seed=number)
+            source = torch.Generator().manual_seed(number)
+            with torch.no_grad():
+                for value in handle.trainable().values():
+                    value.add_(torch.randn(value.shape, generator=source) * 0.1)
+            if not place.exists():
+                files.write(place, handle)
+            merged.append(handle.keep_merged().eval())
+            places.append(place)
+        return base, places, merged
+
+    # ------------------------------------------------------------------ what is learned
+
+    def _learned(self, context: Context, *, as_baseline: bool) -> dict[str, float]:
+        """Method -> its drop of validation loss as a share of full tuning's."""
+        if as_baseline:
+            return {}
+        import torch
+
+        torch.set_num_threads(2)
+        data = context.remember("data", functools.partial(_data, context))
+        context.progress("training on documentation", 0.05)
+        base = context.remember("base", lambda: self._pretrained(context, data["prose"]))
+        before = self._loss(base, data["test"])
+        drops: dict[str, float] = {}
+        every = {"full": ({}, (1e-3, 3e-3)), **_METHODS}
+        for number, (name, (options, rates)) in enumerate(every.items()):
+            context.progress(f"tuning by {name}", 0.3 + 0.5 * number / len(every))
+            found = [self._tuned(context, base, name, options, lr, data) for lr in rates]
+            # The rate is chosen on one part of what was held out and judged on the other.
+            best = min(found, key=lambda pair: pair[0])
+            drops[name] = before - best[1]
+        return {name: drop / drops["full"] for name, drop in drops.items()}
+
+    def _pretrained(self, context: Context, prose: np.ndarray) -> Transformer:
+        model = self._model(context.seed)
+        self._train(context, model, list(model.parameters()), prose, self.pretrain, 3e-3, None)
+        return model
+
+    def _tuned(
+        self,
+        context: Context,
+        base: Transformer,
+        name: str,
+        options: dict[str, Any],
+        lr: float,
+        data: dict[str, np.ndarray],
+    ) -> tuple[float, float]:
+        """Losses on the part that chooses and on the part that judges."""
+        model = copy.deepcopy(base)
+        handle: Any = None
+        if name == "full":
+            trained = list(model.parameters())
+        else:
+            handle = table("peft").build({"name": name, **options}).inject(model, seed=context.seed)
+            trained = list(handle.trainable().values())
+        self._train(context, model, trained, data["code"], self.steps, lr, handle)
+        return self._loss(model, data["choose"]), self._loss(model, data["test"])
+
+    def _train(
+        self,
+        context: Context,
+        model: Transformer,
+        trained: list[nn.Parameter],
+        data: np.ndarray,
+        steps: int,
+        lr: float,
+        handle: Any,
+    ) -> None:
+        import torch
+
+        from shoal.train.peft.run.mezo import ZerothOrder
+
+        model.train()
+        blind = isinstance(handle, ZerothOrder)
+        optimizer = None if blind else torch.optim.AdamW(trained, lr=lr, weight_decay=0.0)
+        for step in range(steps):
+            factor = min(1.0, (step + 1) / 20) * 0.5 * (1 + np.cos(np.pi * step / steps))
+            x, y = self._batch(data, context.seed, step)
+            if blind:
+                with torch.no_grad():
+                    handle.estimate(
+                        step,
+                        lambda x=x, y=y: model.loss_sum(x, y).item() / y.numel(),
+                        lr * factor,
+                    )
+                continue
+            assert optimizer is not None
+            for group in optimizer.param_groups:
+                group["lr"] = lr * factor
+            if handle is not None:
+                handle.before_step(step, steps)
+            loss = model.loss_sum(x, y) / y.numel()
+            penalty = None if handle is None else handle.penalty()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss if penalty is None else loss + penalty)
+            if handle is not None:
+                handle.before_update(step, steps)
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            if handle is not None:
+                handle.after_update(step, steps)
+
+    def _batch(self, data: np.ndarray, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        import torch
+
+        random = generator(seed, purpose="peft batch", step=step)
+        starts = random.integers(0, len(data) - self.length - 1, self.batch)
+        rows = np.stack([data[at : at + self.length + 1] for at in starts]).astype(np.int64)
+        both = torch.from_numpy(rows)
+        return both[:, :-1], both[:, 1:]
+
+    def _loss(self, model: Transformer, data: np.ndarray) -> float:
+        """Mean loss on fixed pieces, nats a byte."""
+        import torch
+
+        was = model.training
+        model.eval()
+        rows = data[: len(data) // (self.length + 1) * (self.length + 1)]
+        rows = rows.reshape(-1, self.length + 1)[:128].astype(np.int64)
+        with torch.no_grad():
+            both = torch.from_numpy(rows)
+            total = model.loss_sum(both[:, :-1], both[:, 1:]).item()
+        model.train(was)
+        return total / (rows.shape[0] * self.length)
+
+    # ------------------------------------------------------------------ what is timed
+
+    def _steps(self, context: Context, *, as_baseline: bool) -> Paired:
+        """Training steps of one module of another library, by our LoRA and by the library's."""
+        import warnings
+
+        import torch
+
+        torch.set_num_threads(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ways = {
+                "method": _library_step(as_baseline, context.seed),
+                "baseline": _library_step(True, context.seed),
+            }
+            times = interleave(ways, self.pairs, warmup=3, seed=context.seed)
+        return Paired(method=times.seconds["method"], baseline=times.seconds["baseline"])
+
+    def _served(self, context: Context, *, as_baseline: bool) -> dict[str, Paired]:
+        """Batches of requests: for sixteen adapters, for one, and one request after the other."""
+        import torch
+
+        torch.set_num_threads(1)
+        base, places, _ = self._adapters(context, count=_ADAPTERS)
+        engine = _engine(base, places)
+        prompts = self._prompts(context, _ADAPTERS)
+
+        def together(adapters: list[int]) -> None:
+            _answers(engine, list(zip(prompts, adapters, strict=True)), 32)
+
+        def apart() -> None:
+            for number, prompt in enumerate(prompts):
+                _answers(engine, [(prompt, number)], 32)
+
+        every = list(range(_ADAPTERS))
+        ways: dict[str, Any] = {
+            "many": apart if as_baseline else functools.partial(together, every),
+            "one": functools.partial(together, [0] * _ADAPTERS),
+            "apart": apart,
+        }
+        times = interleave(ways, self.rounds, warmup=2, seed=context.seed).seconds
+        return {
+            "batch_of_16": Paired(method=times["many"], baseline=times["one"]),
+            "over_separate": Paired(method=times["many"], baseline=times["apart"]),
+        }
+
+
+def _method(name: str) -> Any:
+    return table("peft").build({"name": name, **_METHODS[name][0]})
+
+
+def _step_bytes(model: Transformer, trained: list[nn.Parameter]) -> int:
+    """Bytes of gradients and of the optimizer's state after a step, really made."""
+    import torch
+
+    optimizer = torch.optim.AdamW(trained, lr=0.0)
+    x = torch.zeros(1, 8, dtype=torch.int64)
+    torch.autograd.backward(model.loss_sum(x, x))
+    optimizer.step()
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    moments = sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    return gradients + moments
+
+
+def _linear_bytes(model: Transformer) -> int:
+    """Bytes of the base's matrices in the blocks."""
+    from shoal.train.peft.run.nf4 import NF4Linear
+    from shoal.train.peft.run.sites import Adapted, all_sites
+
+    total = 0
+    for owner in dict.fromkeys(site.owner for site in all_sites(model)):
+        module = model.get_submodule(owner)
+        base = module.base if isinstance(module, Adapted) else module
+        total += base.nbytes if isinstance(base, NF4Linear) else base.weight.nbytes  # type: ignore[union-attr,operator]
+    return total
+
+
+def _data(context: Context) -> dict[str, np.ndarray]:
+    """Documentation of installed packages, and Python source of the standard library, in bytes."""
+    site = Path(sysconfig.get_paths()["purelib"])
+    names = sorted([*site.rglob("*.md"), *site.rglob("*.rst"), *site.rglob("METADATA")])
+    prose = b"\n".join(path.read_bytes()[:60_000] for path in names if path.stat().st_size > 400)
+    source = Path(sysconfig.get_paths()["stdlib"])
+    modules = [path for path in sorted(source.glob("*.py")) if path.stat().st_size > 4000]
+    cut = len(modules) * 9 // 10
+    code = b"\n".join(path.read_bytes()[:60_000] for path in modules[:cut])
+    held = [b"\n".join(p.read_bytes()[:60_000] for p in modules[cut + n :: 2]) for n in (0, 1)]
+    texts = {"prose": prose, "code": code, "choose": held[0], "test": held[1]}
+    return {name: np.frombuffer(text, dtype=np.uint8) for name, text in texts.items()}
+
+
+def _engine(model: Transformer, places: list[Path]) -> Any:
+    from shoal.ir import ServeJob
+    from shoal.serve.build import engine_of, prepare
+
+    job = ServeJob(
+        model="tiny",
+        precision="fp32",
+        threads=1,
+        kv_tokens=8192,
+        adapters={str(number): str(place) for number, place in enumerate(places)},
+    )
+    return engine_of(job, prepare(job, copy.deepcopy(model)))[0]
+
+
+def _answers(engine: Any, asked: list[tuple[list[int], int]], tokens: int) -> list[list[int]]:
+    """New tokens of (prompt, number of its adapter or -1) each, all at once."""
+    from shoal.ir import Request, SamplingParams
+
+    requests = [
+        Request(
+            f"r{place}",
+            list(prompt),
+            len(prompt),
+            SamplingParams(max_tokens=tokens),
+            adapter=None if number < 0 else str(number),
+        )
+        for place, (prompt, number) in enumerate(asked)
+    ]
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    return [request.tokens[request.n_prompt :] for request in requests]
+
+
+def _library_step(theirs: bool, seed: int) -> Any:
+    """A training step of a Llama of the transformers library with LoRA on all its layers."""
+    import peft
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    torch.manual_seed(seed)
+    model: Any = transformers.LlamaForCausalLM(config)
+    if theirs:
+        own = peft.LoraConfig(
+            r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        model = peft.get_peft_model(model, own)
+    else:
+        table("peft").build({"name": "lora", "r": 8, "targets": _EVERY}).inject(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    x = torch.randint(0, 512, (4, 128))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(model(input_ids=x, labels=x).loss)
+        optimizer.step()
+
+    return step
