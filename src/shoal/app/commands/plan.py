@@ -13,6 +13,7 @@ from shoal.app.commands.plan_context import context
 from shoal.app.commands.plan_gemm import gemm
 from shoal.app.commands.plan_longctx import longctx
 from shoal.app.commands.plan_paths import paths
+from shoal.app.commands.plan_peft import peft
 from shoal.app.commands.plan_routes import routes
 from shoal.app.commands.plan_scaling import scaling
 from shoal.app.commands.plan_schedule import schedule
@@ -58,6 +59,9 @@ def train(
         Objective | None, typer.Option(help="What the best plan saves: time, cost or energy.")
     ] = None,
     planner: Annotated[str, typer.Option(help="search, rules, megatron or galvatron.")] = "search",
+    finetune: Annotated[
+        str | None, typer.Option(help="Fine-tune by this method; auto takes the best that fits.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
     top: Annotated[int, typer.Option(help="Plans to show.")] = 5,
     fit: Annotated[
@@ -99,6 +103,8 @@ def train(
         shoal plan train Llama-3-70B -m 8xRTX-4090 --fit
 
         shoal plan train Llama-3-8B -m 16xH100 --tokens 20B --emit torchtitan
+
+        shoal plan train Llama-3-8B -m 1xH100 --tokens 20M --finetune auto
     """
     from shoal.app.show import as_json
     from shoal.core.config import resolve
@@ -107,6 +113,7 @@ def train(
     from shoal.cost.shapes import resolve as shape_of
     from shoal.ir import TrainJob
     from shoal.machine.described import load
+    from shoal.plan.peft import advise
     from shoal.plan.picture import page
     from shoal.plan.strategy import PLANNERS
     from shoal.plan.strategy.options import split_options
@@ -120,6 +127,7 @@ def train(
         "global_batch": global_batch,
         "precision": precision,
         "objective": objective and objective.value,
+        "finetune": None if finetune == "auto" else finetune,
     }
     target = load(machine)
     if file is None and target.device.kind == "gpu":
@@ -128,7 +136,12 @@ def train(
         flags["global_batch"] = global_batch or max(128, target.num_devices)
     options, sets = split_options(set_ or [])
     job = resolve(TrainJob, file=file, flags=flags, sets=sets).value
+    if finetune == "auto":
+        best = advise(job, target)[0]
+        job = job.model_copy(update={"finetune": best.method})
+        typer.echo(f"finetune: {best.method} ({best.reason})", err=True)
     plans = PLANNERS.build({"name": planner, **options}, where="--planner").plan(job, target)
+    plans = [plan for plan in plans if _tunable(plan)]
     if not plans:
         raise PlanError(f"{model} on {machine}: no legal plan")
     if out is not None:
@@ -175,6 +188,18 @@ class Written(StrEnum):
     text = "text"
     json = "json"
     yaml = "yaml"
+
+
+def _tunable(plan: Plan) -> bool:
+    """Whether a plan that fine-tunes leaves the model whole on every rank."""
+    from shoal.core.errors import PlanError
+    from shoal.train.peft.job import check_finetune
+
+    try:
+        check_finetune(plan.job)
+    except PlanError:
+        return False
+    return True
 
 
 @app.command("serve")
@@ -418,6 +443,7 @@ def show_plans(plans: Sequence[Plan]) -> None:
 # The order of the help.
 app.command("scaling")(scaling)
 app.command("schedule")(schedule)
+app.command("peft")(peft)
 app.command("t3")(t3)
 app.command("routes")(routes)
 app.command("context")(context)

@@ -1,4 +1,4 @@
-"""[66] PEFT: do a few percent of the parameters learn what all of them learn, for less of everything?
+"""[66] PEFT: do a few percent of the parameters learn what all of them learn, for less?
 
 Source: Han et al., Parameter-Efficient Fine-Tuning for Large Models: A Comprehensive Survey, 2024.
 
@@ -381,7 +381,7 @@ class PeftClaim:
             both = torch.from_numpy(rows)
             total = model.loss_sum(both[:, :-1], both[:, 1:]).item()
         model.train(was)
-        return total / (rows.shape[0] * self.length)
+        return float(total) / (rows.shape[0] * self.length)
 
     # ------------------------------------------------------------------ what is timed
 
@@ -454,6 +454,8 @@ def _step_bytes(model: Transformer, trained: list[nn.Parameter]) -> int:
 
 def _linear_bytes(model: Transformer) -> int:
     """Bytes of the base's matrices in the blocks."""
+    import torch
+
     from shoal.train.peft.run.nf4 import NF4Linear
     from shoal.train.peft.run.sites import Adapted, all_sites
 
@@ -461,7 +463,11 @@ def _linear_bytes(model: Transformer) -> int:
     for owner in dict.fromkeys(site.owner for site in all_sites(model)):
         module = model.get_submodule(owner)
         base = module.base if isinstance(module, Adapted) else module
-        total += base.nbytes if isinstance(base, NF4Linear) else base.weight.nbytes  # type: ignore[union-attr,operator]
+        if isinstance(base, NF4Linear):
+            total += base.nbytes
+        else:
+            assert isinstance(base.weight, torch.Tensor)
+            total += base.weight.nbytes
     return total
 
 

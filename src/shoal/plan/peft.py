@@ -1,0 +1,144 @@
+"""Which fine-tuning method fits: ranked, with what each trains, needs and costs, and why.
+
+Parameters follow from the shape and the method's options; bytes are those of the training estimate,
+with what a method changes in them: gradients and moments of what is trained alone, a base in four
+bits, activations that are not kept. The order among those that fit is the survey's and our own
+claim's: methods of low rank first, what stays beside the model later, what learns slowly last.
+
+Source: Han et al., Parameter-Efficient Fine-Tuning for Large Models: A Comprehensive Survey, 2024,
+sections 3 and 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import Choice, table
+from shoal.cost.arithmetic import parameters
+from shoal.cost.shapes import resolve
+from shoal.cost.training import Pricer
+from shoal.ir import Machine, TrainJob, Work
+
+__all__ = ["Advice", "advise"]
+
+# Methods whose adapters are served beside others in one batch.
+_TOGETHER = ("lora", "rslora", "lora_fa", "dylora", "adalora", "vera")
+
+# From what is tried first to what is tried last.
+_ORDER = (
+    "lora", "dora", "adalora", "rslora", "qlora", "loftq", "lora_fa", "dylora", "parallel_adapter",
+    "mam", "unipelt", "adapter", "krona", "compacter", "adapter_drop", "ssf", "vera", "bitfit",
+    "ladder", "fishmask", "pafi", "prefix", "ia3", "prompt", "diff_pruning", "mezo",
+)  # fmt: skip
+
+# Bytes of a weight of the blocks, where the base is not kept in fp32.
+_WEIGHT_BYTES = {"qlora": 4.13 / 8, "loftq": 4.13 / 8}
+
+# Share of the activations that is kept, where it is not all of them. What a low-rank layer with a
+# frozen first matrix does not keep are the inputs of the linear layers, about a third.
+_KEPT = {"lora_fa": 0.67, "ladder": 0.1, "mezo": 0.0}
+
+# Operations of a forward pass that are added at serving time, per trained parameter and token.
+_PER_PARAMETER = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A method and what it would take.
+
+    Args:
+        method: its name and options.
+        trained: parameters.
+        share: of all parameters.
+        memory_bytes: of a rank, by cause.
+        added_share: operations of a token that it adds at serving time, as a share; 0 when merged.
+        fits: it keeps to the budget and to what was asked for.
+        reason: why it is where it is in the list.
+    """
+
+    method: Choice
+    trained: float
+    share: float
+    memory_bytes: dict[str, float]
+    added_share: float
+    fits: bool
+    reason: str
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes of a rank."""
+        return sum(self.memory_bytes.values())
+
+
+def advise(
+    job: TrainJob,
+    machine: Machine,
+    *,
+    budget_bytes: float | None = None,
+    must_merge: bool = False,
+    tenants: int = 1,
+) -> list[Advice]:
+    """All methods for a job, best first.
+
+    Args:
+        job: model, batch and optimizer; its own ``finetune`` is not looked at.
+        machine: where it will run.
+        budget_bytes: of one device; that of the machine if not given.
+        must_merge: what is served must cost no more than the model.
+        tenants: adapters that will be served on one base.
+
+    Raises:
+        PlanError: the job splits the model.
+    """
+    require(tenants >= 1, "tenants", tenants, expected="1 or more", error=PlanError)
+    shape = resolve(job.model)
+    budget = budget_bytes or machine.device.main_memory.capacity_bytes
+    every = float(parameters(shape))
+    pricer = Pricer(machine)
+    found: list[Advice] = []
+    for name in table("peft"):
+        part: Any = table("peft").build(name)
+        trained = float(part.parameters(shape))
+        tuned = job.model_copy(
+            update={"finetune": Choice(name=name), "microbatch": job.microbatch or 1}
+        )
+        memory = pricer.memory(Work(shape=shape, job=tuned))
+        memory["weights"] *= _WEIGHT_BYTES.get(name, 4.0) / 4.0
+        memory["activations"] *= _KEPT.get(name, 1.0)
+        merged = part.mergeable and tenants == 1
+        added = 0.0 if merged else _PER_PARAMETER * trained / (2.0 * every)
+        reasons = []
+        if sum(memory.values()) > budget:
+            reasons.append(f"needs {sum(memory.values()) / 2**30:.1f} GiB")
+        if must_merge and not part.mergeable:
+            reasons.append("cannot be merged")
+        if tenants > 1 and name not in _TOGETHER:
+            reasons.append(f"{tenants} of them are not served on one base")
+        found.append(
+            Advice(
+                method=Choice(name=name),
+                trained=trained,
+                share=trained / every,
+                memory_bytes=memory,
+                added_share=added,
+                fits=not reasons,
+                reason="; ".join(reasons) or _why(name, merged, tenants),
+            )
+        )
+    place = {name: number for number, name in enumerate(_ORDER)}
+    return sorted(found, key=lambda one: (not one.fits, place.get(one.method.name, len(place))))
+
+
+def _why(name: str, merged: bool, tenants: int) -> str:
+    """What speaks for a method that fits."""
+    if name in _WEIGHT_BYTES:
+        return "the base takes a quarter of bf16"
+    if name == "mezo":
+        return "no gradients at all, and thousands of steps"
+    if name in _KEPT:
+        return "keeps fewer activations"
+    if tenants > 1:
+        return "many are served in one batch"
+    return "merges to no cost" if merged else "stays beside the model"

@@ -1,0 +1,65 @@
+"""The advice on fine-tuning follows what is asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.core.errors import PlanError
+from shoal.core.parts import Choice
+from shoal.cost.shapes import resolve
+from shoal.cost.training import estimate
+from shoal.ir import Machine, TrainJob, Work
+from shoal.machine.described import load
+from shoal.plan.peft import advise
+from shoal.train.peft import PEFTS
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return load("1xH100")
+
+
+def job(**changes: object) -> TrainJob:
+    return TrainJob.model_validate(
+        {"model": "Llama-3-8B", "steps": 10, "seq_len": 512, "global_batch": 4, **changes}
+    )
+
+
+def test_every_method_is_judged_and_those_that_fit_come_first(machine: Machine) -> None:
+    found = advise(job(), machine)
+    assert {one.method.name for one in found} == set(PEFTS)
+    fits = [one.fits for one in found]
+    assert fits == sorted(fits, reverse=True)
+    assert all(one.reason for one in found)
+    by_name = {one.method.name: one for one in found}
+    # Llama 3 8B: q 4096 x 4096 and v 1024 x 4096 in 32 layers.
+    assert by_name["lora"].trained == 8 * (4096 + 4096 + 1024 + 4096) * 32
+    assert by_name["lora"].memory_bytes["gradients"] == pytest.approx(4 * by_name["lora"].trained)
+    assert by_name["qlora"].peak_bytes < 0.5 * by_name["lora"].peak_bytes
+    assert by_name["mezo"].memory_bytes["gradients"] == 0
+
+
+def test_budget_merging_and_tenants(machine: Machine) -> None:
+    tight = advise(job(), machine, budget_bytes=16 * 2**30)
+    assert tight[0].method.name in ("qlora", "loftq")
+    assert "GiB" in next(one for one in tight if one.method.name == "lora").reason
+    merged = {one.method.name for one in advise(job(), machine, must_merge=True) if one.fits}
+    assert "lora" in merged and not merged & {"adapter", "prefix", "ladder"}
+    many = [one for one in advise(job(), machine, tenants=16) if one.fits]
+    assert {one.method.name for one in many} <= {
+        "lora", "rslora", "lora_fa", "dylora", "adalora", "vera",
+    }  # fmt: skip
+    assert all(one.added_share > 0 for one in many)
+    with pytest.raises(PlanError, match="tenants"):
+        advise(job(), machine, tenants=0)
+
+
+def test_the_estimate_feels_the_method(machine: Machine) -> None:
+    shape = resolve("Llama-3-8B")
+
+    def of(**changes: object) -> object:
+        return estimate(Work(shape=shape, job=job(microbatch=1, **changes)), machine)
+
+    whole, tuned = of(), of(finetune=Choice(name="lora"))
+    assert tuned.memory_bytes["optimizer"] < 0.01 * whole.memory_bytes["optimizer"]
+    assert tuned.step_s.value < whole.step_s.value

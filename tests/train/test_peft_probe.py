@@ -1,0 +1,39 @@
+"""Short trainings say which method learns; the search halves its candidates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from shoal.core.errors import ModelError  # noqa: E402
+from shoal.core.parts import Choice  # noqa: E402
+from shoal.corpora.tokenizer import train  # noqa: E402
+from shoal.model import huggingface  # noqa: E402
+from shoal.train.peft.probe import candidates, probe, search  # noqa: E402
+from shoal.train.zoo import random  # noqa: E402
+
+
+@pytest.mark.slow
+def test_probe_and_search(tmp_path: Path, corpus: Path) -> None:
+    place = tmp_path / "model"
+    huggingface.write(place, random("shoal-0.3m"))
+    with pytest.raises(ModelError, match="tokenizer"):
+        probe(place, [Choice(name="lora")])
+    texts = [path.read_text(errors="ignore") for path in sorted(corpus.glob("*.py"))[:6]]
+    train(texts, 1024).save(str(place / "tokenizer.json"))
+    data = {"name": "text", "path": str(corpus), "pattern": "*.py"}
+    strong = Choice(name="lora", options={"r": 8, "targets": "*_proj"})
+    weak = Choice(name="ia3")
+    found = probe(place, [strong, weak], steps=20, seq_len=32, data=data)  # type: ignore[arg-type]
+    assert found["lora"] > found["ia3"]
+    best = search(place, [weak, strong], steps=10, seq_len=32, data=data)  # type: ignore[arg-type]
+    assert best == strong
+
+
+def test_candidates_are_where_which_and_how_large() -> None:
+    found = candidates()
+    assert len(found) == 4 * (3 + 3 + 1)
+    assert len({str(one) for one in found}) == len(found)
