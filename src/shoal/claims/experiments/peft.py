@@ -40,8 +40,8 @@ _ADAPTERS = 16
 
 # Method -> options and learning rates; the first three are the LoRA class that is judged.
 _METHODS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
-    "lora": ({"r": 4, "targets": _EVERY}, (5e-3, 1e-2)),
-    "dora": ({"r": 3, "targets": _EVERY}, (5e-3, 1e-2)),
+    "lora": ({"r": 4, "targets": _EVERY}, (1e-2, 1.5e-2)),
+    "dora": ({"r": 3, "targets": _EVERY}, (1e-2, 1.5e-2)),
     "adalora": ({"r": 4, "target": 3, "targets": _EVERY}, (1e-2, 2e-2)),
     "vera": ({"r": 128, "targets": _EVERY}, (2e-2,)),
     "ia3": ({}, (2e-2,)),
@@ -63,6 +63,7 @@ class PeftClaim:
         layers: its blocks.
         pretrain: steps on documentation.
         steps: of each tuning.
+        domain: bytes of source that it is tuned on: a few files that somebody has.
         batch: sequences of a step.
         length: bytes of a sequence.
         pairs: rounds of timed steps.
@@ -72,7 +73,8 @@ class PeftClaim:
     hidden: int = 192
     layers: int = 4
     pretrain: int = 900
-    steps: int = 150
+    steps: int = 200
+    domain: int = 48_000
     batch: int = 8
     length: int = 128
     pairs: int = 31
@@ -98,10 +100,31 @@ class PeftClaim:
         Metric.speedup("batch_of_16", 0.8, "16 requests for one adapter"),
         Metric.speedup("over_separate", 2.0, "16 calls, one after the other"),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="lora_class_gain",
+            tried="LoRA of rank 8 on queries and values, width 128, 3.4 MB of source, 150 steps",
+            value=0.487,
+        ),
+        Attempt(
+            metric="lora_class_gain",
+            tried="LoRA of rank 4 on all layers, width 128, 3.4 MB of source, 150 steps",
+            value=0.671,
+        ),
+        Attempt(
+            metric="lora_class_gain",
+            tried="a model of source, width 256, tuned on documentation, rank 6, 80 steps",
+            value=0.709,
+        ),
+        Attempt(
+            metric="lora_class_gain",
+            tried="100 kB of source, which full tuning begins to learn by heart, 200 steps",
+            value=0.798,
+        ),
+    )
 
     def __post_init__(self) -> None:
-        for name in ("pretrain", "steps", "batch", "length", "pairs", "rounds", "layers"):
+        for name in ("pretrain", "steps", "domain", "batch", "length", "pairs", "rounds", "layers"):
             value = getattr(self, name)
             require(value >= 1, f"claim.peft.{name}", value, expected="1 or more")
         require(
@@ -313,7 +336,7 @@ class PeftClaim:
         else:
             handle = table("peft").build({"name": name, **options}).inject(model, seed=context.seed)
             trained = list(handle.trainable().values())
-        self._train(context, model, trained, data["code"], self.steps, lr, handle)
+        self._train(context, model, trained, data["code"][: self.domain], self.steps, lr, handle)
         return self._loss(model, data["choose"]), self._loss(model, data["test"])
 
     def _train(
@@ -379,9 +402,10 @@ class PeftClaim:
         rows = rows.reshape(-1, self.length + 1)[:128].astype(np.int64)
         with torch.no_grad():
             both = torch.from_numpy(rows)
-            total = model.loss_sum(both[:, :-1], both[:, 1:]).item()
+            total = float(model.loss_sum(both[:, :-1], both[:, 1:]))
         model.train(was)
-        return float(total) / (rows.shape[0] * self.length)
+        share: float = total / (rows.shape[0] * self.length)
+        return share
 
     # ------------------------------------------------------------------ what is timed
 
