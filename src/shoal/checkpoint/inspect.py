@@ -33,6 +33,7 @@ __all__ = [
     "Row",
     "Verification",
     "convert",
+    "export_newest",
     "find",
     "listing",
     "verify",
@@ -303,6 +304,25 @@ def convert(
         out.rmdir()  # it is empty, and the writer wants to create it
     huggingface.write(out, model, tokenizer or place.tokenizer)
     return out
+
+
+def export_newest(where: Path | str, out: Path, *, tokenizer: Path | None = None) -> None:
+    """Write the model of the newest checkpoint of a store, wherever it lies, for Hugging Face.
+
+    Args:
+        where: directory or address of the store.
+        out: directory to create.
+        tokenizer: ``tokenizer.json`` to put beside the model.
+
+    Raises:
+        CheckpointError: the store is empty, or its newest is damaged.
+    """
+    from shoal.model import huggingface
+
+    saved = Store(where).latest()
+    if saved is None:
+        raise CheckpointError(f"{where}: holds no checkpoint to export")
+    huggingface.write(out, load_model(saved), tokenizer)
 
 
 def load_model(saved: Saved) -> Transformer:

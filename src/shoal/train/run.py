@@ -283,7 +283,7 @@ def prepare_run(
 
 def conclude(plan: Plan, directory: RunDir) -> Report:
     """Export the trained model, write the report and add it to the score."""
-    from shoal.checkpoint.inspect import convert
+    from shoal.checkpoint.inspect import export_newest
     from shoal.corpora.tokens import open_tokens
 
     report = make_report(plan, directory)
@@ -292,11 +292,8 @@ def conclude(plan: Plan, directory: RunDir) -> Report:
         if plan.job.finetune is not None:
             export(plan.job, directory, directory.tokenizer)
         else:
-            convert(
-                directory.saved_in(plan.job),
-                directory.export,
-                to="huggingface",
-                tokenizer=directory.tokenizer,
+            export_newest(
+                directory.saved_in(plan.job), directory.export, tokenizer=directory.tokenizer
             )
     if "bits_per_byte" in report.measured:
         tokens = open_tokens(Path(json.loads(directory.tokens.read_text())["path"]))

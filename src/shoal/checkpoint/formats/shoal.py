@@ -31,7 +31,7 @@ class ShoalContents:
 
     def __init__(self, saved: Saved) -> None:
         self._saved = saved
-        self.path = saved.path
+        self.path = Path(saved.path)
         self.step = saved.step
         self.names = saved.names
         self.shape = saved.shape
