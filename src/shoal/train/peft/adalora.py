@@ -37,7 +37,7 @@ class AdaLora(SiteMethod):
         beta1: of the moving average of the importance.
         beta2: of the moving average of its spread.
         orthogonal: factor of the penalty that keeps P and Q orthogonal.
-        targets: linear layers that it changes: patterns of names joined by ``|``.
+        targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
     r: int = 12

@@ -26,7 +26,7 @@ class Adapter(BranchMethod):
 
     Args:
         bottleneck: width of the bottleneck.
-        targets: branches that get one: patterns of names joined by ``|``.
+        targets: branches that get one: patterns of names joined by a bar.
     """
 
     bottleneck: int = 16

@@ -28,7 +28,7 @@ EVERY = "*.q_proj|*.k_proj|*.v_proj|*.o_proj|*.gate_proj|*.up_proj|*.down_proj"
 
 
 def matches(name: str, targets: str) -> bool:
-    """Whether a name fits one of the patterns joined by ``|``; a bare leaf fits at any depth."""
+    """Whether a name fits one of the patterns joined by a bar; a bare leaf fits at any depth."""
     return any(
         fnmatch.fnmatchcase(name, word) or name.endswith(f".{word}")
         for word in (piece.strip() for piece in targets.split("|"))
@@ -54,7 +54,7 @@ class SiteMethod:
     """Base of the methods that put a small part beside each of some linear layers.
 
     Args:
-        targets: linear layers that it changes: patterns of names joined by ``|``.
+        targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
     name: ClassVar[str]

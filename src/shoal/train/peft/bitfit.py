@@ -25,7 +25,7 @@ class BitFit(SiteMethod):
 
     Args:
         add: layers without a bias get one of zeros; else they stand still.
-        targets: linear layers that it changes: patterns of names joined by ``|``.
+        targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
     add: bool = True

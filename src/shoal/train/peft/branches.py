@@ -24,7 +24,7 @@ class BranchMethod:
     """Base of the methods that put a module on or beside a branch.
 
     Args:
-        targets: branches that get one: patterns of names joined by ``|``.
+        targets: branches that get one: patterns of names joined by a bar.
     """
 
     name: ClassVar[str]

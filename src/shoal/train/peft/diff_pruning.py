@@ -32,7 +32,7 @@ class DiffPruning(SiteMethod):
         structured: a second gate for each matrix, so that whole matrices can close.
         share: of the entries of a matrix that are left.
         fix: share of the steps after which the entries are fixed.
-        targets: linear layers that it changes: patterns of names joined by ``|``.
+        targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
     penalty: float = 0.05

@@ -29,7 +29,7 @@ class FishMask(SiteMethod):
     Args:
         share: of the entries of a matrix that are trained.
         batches: steps' batches that are looked at before the first step.
-        targets: linear layers that it changes: patterns of names joined by ``|``.
+        targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
     share: float = 0.01

@@ -24,7 +24,7 @@ class IA3(SiteMethod):
     """A trained factor for each key, value and hidden unit: a few thousandths of a percent.
 
     Args:
-        targets: linear layers that it changes: patterns of names joined by ``|``.
+        targets: linear layers that it changes: patterns of names joined by a bar.
         inputs: those of them whose inputs are scaled, and not their outputs.
     """
 

@@ -32,7 +32,7 @@ class KronA(SiteMethod):
 
     Args:
         scale: of the product.
-        targets: linear layers that it changes: patterns of names joined by ``|``.
+        targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
     scale: float = 1.0

@@ -26,7 +26,7 @@ class Lora(SiteMethod):
         r: rank of the change.
         alpha: the change is multiplied by alpha / r.
         dropout: share of the inputs of A that is dropped in training.
-        targets: linear layers that it changes: patterns of names joined by ``|``.
+        targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
     r: int = 8

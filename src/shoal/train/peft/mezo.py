@@ -31,7 +31,7 @@ class MeZO:
     Args:
         eps: how far the weights go to each side.
         keep_base: keep a copy of the base, so that the method can be removed.
-        targets: parameters that are trained: patterns of the model's own names joined by ``|``.
+        targets: parameters that are trained: patterns of the model's own names joined by a bar.
     """
 
     eps: float = 1e-3

@@ -25,7 +25,7 @@ class PaFi(SiteMethod):
 
     Args:
         share: of the entries of a matrix that are trained.
-        targets: linear layers that it changes: patterns of names joined by ``|``.
+        targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
     share: float = 0.01

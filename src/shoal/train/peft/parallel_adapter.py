@@ -28,7 +28,7 @@ class ParallelAdapter(BranchMethod):
     Args:
         bottleneck: width of the bottleneck.
         scale: of what is added.
-        targets: branches that get one: patterns of names joined by ``|``.
+        targets: branches that get one: patterns of names joined by a bar.
     """
 
     bottleneck: int = 32

@@ -24,7 +24,7 @@ class SSF(SiteMethod):
     Differs: linear layers alone; the shift of a norm without a bias could not be merged.
 
     Args:
-        targets: linear layers that it changes: patterns of names joined by ``|``.
+        targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
     targets: str = EVERY

@@ -34,7 +34,7 @@ class UniPelt(PromptMethod):
         alpha: LoRA's change is multiplied by alpha / r.
         tokens: length of the prefix.
         bottleneck: width of the adapters, which are after the feed-forward.
-        targets: linear layers that LoRA changes: patterns of names joined by ``|``.
+        targets: linear layers that LoRA changes: patterns of names joined by a bar.
     """
 
     r: int = 4

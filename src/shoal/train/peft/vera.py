@@ -26,7 +26,7 @@ class Vera(SiteMethod):
         r: rank of the drawn pair; far above LoRA's, for it is not trained.
         initial: what d begins with; b begins with 0.
         dropout: share of the inputs of A that is dropped in training.
-        targets: linear layers that it changes: patterns of names joined by ``|``.
+        targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
     r: int = 64
