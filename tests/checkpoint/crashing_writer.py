@@ -23,7 +23,7 @@ import torch
 from shoal.checkpoint.store import Store
 
 KEEP = 2
-CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+CALLS = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -60,8 +60,9 @@ def die_at(number: int) -> None:
             nonlocal count
             count += 1
             if count == number:
-                if name == "write":
-                    real(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                if name in ("write", "pwrite"):
+                    fd, data, *at = arguments
+                    real(fd, data[: len(data) // 2], *at)
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*arguments, **options)
 

@@ -139,9 +139,9 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.save(5, tensors(), META)
-    rewrite(tmp_path / "step-00000005" / INDEX_NAME, lambda t: t.update(version=3, extra=1))
+    rewrite(tmp_path / "step-00000005" / INDEX_NAME, lambda t: t.update(version=4, extra=1))
     with pytest.raises(
-        CheckpointError, match=r"version 3 of the format.*install a newer"
+        CheckpointError, match=r"version 4 of the format.*install a newer"
     ) as caught:
         store.latest(on_corrupt=lambda _: None)
     assert not isinstance(caught.value, CorruptError)

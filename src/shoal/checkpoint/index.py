@@ -4,7 +4,7 @@
 vouches for every other byte is itself vouched for::
 
     {"sha256": "<64 hex digits>",
-     "format": "shoal-checkpoint", "version": 1, ...}
+     "format": "shoal-checkpoint", "version": 3, ...}
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
+from shoal.checkpoint.checksum import crc32c
 from shoal.core.boxes import Box, uncovered
 from shoal.core.config import Value
 from shoal.core.errors import CheckpointError, CorruptError
 from shoal.core.safetensors_header import ITEM_BYTES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shoal.checkpoint.storage import Folder
 
 __all__ = [
     "FORMAT_VERSION",
@@ -36,8 +41,8 @@ __all__ = [
     "read_index",
 ]
 
-# Version 2 adds the key of a piece; what has none is written as version 1.
-FORMAT_VERSION = 2
+# Version 2 added the key of a piece; version 3 has CRC32C for SHA-256 of pieces.
+FORMAT_VERSION = 3
 INDEX_NAME = "index.json"
 MAX_INDEX_BYTES = 2**30
 
@@ -79,7 +84,8 @@ class StoredPiece(Value):
         offset: where the box begins in the whole tensor.
         shape: size of the box.
         bytes: its size.
-        sha256: checksum of its bytes.
+        crc32c: checksum of its bytes.
+        sha256: checksum of its bytes in versions 1 and 2, which have no CRC32C.
         key: its name in the file, if that is not the tensor's: a rank may write several pieces
             of one tensor.
     """
@@ -88,8 +94,20 @@ class StoredPiece(Value):
     offset: tuple[NonNegativeInt, ...]
     shape: tuple[NonNegativeInt, ...]
     bytes: NonNegativeInt
-    sha256: Digest
+    crc32c: int | None = Field(default=None, ge=0, lt=2**32)
+    sha256: Digest | None = None
     key: str | None = None
+
+    def holds(self, data: np.ndarray) -> bool:
+        """Whether these are the bytes that were written."""
+        if self.crc32c is not None:
+            return crc32c(data) == self.crc32c
+        return hashlib.sha256(data.data).hexdigest() == self.sha256
+
+    @property
+    def checksum(self) -> str:
+        """What the bytes are compared by."""
+        return "CRC32C" if self.crc32c is not None else "SHA-256"
 
     @property
     def box(self) -> Box:
@@ -149,7 +167,7 @@ class Index(Value):
     """
 
     format: Literal["shoal-checkpoint"] = "shoal-checkpoint"
-    version: Literal[1, 2] = 1
+    version: Literal[1, 2, 3] = 3
     step: NonNegativeInt
     world: PositiveInt
     meta: dict[str, Any]
@@ -162,8 +180,9 @@ class Index(Value):
         table = self.model_dump()
         for tensor in table["tensors"].values():
             for piece in tensor["pieces"]:
-                if piece["key"] is None:
-                    del piece["key"]
+                for key in ("crc32c", "sha256", "key"):
+                    if piece[key] is None:
+                        del piece[key]
         text = json.dumps(table, ensure_ascii=True, allow_nan=False)
         body = text.encode()[1:]
         return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
@@ -182,6 +201,8 @@ class Index(Value):
             for piece in tensor.pieces:
                 if piece.file not in self.files:
                     return f"tensor {name!r} lies in {piece.file}, which the index does not list"
+                if (piece.crc32c is None) == (piece.sha256 is None):
+                    return f"tensor {name!r}: a piece in {piece.file} needs one checksum"
                 if not piece.box.inside(tensor.shape):
                     return (
                         f"tensor {name!r}: the piece {piece.box} of {piece.file} is no box "
@@ -216,9 +237,7 @@ def merge(step: int, meta: dict[str, Any], ranks: list[RankIndex]) -> Index:
                     f"{list(part.global_shape)}, an earlier rank {known.dtype} "
                     f"{list(known.shape)}; all ranks must name the same whole tensor"
                 )
-    keyed = any(piece.key is not None for found in pieces.values() for piece in found)
     index = Index(
-        version=2 if keyed else 1,
         step=step,
         world=len(ranks),
         meta=meta,
@@ -235,17 +254,19 @@ def merge(step: int, meta: dict[str, Any], ranks: list[RankIndex]) -> Index:
     return index
 
 
-def read_index(path: Path) -> Index:
+def read_index(folder: Folder) -> Index:
     """Read and check ``index.json``.
 
     Raises:
         CheckpointError: it is missing, or of a newer version of the format.
         CorruptError: its bytes are not those that were written.
     """
+    path = folder.where(INDEX_NAME)
     try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
+        size = folder.size(INDEX_NAME)
+        if size > MAX_INDEX_BYTES:
             raise CorruptError(f"{path}: larger than {MAX_INDEX_BYTES} bytes; that is no index")
-        raw = path.read_bytes()
+        raw = folder.read(INDEX_NAME, 0, size).tobytes()
     except FileNotFoundError as cause:
         raise CorruptError(f"{path}: missing; this is no complete checkpoint") from cause
     except OSError as cause:

@@ -179,7 +179,7 @@ def verify(path: Path) -> Verification:
         except ShoalError as cause:
             problems.append(str(cause))
     else:
-        checked = "SHA-256 of every tensor, header and index"
+        checked = "the checksums of every tensor, header and index"
         store = Store(place.path)
         folders = [store.folder(step) for step in place.steps] or [place.path]
         for folder in folders:

@@ -1,28 +1,20 @@
-"""Pieces of tensors, and writing them as one safetensors file, hashed on the way.
-
-Nothing is copied that is contiguous in host memory already: each piece is hashed
-and written straight out of the tensor.
-"""
+"""Pieces: the boxes of tensors that a rank holds and writes."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.checkpoint.index import Part, RankIndex, StoredFile, StoredPiece, file_name
-from shoal.core.boxes import Box
+from shoal.core.boxes import Box, flat_boxes
 from shoal.core.errors import CheckpointError, require
-from shoal.core.safetensors_header import ITEM_BYTES, encode_header
+from shoal.core.safetensors_header import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TORCH_NAMES", "Chosen", "Given", "Piece", "write_pieces"]
+__all__ = ["TORCH_NAMES", "Chosen", "Given", "Piece", "as_pieces", "payload_bytes"]
 
 # safetensors' names of the dtypes -> torch's.
 TORCH_NAMES: dict[str, str] = {
@@ -40,8 +32,6 @@ TORCH_NAMES: dict[str, str] = {
     "F64": "float64",
 }
 
-# Linux writes at most this much in one call.
-_CHUNK_BYTES = 2**30
 # Every file of a checkpoint takes whole blocks of the disk.
 _FILES_BYTES = 4 * 4096
 
@@ -64,6 +54,26 @@ class Piece:
     def whole(cls, tensor: torch.Tensor) -> Piece:
         """A tensor that one rank holds completely."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+    @classmethod
+    def flat(
+        cls, tensor: torch.Tensor, global_shape: tuple[int, ...], start: int
+    ) -> tuple[Piece, ...]:
+        """What a flat buffer holds of a tensor: elements from ``start`` on, counted row by row.
+
+        Args:
+            tensor: the elements, of one dimension.
+            global_shape: shape of the whole tensor.
+            start: number of the first.
+        """
+        size = tensor.numel()
+        found: list[Piece] = []
+        at = 0
+        for box in flat_boxes(tuple(global_shape), start, start + size):
+            part = tensor[at : at + box.volume].view(box.shape)
+            found.append(cls(part, tuple(global_shape), box.offset))
+            at += box.volume
+        return tuple(found)
 
     @property
     def box(self) -> Box:
@@ -174,59 +184,8 @@ def _check(name: str, piece: Piece, names: Mapping[torch.dtype, str]) -> None:
 
 
 def payload_bytes(pieces: Mapping[str, Chosen]) -> int:
-    """Bytes that :func:`write_pieces` needs, with a margin for headers and index."""
+    """Bytes that the files of a rank need, with a margin for headers and index."""
     return _FILES_BYTES + sum(
         math.prod(chosen.piece.tensor.shape) * ITEM_BYTES[chosen.dtype] + 1024 + 4 * len(key)
         for key, chosen in pieces.items()
     )
-
-
-def write_pieces(folder: Path, rank: int, pieces: Mapping[str, Chosen]) -> RankIndex:
-    """Write the file of one rank and flush it to the disk.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    header = encode_header({key: (c.dtype, c.piece.box.shape) for key, c in pieces.items()})
-    parts: list[Part] = []
-    size = len(header)
-    fd = os.open(folder / file_name(rank), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-    try:
-        _write_all(fd, memoryview(header))
-        for key, (name, piece, dtype) in pieces.items():
-            view = _bytes_of(piece.tensor)
-            stored_piece = StoredPiece(
-                file=file_name(rank),
-                offset=piece.box.offset,
-                shape=piece.box.shape,
-                bytes=len(view),
-                sha256=hashlib.sha256(view).hexdigest(),
-                key=None if key == name else key,
-            )
-            parts.append(
-                Part(
-                    name=name,
-                    dtype=dtype,
-                    global_shape=tuple(piece.global_shape),
-                    piece=stored_piece,
-                )
-            )
-            _write_all(fd, view)
-            size += len(view)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    stored = StoredFile(bytes=size, header_sha256=hashlib.sha256(header).hexdigest())
-    return RankIndex(rank=rank, file=stored, parts=parts)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def _write_all(fd: int, view: memoryview) -> None:
-    while len(view):
-        view = view[os.write(fd, view[:_CHUNK_BYTES]) :]

@@ -1,22 +1,22 @@
 """One saved checkpoint: any box of any tensor, checked against its checksum.
 
-Files are memory-mapped, so only what is asked for is read; a piece is hashed the
-first time any part of it is.
+Files are memory-mapped where they lie on this host, so only what is asked for is read; a piece
+is compared with its checksum the first time any part of it is.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.index import INDEX_NAME, StoredPiece, Tensor, read_index
 from shoal.checkpoint.pieces import TORCH_NAMES
+from shoal.checkpoint.storage import Folder, LocalFolder
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, CorruptError, nearest, require
-from shoal.core.safetensors_header import StoredTensor, read_header
+from shoal.core.safetensors_header import StoredTensor, read_header_from
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ class Saved:
     """A checkpoint that was opened; its index and headers are checked already.
 
     Args:
-        path: the directory of the step.
+        path: the directory of the step, on this host or wherever it lies.
         advise: says what to do about damage, such as which other step to use.
 
     Raises:
@@ -37,16 +37,16 @@ class Saved:
         CorruptError: index, a header or the size of a file is not what was written.
     """
 
-    def __init__(self, path: Path, *, advise: Callable[[], str] = lambda: "") -> None:
-        self.path = path
+    def __init__(self, path: Path | Folder, *, advise: Callable[[], str] = lambda: "") -> None:
+        self.folder: Folder = LocalFolder(path) if isinstance(path, Path) else path
+        self.path: Path | str = path if isinstance(path, Path) else self.folder.where()
         self._advise = advise
         self._places: dict[str, dict[str, StoredTensor]] = {}
-        self._maps: dict[str, np.ndarray] = {}
-        self._verified: set[tuple[str, str, str]] = set()
-        if not path.is_dir():
-            raise CheckpointError(f"{path}: no such checkpoint; give the directory of a step")
+        self._verified: set[tuple[str, str]] = set()
+        if not self.folder.exists():
+            raise CheckpointError(f"{self.path}: no such checkpoint; give the directory of a step")
         try:
-            self.index = read_index(path / INDEX_NAME)
+            self.index = read_index(self.folder)
         except CorruptError as cause:
             raise CorruptError(f"{cause}{self._advice()}") from cause
         held: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
@@ -203,9 +203,9 @@ class Saved:
     def _check_file(
         self, name: str, held: list[tuple[str, str, tuple[int, ...]]]
     ) -> dict[str, StoredTensor]:
-        path, stored = self.path / name, self.index.files[name]
+        path, stored = self.folder.where(name), self.index.files[name]
         try:
-            size = path.stat().st_size
+            size = self.folder.size(name)
         except FileNotFoundError as cause:
             raise CorruptError(f"{path}: missing{self._advice()}") from cause
         except OSError as cause:
@@ -215,7 +215,12 @@ class Saved:
                 f"{path}: {size} bytes where {stored.bytes} were written{self._advice()}"
             )
         try:
-            header = read_header(path, error=CorruptError)
+            header = read_header_from(
+                lambda start, stop: self.folder.read(name, start, stop).tobytes(),
+                size,
+                path,
+                error=CorruptError,
+            )
         except CorruptError as cause:
             raise CorruptError(f"{cause}{self._advice()}") from cause
         if hashlib.sha256(header.raw).hexdigest() != stored.header_sha256:
@@ -231,41 +236,26 @@ class Saved:
         return header.tensors
 
     def _bytes(self, name: str, piece: StoredPiece) -> np.ndarray:
-        import numpy as np
-
-        if piece.file not in self._maps:
-            # Copy-on-write: torch wants writable memory, and the file stays untouched.
-            self._maps[piece.file] = np.memmap(self.path / piece.file, dtype=np.uint8, mode="c")
         place = self._places[piece.file][piece.key or name]
-        return np.asarray(self._maps[piece.file][place.start : place.stop])
+        return self.folder.read(piece.file, place.start, place.stop)
 
     def _intact(self, name: str, piece: StoredPiece) -> bool:
-        key = (piece.key or name, piece.file, piece.sha256)
+        key = (piece.key or name, piece.file)
         if key not in self._verified:
-            if hashlib.sha256(self._bytes(name, piece).data).hexdigest() != piece.sha256:
+            if not piece.holds(self._bytes(name, piece)):
                 return False
             self._verified.add(key)
         return True
 
     def _describe(self, name: str, piece: StoredPiece) -> str:
         return (
-            f"tensor {name!r} in {self.path / piece.file}: its bytes are not those that were "
-            "written (SHA-256 differs)"
+            f"tensor {name!r} in {self.folder.where(piece.file)}: its bytes are not those that "
+            f"were written ({piece.checksum} differs)"
         )
 
     def _advice(self) -> str:
         advice = self._advise()
         return f"; {advice}" if advice else ""
-
-
-def drop_from_cache(path: Path) -> None:
-    """Ask the system to forget its copies of the files, so that reading asks the disk."""
-    for file in path.iterdir():
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 def differences(

@@ -1,34 +1,33 @@
-"""A directory of checkpoints that is never without a loadable one.
+"""A store of checkpoints that is never without a loadable one.
 
 Layout::
 
     root/step-00000100/rank-00000.safetensors ... index.json
 
-All ranks write into one hidden directory beside, whose name follows from the step.
-Rank 0 merges what they wrote into one index, flushes files and directory, and
-renames the directory: the rename is the commit. Whatever is left of an interrupted
-save is removed by the next one.
+All ranks write into one draft. Rank 0 merges what they wrote into one index, and one act of the
+storage commits it: a rename of the directory, or the index that is written last. Whatever is left
+of an interrupted save is removed by the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
-import os
-import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.index import INDEX_NAME, RankIndex, merge
-from shoal.checkpoint.pieces import Chosen, Given, Piece, as_pieces, payload_bytes, write_pieces
-from shoal.checkpoint.saved import Saved, drop_from_cache
+from shoal.checkpoint.image import image_of, straight, write_image
+from shoal.checkpoint.index import RankIndex, merge
+from shoal.checkpoint.pieces import Chosen, Given, Piece, as_pieces, payload_bytes
+from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.storage import LocalFolder, LocalStorage
 from shoal.core.config import parse
 from shoal.core.errors import CheckpointError, CorruptError, ShoalError, require
-from shoal.core.files import fsync_dir, write_atomic
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.storage import Draft, Folder, Storage
 
 __all__ = ["MODEL", "OPTIMIZER", "Piece", "Saved", "Store"]
 
@@ -36,39 +35,47 @@ __all__ = ["MODEL", "OPTIMIZER", "Piece", "Saved", "Store"]
 MODEL = "model."
 OPTIMIZER = "optimizer."
 
-_STEP = re.compile(r"^step-(\d{8,})$")
-# .tmp: being written or deleted. .old: replaced by a newer save of the same step.
-_HIDDEN = re.compile(r"^\.step-(\d{8,})\.(tmp|old)$")
-
-
 class Store:
     """The checkpoints of one run.
 
     Args:
-        root: their directory; created by the first save.
+        root: their directory, created by the first save; or an address such as
+            ``s3://bucket/run`` or ``memory://run``.
         keep: how many of the newest are kept, at least 1.
+
+    Attributes:
+        storage: the place itself.
     """
 
-    def __init__(self, root: Path, keep: int = 3) -> None:
+    def __init__(self, root: Path | str, keep: int = 3) -> None:
         require(keep >= 1, "checkpoint.keep", keep, expected="a number of at least 1")
+        self.storage: Storage = storage_of(root)
         self.root = Path(root)
         self.keep = keep
 
     def steps(self) -> tuple[int, ...]:
         """Saved steps, oldest first; none of them needs to be intact."""
-        return tuple(sorted(self._folders()))
+        return self.storage.steps()
 
     def folder(self, step: int) -> Path:
-        """The directory of a saved step.
+        """The directory of a saved step, of a store that lies on this host.
 
         Raises:
             CheckpointError: no such step; lists those that there are.
         """
-        found = self._folders()
+        return Path(self._folder(step).where())
+
+    def _folder(self, step: int) -> Folder:
+        found = self.steps()
         if step not in found:
-            there = ", ".join(map(str, sorted(found))) or "none"
-            raise CheckpointError(f"{self.root}: no checkpoint of step {step}; there are: {there}")
-        return found[step]
+            there = ", ".join(map(str, found)) or "none"
+            raise CheckpointError(f"{self.where}: no checkpoint of step {step}; there are: {there}")
+        return self.storage.folder(step)
+
+    @property
+    def where(self) -> str:
+        """What messages call it."""
+        return self.storage.where()
 
     def save(
         self,
@@ -114,7 +121,7 @@ class Store:
             error=CheckpointError,
         )
         wait = barrier or (lambda: None)
-        temporary, final = self._hidden(step, "tmp"), self._final(step)
+        draft = self.storage.draft(step)
         failures: list[ShoalError] = []
         needed = 0
         prepared = False
@@ -122,35 +129,35 @@ class Store:
         # A rank that fails still meets the others at the barriers, or they would hang there.
         with contextlib.ExitStack() as held:
             with self._noting(failures, step):
-                plain = _plain_meta(meta, step)
+                plain = plain_meta(meta, step)
                 chosen = as_pieces(pieces)
                 needed = payload_bytes(chosen) + len(json.dumps(plain))
                 if rank == 0:
-                    self.root.mkdir(parents=True, exist_ok=True)
-                    held.enter_context(self._lock())
-                    self._clean()
-                    temporary.mkdir()
+                    held.enter_context(self.storage.writing())
+                    self.storage.clean()
+                    draft.prepare()
                     prepared = True
             wait()
-            inode = 0
+            token = ""
             if not failures:
                 with self._noting(failures, step, needed):
-                    inode = self._write(step, temporary, rank, chosen, needed)
+                    token = self._write(draft, rank, chosen, needed)
             wait()
             if rank == 0:
                 if not failures:
                     with self._noting(failures, step, needed):
-                        self._commit(step, temporary, world, plain)
-                        self._retain(step)
+                        self.commit(draft, world, plain)
+                        self.retain(step)
                 if failures and prepared:
                     # What cannot be removed now is removed by the next save.
-                    shutil.rmtree(temporary, ignore_errors=True)
+                    draft.discard()
             wait()
         if failures:
             raise failures[0]
-        if rank and not (final.is_dir() and final.stat().st_ino == inode):
+        if rank and self.storage.token(step) != token:
             raise CheckpointError(
-                f"{final}: not saved, because another rank failed; its own error says why"
+                f"{self.where}: step {step} is not saved, because another rank failed; its own "
+                "error says why"
             )
 
     def open(
@@ -168,7 +175,9 @@ class Store:
             CheckpointError: no such step, or it is of another model; names what differs.
             CorruptError: it is damaged; names tensor and file and the step to use instead.
         """
-        saved = Saved(self.folder(step), advise=lambda: self._advice(step))
+        folder = self._folder(step)
+        place = Path(folder.where()) if isinstance(folder, LocalFolder) else folder
+        saved = Saved(place, advise=lambda: self._advice(step))
         if expect_model is not None:
             saved.require_model(expect_model)
         if verify:
@@ -203,106 +212,74 @@ class Store:
                 on_corrupt(cause)
         return None
 
-    def _final(self, step: int) -> Path:
-        return self.root / f"step-{step:08d}"
-
-    def _hidden(self, step: int, suffix: str) -> Path:
-        return self.root / f".step-{step:08d}.{suffix}"
-
-    def _folders(self) -> dict[int, Path]:
-        """Step -> directory. A replaced one counts while its successor is not in place."""
-        found: dict[int, Path] = {}
-        if not self.root.is_dir():
-            return found
-        for path in self.root.iterdir():
-            final, hidden = _STEP.match(path.name), _HIDDEN.match(path.name)
-            if final:
-                found[int(final.group(1))] = path
-            elif hidden and hidden.group(2) == "old":
-                found.setdefault(int(hidden.group(1)), path)
-        return found
-
     def _advice(self, step: int) -> str:
         for older in reversed([one for one in self.steps() if one < step]):
             try:
-                Saved(self.folder(older)).verify()
+                Saved(self.storage.folder(older)).verify()
             except CheckpointError:
                 continue  # damaged as well: it is not offered
-            return f"step {older} in {self.root} is intact; resume from it"
+            return f"step {older} in {self.where} is intact; resume from it"
         return "no earlier step is intact; restore the file from a copy"
 
-    def _clean(self) -> None:
-        """Remove what interrupted saves left behind, and put back what they had set aside."""
-        for path in list(self.root.iterdir()):
-            hidden = _HIDDEN.match(path.name)
-            if hidden is None:
-                continue
-            final = self._final(int(hidden.group(1)))
-            if hidden.group(2) == "old" and not final.exists():
-                os.rename(path, final)
-            else:
-                shutil.rmtree(path)
-
     def _write(
-        self,
-        step: int,
-        temporary: Path,
-        rank: int,
-        pieces: Mapping[str, Chosen],
-        needed: int,
-    ) -> int:
-        if not temporary.is_dir():
+        self, draft: Draft, rank: int, pieces: Mapping[str, Chosen], needed: int
+    ) -> str:
+        if not draft.ready():
             raise CheckpointError(
-                f"{temporary}: not prepared, because rank 0 failed or the ranks do not share "
-                "this directory; its own error says why"
+                f"{self.where}: step {draft.step} is not prepared, because rank 0 failed or the "
+                "ranks do not share this directory; its own error says why"
             )
-        free = shutil.disk_usage(self.root).free
-        if needed > free:
-            raise self._full(step, needed, free)
-        written = write_pieces(temporary, rank, pieces)
-        write_atomic(temporary / f"rank-{rank:05d}.json", written.model_dump_json())
-        return temporary.stat().st_ino
+        self.require_room(draft.step, needed)
+        image = image_of(pieces)
+        written = write_image(draft, rank, image, straight(image, pieces))
+        draft.put(vote_name(rank), written.model_dump_json().encode())
+        return draft.token()
 
-    def _commit(self, step: int, temporary: Path, world: int, meta: dict[str, Any]) -> None:
+    def require_room(self, step: int, needed: int) -> None:
+        """Refuse to write more than there is room for.
+
+        Raises:
+            CheckpointError: says how much is missing.
+        """
+        free = self.storage.free_bytes()
+        if free is not None and needed > free:
+            raise self._full(step, needed, free)
+
+    def commit(self, draft: Draft, world: int, meta: dict[str, Any]) -> None:
+        """Make a checkpoint of what every rank has written and reported.
+
+        Raises:
+            CheckpointError: a rank has reported nothing, or ranks disagree.
+            OSError: the place refuses.
+        """
         ranks: list[RankIndex] = []
         for rank in range(world):
-            path = temporary / f"rank-{rank:05d}.json"
-            if not path.exists():
+            name = vote_name(rank)
+            vote = draft.get(name)
+            if vote is None:
                 raise CheckpointError(
-                    f"{self._final(step)}: not saved, because rank {rank} wrote nothing; "
-                    "its own error says why"
+                    f"{self.where}: step {draft.step} is not saved, because rank {rank} wrote "
+                    "nothing; its own error says why"
                 )
-            ranks.append(parse(RankIndex, json.loads(path.read_bytes()), where=str(path)))
-            path.unlink()
-        index = merge(step, meta, ranks)
-        write_atomic(temporary / INDEX_NAME, index.encode())
-        fsync_dir(temporary)
-        final, aside = self._final(step), self._hidden(step, "old")
-        if final.exists():
-            os.rename(final, aside)
-        os.rename(temporary, final)
-        fsync_dir(self.root)
-        if aside.exists():
-            shutil.rmtree(aside)
+            ranks.append(parse(RankIndex, json.loads(vote), where=f"{self.where}: {name}"))
+            draft.drop(name)
+        self.storage.commit(draft, merge(draft.step, meta, ranks).encode())
 
-    def _retain(self, newest: int) -> None:
+    def retain(self, newest: int) -> None:
         """Delete what is beyond ``keep``, after the new one was read back from the disk."""
         others = [step for step in self.steps() if step != newest]
         victims = others[: max(0, len(others) + 1 - self.keep)]
         if not victims:
             return
-        drop_from_cache(self._final(newest))
+        self.storage.forget(newest)
         self.open(newest)
         for step in victims:
-            # Renamed first, so that an interruption leaves no half of a checkpoint in sight.
-            dying = self._hidden(step, "tmp")
-            os.rename(self._final(step), dying)
-            shutil.rmtree(dying)
+            self.storage.remove(step)
 
     def _full(self, step: int, needed: int, free: int) -> CheckpointError:
         kept = ", ".join(map(str, self.steps())) or "none yet"
         return CheckpointError(
-            f"{self.root}: disk full while saving step {step}: {needed} bytes are needed and "
+            f"{self.where}: disk full while saving step {step}: {needed} bytes are needed and "
             f"{free} are free; free some space or choose another place; "
             f"checkpoints saved before stay valid: {kept}"
         )
@@ -316,10 +293,10 @@ class Store:
             refusal = cause if isinstance(cause, OSError) else cause.__cause__
             failure: ShoalError
             if isinstance(refusal, OSError) and refusal.errno in (errno.ENOSPC, errno.EDQUOT):
-                failure = self._full(step, needed, shutil.disk_usage(self.root).free)
+                failure = self._full(step, needed, self.storage.free_bytes() or 0)
             elif isinstance(cause, OSError):
                 failure = CheckpointError(
-                    f"{cause.filename or self._final(step)}: step {step} cannot be saved "
+                    f"{cause.filename or self.where}: step {step} cannot be saved "
                     f"({cause.strerror or cause}); choose another place or correct its permissions"
                 )
             else:
@@ -328,27 +305,23 @@ class Store:
             failure.__cause__ = cause
             failures.append(failure)
 
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Keep other processes from saving here; the system lets go when this one dies."""
-        fd = os.open(self.root, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as cause:
-                raise CheckpointError(
-                    f"{self.root}: another process is saving here; give each run its own directory"
-                ) from cause
-            except OSError as cause:
-                # Some network file systems have no locks; saving there works unguarded.
-                if cause.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                    raise
-            yield
-        finally:
-            os.close(fd)
+
+def storage_of(root: Path | str) -> Storage:
+    """The place that a path or an address names."""
+    return LocalStorage(Path(root))
 
 
-def _plain_meta(meta: Mapping[str, Any], step: int) -> dict[str, Any]:
+def vote_name(rank: int) -> str:
+    """The small file in which a rank reports what it wrote."""
+    return f"rank-{rank:05d}.json"
+
+
+def plain_meta(meta: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The meta of a step as JSON keeps it.
+
+    Raises:
+        CheckpointError: it is not plain data.
+    """
     try:
         plain = json.loads(json.dumps({**meta, "step": step}, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as cause:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Box", "uncovered"]
+__all__ = ["Box", "flat_boxes", "uncovered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +94,44 @@ def uncovered(target: Box, boxes: Iterable[Box]) -> list[Box]:
         if not left:
             break
     return left
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The elements ``start`` to ``stop`` of a tensor laid out row by row, as boxes in that order.
+
+    What a flat buffer holds of a tensor is seldom a box of it. Cut at the dimension in which it
+    first spans several rows, it is the end of a row, whole rows, and the start of a row, and both
+    ends are cut in the same way: at most ``2 * len(shape) - 1`` boxes, and no cut has fewer.
+    Each is contiguous in the flat buffer.
+
+    Args:
+        shape: of the whole tensor.
+        start: first element, counted row by row.
+        stop: one past the last.
+
+    Source: Wan et al., ByteCheckpoint, 2024, section 3.2 (irregular tensors).
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    inner = math.prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last:
+        return _under(first, flat_boxes(shape[1:], start - first * inner, stop - first * inner))
+    found: list[Box] = []
+    if start % inner:
+        found += _under(first, flat_boxes(shape[1:], start - first * inner, inner))
+        first += 1
+    rows = stop // inner
+    if rows > first:
+        rest = shape[1:]
+        found.append(Box((first,) + (0,) * len(rest), (rows - first, *rest)))
+    if stop % inner:
+        found += _under(rows, flat_boxes(shape[1:], 0, stop - rows * inner))
+    return found
+
+
+def _under(row: int, boxes: list[Box]) -> list[Box]:
+    """Boxes of a row as boxes of the whole."""
+    return [Box((row, *box.offset), (1, *box.shape)) for box in boxes]

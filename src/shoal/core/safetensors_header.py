@@ -14,14 +14,21 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ModelError, ShoalError
 
-__all__ = ["ITEM_BYTES", "Header", "StoredTensor", "encode_header", "read_header"]
+__all__ = [
+    "ITEM_BYTES",
+    "Header",
+    "StoredTensor",
+    "encode_header",
+    "read_header",
+    "read_header_from",
+]
 
 # Bytes of one element, by the format's own names.
 ITEM_BYTES: dict[str, int] = {
@@ -117,21 +124,45 @@ def read_header(path: Path, *, error: type[ShoalError] = ModelError) -> Header:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            lead = file.read(8)
-            if len(lead) < 8:
-                raise error(
-                    f"{path}: {size} bytes are too few for a safetensors file; copy it again"
-                )
-            (length,) = struct.unpack("<Q", lead)
-            if length > min(size - 8, MAX_HEADER_BYTES):
-                raise error(
-                    f"{path}: its header claims {length} bytes, of at most "
-                    f"{min(size - 8, MAX_HEADER_BYTES)} possible in a file of {size}; "
-                    "it is cut, damaged or no safetensors file; copy it again"
-                )
-            text = file.read(length)
+
+            def read(start: int, stop: int) -> bytes:
+                file.seek(start)
+                return file.read(stop - start)
+
+            return read_header_from(read, size, str(path), error=error)
     except OSError as cause:
         raise error(f"{path}: cannot be read ({cause.strerror or cause})") from cause
+
+
+def read_header_from(
+    read: Callable[[int, int], bytes],
+    size: int,
+    path: str,
+    *,
+    error: type[ShoalError] = ModelError,
+) -> Header:
+    """The same of a file that lies anywhere.
+
+    Args:
+        read: bytes from a first to before a last one.
+        size: of the whole file.
+        path: what errors call it.
+        error: their class.
+
+    Raises:
+        ShoalError: as of :func:`read_header`.
+    """
+    lead = read(0, min(8, size))
+    if len(lead) < 8:
+        raise error(f"{path}: {size} bytes are too few for a safetensors file; copy it again")
+    (length,) = struct.unpack("<Q", lead)
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        raise error(
+            f"{path}: its header claims {length} bytes, of at most "
+            f"{min(size - 8, MAX_HEADER_BYTES)} possible in a file of {size}; "
+            "it is cut, damaged or no safetensors file; copy it again"
+        )
+    text = read(8, 8 + length)
     try:
         table = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as cause:

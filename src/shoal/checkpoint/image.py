@@ -1,0 +1,160 @@
+"""The file of one rank before it exists: what lies where in it, and its checksums.
+
+A safetensors file is a header and the tensors' bytes without gaps, so the whole file follows from
+names, shapes and dtypes. Whoever has its image in memory writes it in any chunks; checksums are
+taken on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shoal.checkpoint.checksum import crc32c
+from shoal.checkpoint.index import Part, RankIndex, StoredFile, StoredPiece, file_name
+from shoal.core.safetensors_header import ITEM_BYTES, encode_header
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from shoal.checkpoint.pieces import Chosen
+    from shoal.checkpoint.storage import Draft
+
+__all__ = ["Chunk", "Image", "Slot", "bytes_of", "image_of", "straight", "write_image"]
+
+Chunk = tuple[int, "np.ndarray"]
+"""Where some bytes of a file begin, and the bytes: uint8 of one dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a piece lies in the file.
+
+    Args:
+        key: its name in the file.
+        name: the whole tensor's name.
+        dtype: the format's name.
+        global_shape: the whole tensor's shape.
+        offset: where the piece begins in it.
+        shape: size of the piece.
+        start: first byte in the file.
+        stop: one past the last.
+    """
+
+    key: str
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What the file of a rank will hold.
+
+    Args:
+        header: the bytes before the first tensor.
+        slots: the pieces, in the order of the file.
+        size: bytes of the file.
+    """
+
+    header: bytes
+    slots: tuple[Slot, ...]
+    size: int
+
+    def index(self, rank: int, checksums: Mapping[str, int]) -> RankIndex:
+        """What the rank reports when its file is written."""
+        file = file_name(rank)
+        stored = StoredFile(bytes=self.size, header_sha256=hashlib.sha256(self.header).hexdigest())
+        return RankIndex(
+            rank=rank,
+            file=stored,
+            parts=tuple(
+                Part(
+                    name=slot.name,
+                    dtype=slot.dtype,
+                    global_shape=slot.global_shape,
+                    piece=StoredPiece(
+                        file=file,
+                        offset=slot.offset,
+                        shape=slot.shape,
+                        bytes=slot.stop - slot.start,
+                        crc32c=checksums[slot.key],
+                        key=None if slot.key == slot.name else slot.key,
+                    ),
+                )
+                for slot in self.slots
+            ),
+        )
+
+
+def image_of(pieces: Mapping[str, Chosen]) -> Image:
+    """The file that holds the pieces in their order."""
+    header = encode_header({key: (c.dtype, c.piece.box.shape) for key, c in pieces.items()})
+    at = len(header)
+    slots: list[Slot] = []
+    for key, (name, piece, dtype) in pieces.items():
+        size = piece.box.volume * ITEM_BYTES[dtype]
+        box = piece.box
+        slots.append(
+            Slot(key, name, dtype, tuple(piece.global_shape), box.offset, box.shape, at, at + size)
+        )
+        at += size
+    return Image(header, tuple(slots), at)
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's bytes; a view where it is contiguous in host memory."""
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    found: np.ndarray = flat.view(torch.uint8).numpy()
+    return found
+
+
+def straight(image: Image, pieces: Mapping[str, Chosen]) -> Iterator[Chunk]:
+    """The file in chunks that are the tensors themselves."""
+    import numpy as np
+
+    yield 0, np.frombuffer(image.header, dtype=np.uint8)
+    for slot in image.slots:
+        yield slot.start, bytes_of(pieces[slot.key].piece.tensor)
+
+
+def write_image(draft: Draft, rank: int, image: Image, chunks: Iterable[Chunk]) -> RankIndex:
+    """Write the file of one rank, and return when it is durable.
+
+    Args:
+        draft: the checkpoint being written.
+        rank: whose file it is.
+        image: what it holds.
+        chunks: the file from its first byte to its last, without gaps.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    sink = draft.create(file_name(rank), image.size)
+    checksums = {slot.key: 0 for slot in image.slots}
+    waiting = iter(image.slots)
+    slot = next(waiting, None)
+    try:
+        for at, data in chunks:
+            end = at + len(data)
+            while slot is not None and slot.start < end:
+                low, high = max(slot.start, at), min(slot.stop, end)
+                checksums[slot.key] = crc32c(data[low - at : high - at], checksums[slot.key])
+                if slot.stop > end:
+                    break
+                slot = next(waiting, None)
+            sink.write(at, data)
+        sink.finish()
+    except BaseException:
+        sink.abandon()
+        raise
+    return image.index(rank, checksums)
