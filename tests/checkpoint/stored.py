@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,47 @@ def flip(path: Path, position: int, mask: int = 1) -> None:
     raw = bytearray(path.read_bytes())
     raw[position] ^= mask
     path.write_bytes(raw)
+
+
+class ThreadPeers:
+    """Ranks that are threads.
+
+    Args:
+        rank: number of this one.
+        shared: what :func:`thread_peers` makes for all.
+    """
+
+    def __init__(self, rank: int, shared: tuple[threading.Barrier, list[bytes]]) -> None:
+        self.rank = rank
+        self.world = len(shared[1])
+        self._meeting, self._said = shared
+
+    def barrier(self) -> None:
+        self._meeting.wait(30)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        self._said[self.rank] = data
+        self._meeting.wait(30)
+        found = list(self._said)
+        self._meeting.wait(30)
+        return found
+
+
+def on_ranks(world: int, work: Callable[[ThreadPeers], Any]) -> list[Any]:
+    """What ``work`` returned or raised on each of some ranks that are threads."""
+    shared = threading.Barrier(world), [b""] * world
+    outcomes: list[Any] = [None] * world
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = work(ThreadPeers(rank, shared))
+        except Exception as cause:
+            outcomes[rank] = cause
+            shared[0].abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return outcomes

@@ -13,13 +13,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.memory.disk import SECTOR
+
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["BLOCK", "DiskSink"]
+__all__ = ["DiskSink"]
 
-# Place and length of a direct write are multiples of this on every file system.
-BLOCK = 4096
 # Linux writes at most this much in one call.
 _CALL_BYTES = 2**30
 # Below this much, one more open file costs more than it gains.
@@ -38,6 +38,7 @@ class DiskSink:
     """
 
     def __init__(self, path: Path, size: int) -> None:
+        self._path = path
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
         self._plain: int | None = os.open(path, flags, 0o644)
         self._direct: int | None = None
@@ -51,8 +52,8 @@ class DiskSink:
 
     def write(self, at: int, data: np.ndarray) -> None:
         """See :class:`~shoal.checkpoint.storage.Sink`."""
-        if self._direct is not None and at % BLOCK == 0 and data.ctypes.data % BLOCK == 0:
-            whole = len(data) // BLOCK * BLOCK
+        if self._direct is not None and at % SECTOR == 0 and data.ctypes.data % SECTOR == 0:
+            whole = len(data) // SECTOR * SECTOR
             try:
                 _write_all(self._direct, memoryview(data[:whole]), at)
             except OSError as cause:
@@ -69,10 +70,14 @@ class DiskSink:
         """See :class:`~shoal.checkpoint.storage.Sink`."""
         assert self._plain is not None
         os.fsync(self._plain)
-        self.abandon()
+        self._close()
 
     def abandon(self) -> None:
-        """See :class:`~shoal.checkpoint.storage.Sink`."""
+        """See :class:`~shoal.checkpoint.storage.Sink`; room on the disk is given back."""
+        self._close()
+        self._path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
         for fd in (self._plain, self._direct):
             if fd is not None:
                 os.close(fd)

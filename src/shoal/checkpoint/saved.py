@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.index import INDEX_NAME, StoredPiece, Tensor, read_index
+from shoal.checkpoint.index import StoredPiece, Tensor, read_index
 from shoal.checkpoint.pieces import TORCH_NAMES
 from shoal.checkpoint.storage import Folder, LocalFolder
 from shoal.core.boxes import Box

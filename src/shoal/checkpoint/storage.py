@@ -92,7 +92,7 @@ class Draft(Protocol):
     step: int
 
     def prepare(self) -> None:
-        """Make it, empty."""
+        """Make it; another rank may have done so already."""
         ...
 
     def ready(self) -> bool:
@@ -226,7 +226,7 @@ class LocalDraft:
 
     def prepare(self) -> None:
         """See :class:`Draft`."""
-        self.path.mkdir()
+        self.path.mkdir(exist_ok=True)
 
     def ready(self) -> bool:
         """See :class:`Draft`."""

@@ -52,6 +52,7 @@ class Store:
         self.storage: Storage = storage_of(root)
         self.root = Path(root)
         self.keep = keep
+        self._held = False
 
     def steps(self) -> tuple[int, ...]:
         """Saved steps, oldest first; none of them needs to be intact."""
@@ -109,6 +110,21 @@ class Store:
                 or another process that saves here; checkpoints saved before stay valid.
             CorruptError: the disk does not return what was written; nothing is deleted then.
         """
+        self.save_chosen(
+            step, lambda: as_pieces(pieces), meta, rank=rank, world=world, barrier=barrier
+        )
+
+    def save_chosen(
+        self,
+        step: int,
+        pieces: Mapping[str, Chosen] | Callable[[], Mapping[str, Chosen]],
+        meta: Mapping[str, Any],
+        *,
+        rank: int = 0,
+        world: int = 1,
+        barrier: Callable[[], None] | None = None,
+    ) -> None:
+        """The same with pieces that were checked already, or that are when they are asked for."""
         require(step >= 0, "step", step, expected="at least 0", error=CheckpointError)
         require(
             0 <= rank < world, "rank", rank, expected=f"0 to {world - 1}", error=CheckpointError
@@ -128,24 +144,24 @@ class Store:
 
         # A rank that fails still meets the others at the barriers, or they would hang there.
         with contextlib.ExitStack() as held:
-            with self._noting(failures, step):
+            with self.noting(failures, step):
                 plain = plain_meta(meta, step)
-                chosen = as_pieces(pieces)
+                chosen = pieces() if callable(pieces) else pieces
                 needed = payload_bytes(chosen) + len(json.dumps(plain))
                 if rank == 0:
-                    held.enter_context(self.storage.writing())
-                    self.storage.clean()
+                    if not self._held:
+                        held.enter_context(self.hold())
                     draft.prepare()
                     prepared = True
             wait()
             token = ""
             if not failures:
-                with self._noting(failures, step, needed):
+                with self.noting(failures, step, needed):
                     token = self._write(draft, rank, chosen, needed)
             wait()
             if rank == 0:
                 if not failures:
-                    with self._noting(failures, step, needed):
+                    with self.noting(failures, step, needed):
                         self.commit(draft, world, plain)
                         self.retain(step)
                 if failures and prepared:
@@ -159,6 +175,26 @@ class Store:
                 f"{self.where}: step {step} is not saved, because another rank failed; its own "
                 "error says why"
             )
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep other runs from saving here; what interrupted saves left is removed first.
+
+        Raises:
+            CheckpointError: another run is saving here, or the place refuses.
+        """
+        failures: list[ShoalError] = []
+        with contextlib.ExitStack() as held:
+            with self.noting(failures, 0):
+                held.enter_context(self.storage.writing())
+                self.storage.clean()
+            if failures:
+                raise failures[0]
+            self._held = True
+            try:
+                yield
+            finally:
+                self._held = False
 
     def open(
         self, step: int, *, expect_model: Mapping[str, Any] | None = None, verify: bool = True
@@ -285,7 +321,7 @@ class Store:
         )
 
     @contextlib.contextmanager
-    def _noting(self, failures: list[ShoalError], step: int, needed: int = 0) -> Iterator[None]:
+    def noting(self, failures: list[ShoalError], step: int, needed: int = 0) -> Iterator[None]:
         """Turn what the file system says into the house's words, and keep it for later."""
         try:
             yield

@@ -83,6 +83,7 @@ KINDS: dict[str, str] = {
     "lr_schedule": "shoal.train:LR_SCHEDULES",
     "shard": "shoal.parallel:SHARDS",
     "context": "shoal.parallel:CONTEXTS",
+    "save_mode": "shoal.checkpoint:SAVE_MODES",
     "launch": "shoal.train:LAUNCHERS",
     "locator": "shoal.train.watch:LOCATORS",
     "claim": "shoal.claims:CLAIMS",

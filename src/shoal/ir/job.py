@@ -180,12 +180,18 @@ class CheckpointPolicy(Value):
     """When to save and what to keep.
 
     Args:
-        every: steps between checkpoints; 0 for only at the end.
+        every: steps between checkpoints; 0 for only at the end; auto for the interval that loses
+            the least time, by the failures and the stalls that are seen.
         keep: newest checkpoints kept; the last verified one is kept in any case.
+        path: where they lie, a directory or an address such as s3://bucket/run; the run's own
+            directory if not given.
+        mode: how training and saving share the time.
     """
 
-    every: NonNegativeInt = 100
+    every: NonNegativeInt | Literal["auto"] = 100
     keep: PositiveInt = 3
+    path: str | None = Field(default=None, min_length=1)
+    mode: Annotated[Choice, Kind("save_mode")] = Choice(name="blocking")
 
 
 class Replan(Value):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shoal.ir import TrainJob
 
 __all__ = ["RunDir"]
 
@@ -72,6 +76,10 @@ class RunDir:
     def page(self) -> Path:
         """The report as a page with curves."""
         return self.root / "report.html"
+
+    def saved_in(self, job: TrainJob) -> Path | str:
+        """The checkpoint store of a job, which may lie elsewhere."""
+        return job.checkpoint.path or self.checkpoints
 
     def beat(self, rank: int) -> Path:
         """Heartbeat of a rank."""

@@ -10,7 +10,7 @@ and every random number are functions of the seed and the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -119,6 +119,7 @@ class Trainer:
         self.peak_lr: float = optimizer.lr
         shape = weights.config.shape()
         self.engine = Engine(job, check_split(job, shape), weights, comm, device=device)
+        self.before_update: Callable[[], None] = lambda: None
         self.updater: Updater = optimizer.build(self.engine.sharded.owned())
         self.microbatch = job.microbatch or job.global_batch // job.parallel.dp
         # The rows of the next step are read while this one computes.
@@ -162,6 +163,7 @@ class Trainer:
                 f"step {step}: the loss is {loss}; lower optimizer.lr "
                 f"(now {self.peak_lr:g}) or use precision: fp32"
             )
+        self.before_update()
         with phase(self.comm, "update"):
             self.updater.step(factor)
         engine.sharded.publish()
@@ -213,8 +215,8 @@ class Trainer:
         return max(1.0, float(counted))
 
     def pieces(self) -> dict[str, list[Piece]]:
-        """What this rank writes into a checkpoint: weights and optimizer state, by name."""
-        return pieces_of(self.engine, self.updater)
+        """What this rank holds of a checkpoint: weights and optimizer state, by name."""
+        return pieces_of(self.engine, self.updater, copies=True)
 
     @torch.no_grad()
     def load(self, saved: Stored) -> None:
@@ -232,14 +234,22 @@ class Trainer:
         return host.peak_memory()
 
 
-def pieces_of(engine: Engine, updater: Updater) -> dict[str, list[Piece]]:
-    """What a rank holds and writes of weights and optimizer state, by name."""
+def pieces_of(
+    engine: Engine, updater: Updater, *, copies: bool = False
+) -> dict[str, list[Piece]]:
+    """What a rank holds and writes of weights and optimizer state, by name.
+
+    Args:
+        engine: of this rank.
+        updater: its optimizer.
+        copies: all that it holds, even if another rank writes it.
+    """
     found: dict[str, list[Piece]] = {}
     for name, boxes in engine.held().items():
-        if engine.writes(name):
+        if copies or engine.writes(name):
             found[f"model.{name}"] = _pieces(boxes)
     for name, entries in updater.state().items():
-        if not engine.writes(name):
+        if not (copies or engine.writes(name)):
             continue
         for key, value in entries.items():
             whole = value.dim() == 0

@@ -27,6 +27,7 @@ from shoal.train.watch.selfcheck import check_arithmetic
 from shoal.train.watch.watched import phase
 
 if TYPE_CHECKING:
+    from shoal.checkpoint.protocols import Saver
     from shoal.checkpoint.store import Saved, Store
     from shoal.core.meter import Meter
     from shoal.corpora.tokens import TokenSet
@@ -55,9 +56,12 @@ class _Rank:
     tokens: TokenSet
     trainer: Trainer
     store: Store
+    saver: Saver
     total: int
     peak_flops: float
     undo: contextlib.ExitStack
+    unsaved: ShoalError | None = None
+    """Why the newest save failed, if it did."""
 
     @property
     def chief(self) -> bool:
@@ -75,6 +79,7 @@ def run_rank(directory: RunDir, *, resume: bool, from_step: int | None = None) -
     with _joined(directory) as rank:
         first = _start(rank, resume=resume, from_step=from_step)
         stopped = _train(rank, first, asked)
+        _end_saves(rank)
         if not stopped:
             _finish(rank)
         if rank.chief:
@@ -96,8 +101,10 @@ def _catch_termination() -> Callable[[], bool]:
 def _joined(directory: RunDir) -> Iterator[_Rank]:
     import torch
 
+    from shoal.checkpoint.peers import CommPeers
     from shoal.checkpoint.store import Store
     from shoal.core.meter import SINKS, Meter
+    from shoal.core.parts import table
     from shoal.corpora.tokens import open_tokens
     from shoal.ir import Plan
     from shoal.parallel.agree import agree
@@ -154,6 +161,13 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
             trainer = undo.enter_context(
                 contextlib.closing(Trainer(job, total, weights, tokens, comm, device=device))
             )
+            store = Store(directory.saved_in(job), keep=job.checkpoint.keep)
+            saver: Saver = table("save_mode").build(job.checkpoint.mode).build(
+                store, CommPeers(comm), device=device
+            )
+            # After an error nothing more is committed; after a good end nothing is under way.
+            undo.callback(saver.close, abandon=True)
+            trainer.before_update = saver.before_update
             yield _Rank(
                 directory=directory,
                 plan=plan,
@@ -161,7 +175,8 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
                 comm=comm,
                 tokens=tokens,
                 trainer=trainer,
-                store=Store(directory.checkpoints, keep=job.checkpoint.keep),
+                store=store,
+                saver=saver,
                 total=total,
                 peak_flops=peak_flops(plan, threads),
                 undo=undo,
@@ -260,9 +275,9 @@ def _expect_run(rank: _Rank, saved: Saved) -> None:
 
 
 def _save(rank: _Rank, step: int) -> None:
-    begin = time.perf_counter()
+    """Begin to save; what training waits for is over when this returns."""
     job = rank.plan.job
-    rank.store.save(
+    rank.saver.save(
         step,
         rank.trainer.pieces(),
         {
@@ -277,12 +292,41 @@ def _save(rank: _Rank, step: int) -> None:
             },
             "job": job.model_dump(mode="json"),
         },
-        rank=rank.comm.rank,
-        world=rank.comm.world,
-        barrier=rank.comm.barrier,
     )
-    if rank.chief:
-        rank.meter.event("checkpoint", step=step, seconds=time.perf_counter() - begin)
+
+
+def _tell_saves(rank: _Rank) -> None:
+    """Say which saves are over; one that failed does not end the run."""
+    for ticket in rank.saver.finished():
+        rank.unsaved = ticket.error
+        if not rank.chief:
+            continue
+        if ticket.error is not None:
+            rank.meter.event("checkpoint_failed", step=ticket.step, message=str(ticket.error))
+            continue
+        rank.meter.event(
+            "checkpoint",
+            step=ticket.step,
+            seconds=ticket.seconds,
+            blocked_s=ticket.blocked_s,
+            phases_s=ticket.phases_s,
+            bytes=ticket.bytes,
+        )
+
+
+def _end_saves(rank: _Rank) -> None:
+    """Wait for what is under way.
+
+    Raises:
+        CheckpointError: the last step is not saved.
+    """
+    with phase(rank.comm, "checkpoint"):
+        rank.saver.close()
+        _tell_saves(rank)
+        # Rank 0 commits for all, so nobody leaves before it is done.
+        rank.comm.barrier()
+    if rank.unsaved is not None:
+        raise rank.unsaved
 
 
 def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
@@ -321,6 +365,7 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
                 check_arithmetic(rank.comm.device, seed=done)
             with phase(rank.comm, "checkpoint"):
                 _save(rank, done)
+        _tell_saves(rank)
         if job.evaluation.every and done % job.evaluation.every == 0 and not last:
             with phase(rank.comm, "evaluate"):
                 _evaluate(rank, done, final=False)
@@ -349,7 +394,9 @@ def _replan(rank: _Rank, replanner: Replanner, step: int, seconds: float) -> Non
     from shoal.train.reshard import switch
 
     begin = time.perf_counter()
+    rank.saver.before_update()
     rank.trainer, sent = switch(rank.trainer, change.job, rank.tokens, rank.comm)
+    rank.trainer.before_update = rank.saver.before_update
     rank.undo.enter_context(contextlib.closing(rank.trainer))
     replanner.changed(change.job)
     if rank.chief:

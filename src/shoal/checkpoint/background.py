@@ -1,0 +1,198 @@
+"""Saves that go on behind training: writing, voting, and the commit.
+
+Every rank writes its file in a thread of its own and then votes: a small file that says what it
+wrote, or why it could not. Rank 0 looks for the votes and commits when all are there; one refusal
+is enough to drop the save. Nobody who trains waits for any of this.
+
+Source: Wan et al., ByteCheckpoint, 2024, section 4.2 (asynchronous pipeline); Maurya et al.,
+DataStates-LLM, 2024, section IV (asynchronous consolidation by two-phase commit).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from shoal.checkpoint.image import Chunk, Image, write_image
+from shoal.checkpoint.protocols import SaveTicket
+from shoal.checkpoint.store import vote_name
+from shoal.core.errors import CheckpointError, ShoalError
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.peers import Peers
+    from shoal.checkpoint.storage import Draft
+    from shoal.checkpoint.store import Store
+
+__all__ = ["Background", "Session"]
+
+_POLL_S = (0.002, 0.1)
+# A rank that is alive writes its file in less; one that is not never votes.
+_VOTES_S = 600.0
+
+
+class Session:
+    """One run's right to write into a store.
+
+    Args:
+        store: it.
+        peers: the ranks of the run; all of them open it.
+
+    Raises:
+        CheckpointError: on every rank, if another run writes there or the place refuses.
+    """
+
+    def __init__(self, store: Store, peers: Peers) -> None:
+        self._held = contextlib.ExitStack()
+        refusal = ""
+        if peers.rank == 0:
+            try:
+                self._held.enter_context(store.hold())
+            except ShoalError as cause:
+                refusal = str(cause)
+        told = peers.gather(refusal.encode())[0].decode()
+        if told:
+            raise CheckpointError(told)
+
+    def close(self) -> None:
+        """Let others write there."""
+        self._held.close()
+
+
+class Background:
+    """Writes images into a store, one after the other.
+
+    Args:
+        store: where.
+        peers: the ranks that save together.
+    """
+
+    def __init__(self, store: Store, peers: Peers) -> None:
+        self.store = store
+        self.peers = peers
+        self._session = Session(store, peers)
+        self._writers = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write")
+        self._settlers = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-commit")
+        self._tickets: list[SaveTicket] = []
+        self._attempt = 0
+        self._abandoned = threading.Event()
+
+    def submit(
+        self, ticket: SaveTicket, image: Image, chunks: Iterable[Chunk], meta: Mapping[str, Any]
+    ) -> None:
+        """Write an image; called by all ranks for the same saves.
+
+        Args:
+            ticket: settled when all ranks' files are a checkpoint, or cannot become one.
+            image: this rank's file.
+            chunks: its bytes; read in a thread of this object.
+            meta: plain data, already checked.
+        """
+        self._attempt += 1
+        draft = self.store.storage.draft(ticket.step, self._attempt)
+        self._tickets.append(ticket)
+        ticket.bytes = image.size
+        self._writers.submit(self._write, ticket, draft, image, chunks, dict(meta))
+
+    def finished(self) -> list[SaveTicket]:
+        """See :class:`~shoal.checkpoint.protocols.Saver`."""
+        over = [ticket for ticket in self._tickets if ticket.done()]
+        self._tickets = [ticket for ticket in self._tickets if not ticket.done()]
+        return over
+
+    def pending(self) -> list[SaveTicket]:
+        """Tickets under way, oldest first."""
+        return [ticket for ticket in self._tickets if not ticket.done()]
+
+    def close(self, *, abandon: bool) -> None:
+        """See :class:`~shoal.checkpoint.protocols.Saver`."""
+        if abandon:
+            self._abandoned.set()
+        self._writers.shutdown(wait=not abandon, cancel_futures=abandon)
+        self._settlers.shutdown(wait=not abandon, cancel_futures=abandon)
+        self._session.close()
+
+    def _write(
+        self,
+        ticket: SaveTicket,
+        draft: Draft,
+        image: Image,
+        chunks: Iterable[Chunk],
+        meta: dict[str, Any],
+    ) -> None:
+        failures: list[ShoalError] = []
+        rank = self.peers.rank
+        try:
+            with self.store.noting(failures, ticket.step, image.size):
+                self.store.require_room(ticket.step, image.size)
+                draft.prepare()
+                vote = ticket.timed(lambda: write_image(draft, rank, image, chunks), phase="write")
+                draft.put(vote_name(rank), vote.model_dump_json().encode())
+        except Exception as cause:  # a thread has nobody to raise to: the ticket tells
+            failures.append(CheckpointError(f"step {ticket.step}: {type(cause).__name__}: {cause}"))
+        finally:
+            # Whoever waits for the memory that chunks come from goes on.
+            if hasattr(chunks, "close"):
+                chunks.close()
+        if failures:
+            with contextlib.suppress(OSError, ShoalError):
+                draft.prepare()
+                draft.put(_refusal_name(rank), str(failures[0]).encode())
+        self._settlers.submit(self._settle, ticket, draft, meta, failures)
+
+    def _settle(
+        self,
+        ticket: SaveTicket,
+        draft: Draft,
+        meta: dict[str, Any],
+        failures: list[ShoalError],
+    ) -> None:
+        try:
+            if self.peers.rank:
+                ticket.settle(failures[0] if failures else None)
+                return
+            with self.store.noting(failures, ticket.step):
+                if not failures:
+                    ticket.timed(lambda: self._await_votes(draft), phase="votes")
+                    ticket.timed(
+                        lambda: self.store.commit(draft, self.peers.world, meta), phase="commit"
+                    )
+            if failures:
+                draft.discard()
+            else:
+                with self.store.noting(failures, ticket.step):
+                    ticket.timed(lambda: self.store.retain(ticket.step), phase="retain")
+            ticket.settle(failures[0] if failures else None)
+        except Exception as cause:
+            ticket.settle(CheckpointError(f"step {ticket.step}: {type(cause).__name__}: {cause}"))
+
+    def _await_votes(self, draft: Draft) -> None:
+        pause, limit = _POLL_S
+        missing = set(range(self.peers.world))
+        refusals: list[str] = []
+        until = time.monotonic() + _VOTES_S
+        while missing:
+            for rank in sorted(missing):
+                refusal = draft.get(_refusal_name(rank))
+                if refusal is not None:
+                    refusals.append(f"rank {rank}: {refusal.decode()}")
+                if refusal is not None or draft.get(vote_name(rank)) is not None:
+                    missing.discard(rank)
+            if missing and (self._abandoned.wait(pause) or time.monotonic() > until):
+                refusals.append(
+                    f"{self.store.where}: step {draft.step} is not saved, because rank "
+                    f"{min(missing)} has not written its file; its own error says why"
+                )
+                break
+            pause = min(limit, 1.5 * pause)
+        # Only now, so that no rank writes into a draft that was thrown away.
+        if refusals:
+            raise CheckpointError(refusals[0])
+
+
+def _refusal_name(rank: int) -> str:
+    """The small file in which a rank says why it wrote nothing."""
+    return f"rank-{rank:05d}.failed"

@@ -1,0 +1,1 @@
+"""Ways of saving: how long training waits, and what memory that takes."""

@@ -1,0 +1,174 @@
+"""Training waits for a copy in memory; writing goes on behind it.
+
+Two pools of host memory take turns: one is filled while the other is still being written. A pool
+holds the file exactly as it will lie on the disk, so there is nothing to serialise. A third save
+while two are being written waits for the older one.
+
+Source: Wan et al., ByteCheckpoint, 2024, section 4.2 (ping-pong pinned memory pools).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shoal.checkpoint.background import Background
+from shoal.checkpoint.modes.cost import estimate, saved_bytes, seconds_of
+from shoal.checkpoint.plan import Planner
+from shoal.checkpoint.protocols import SaveTicket
+from shoal.checkpoint.store import plain_meta
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.checkpoint.image import Chunk, Image
+    from shoal.checkpoint.peers import Peers
+    from shoal.checkpoint.pieces import Chosen, Given
+    from shoal.checkpoint.store import Store
+    from shoal.ir import Estimate, Machine, Work
+
+__all__ = ["Snapshot", "host_memory"]
+
+_CHUNK_BYTES = 2**23
+
+
+@part
+class Snapshot:
+    """Copy to host memory while training waits, write behind it.
+
+    Args:
+        pools: saves that can be under way at once; each takes as much host memory as what a rank
+            writes.
+    """
+
+    pools: int = 2
+
+    def __post_init__(self) -> None:
+        require(self.pools >= 1, "save_mode.snapshot.pools", self.pools, expected="at least 1")
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """The copy's time."""
+        return estimate(seconds_of(work, machine)[0], self.pools * saved_bytes(work))
+
+    def build(self, store: Store, peers: Peers, *, device: str = "cpu") -> SnapshotSaver:
+        """See :class:`~shoal.checkpoint.protocols.SaveMode`."""
+        return SnapshotSaver(store, peers, self.pools, pinned=device.startswith("cuda"))
+
+
+def host_memory(nbytes: int, *, pinned: bool) -> Tensor:
+    """Memory whose pages are there, and that a disk and a device can reach by themselves."""
+    import torch
+
+    from shoal.memory.disk import staging
+
+    if pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return staging(nbytes).zero_()
+
+
+class _Pool:
+    """Memory for one file.
+
+    Args:
+        pinned: a device copies into it.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._memory: Tensor | None = None
+        self.free = threading.Event()
+        self.free.set()
+
+    def fill(self, image: Image, chosen: Mapping[str, Chosen]) -> Pooled:
+        """Copy the pieces to where they lie in the file."""
+        import torch
+
+        if self._memory is None or self._memory.numel() < image.size:
+            self._memory = None  # given back before more is taken
+            self._memory = host_memory(image.size, pinned=self._pinned)
+        memory = self._memory
+        self.free.clear()
+        head = len(image.header)
+        memory[:head] = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)
+        with torch.no_grad():
+            for slot in image.slots:
+                tensor = chosen[slot.key].piece.tensor.detach()
+                place = memory[slot.start : slot.stop].view(tensor.dtype).view(tensor.shape)
+                place.copy_(tensor, non_blocking=self._pinned)
+            if self._pinned:
+                torch.cuda.current_stream().synchronize()
+        return Pooled(self, memory[: image.size])
+
+
+class Pooled:
+    """The bytes of a file in a pool, given back when they are written.
+
+    Args:
+        pool: whose they are.
+        memory: they.
+    """
+
+    def __init__(self, pool: _Pool, memory: Tensor) -> None:
+        self._pool = pool
+        self._memory = memory
+
+    def __iter__(self) -> Iterator[Chunk]:
+        data = self._memory.numpy()
+        for at in range(0, len(data), _CHUNK_BYTES):
+            yield at, data[at : at + _CHUNK_BYTES]
+
+    def close(self) -> None:
+        """The pool may be filled again."""
+        self._pool.free.set()
+
+
+class SnapshotSaver:
+    """See :class:`~shoal.checkpoint.protocols.Saver`.
+
+    Args:
+        store: where.
+        peers: the ranks that save together.
+        pools: saves under way at once.
+        pinned: tensors lie on a device.
+    """
+
+    def __init__(self, store: Store, peers: Peers, pools: int, *, pinned: bool) -> None:
+        self._background = Background(store, peers)
+        self._planner = Planner(peers)
+        self._pools = [_Pool(pinned=pinned) for _ in range(pools)]
+        self._turn = 0
+
+    def save(self, step: int, pieces: Given, meta: Mapping[str, Any]) -> SaveTicket:
+        """See :class:`~shoal.checkpoint.protocols.Saver`; nothing may change until it returns."""
+        ticket = SaveTicket(step)
+        begin = time.perf_counter()
+        plain = plain_meta(meta, step)
+        planned = self._planner.plan(pieces)
+        ticket.fresh_plan = planned.fresh
+        chosen = planned.chosen(pieces)
+        planned_at = time.perf_counter()
+        ticket.blocked("plan", planned_at - begin)
+        pool = self._pools[self._turn % len(self._pools)]
+        self._turn += 1
+        pool.free.wait()
+        free_at = time.perf_counter()
+        ticket.blocked("back_pressure", free_at - planned_at)
+        pooled = pool.fill(planned.image, chosen)
+        ticket.blocked("copy", time.perf_counter() - free_at)
+        self._background.submit(ticket, planned.image, pooled, plain)
+        return ticket
+
+    def before_update(self, names: Collection[str] | None = None) -> None:
+        """Everything was copied when ``save`` returned."""
+
+    def finished(self) -> list[SaveTicket]:
+        """See :class:`~shoal.checkpoint.protocols.Saver`."""
+        return self._background.finished()
+
+    def close(self, *, abandon: bool = False) -> None:
+        """See :class:`~shoal.checkpoint.protocols.Saver`."""
+        self._background.close(abandon=abandon)

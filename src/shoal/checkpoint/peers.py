@@ -1,0 +1,79 @@
+"""The ranks that save together, as saving needs them: what one says, all hear."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from shoal.ir.comm import Comm
+
+__all__ = ["Alone", "CommPeers", "Peers"]
+
+_TAG = "checkpoint"
+
+
+class Peers(Protocol):
+    """Some ranks; all of them make the same calls in the same order.
+
+    Attributes:
+        rank: number of this one, from 0.
+        world: how many there are.
+    """
+
+    rank: int
+    world: int
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        ...
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank gave, in rank order."""
+        ...
+
+
+class Alone:
+    """One rank."""
+
+    rank = 0
+    world = 1
+
+    def barrier(self) -> None:
+        """See :class:`Peers`."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See :class:`Peers`."""
+        return [data]
+
+
+class CommPeers:
+    """Ranks that have a communicator.
+
+    Args:
+        comm: it.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.rank = comm.rank
+        self.world = comm.world
+        self._comm = comm
+
+    def barrier(self) -> None:
+        """See :class:`Peers`."""
+        self._comm.barrier()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See :class:`Peers`."""
+        import torch
+
+        device = self._comm.device
+        own = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        sizes = own.new_empty(self.world)
+        self._comm.all_gather(sizes, own, tag=_TAG).wait()
+        longest = max(1, int(sizes.max()))
+        x = torch.zeros(longest, dtype=torch.uint8)
+        x[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+        out = torch.empty(self.world * longest, dtype=torch.uint8, device=device)
+        self._comm.all_gather(out, x.to(device), tag=_TAG).wait()
+        rows = out.cpu().view(self.world, longest).numpy()
+        return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]

@@ -1,0 +1,215 @@
+"""Ways of saving: what is published is what was given, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stored import META, ThreadPeers, flip, on_ranks, tensors
+
+import shoal.checkpoint.background as background
+from shoal.checkpoint import SAVE_MODES
+from shoal.checkpoint.peers import Alone
+from shoal.checkpoint.protocols import Saver
+from shoal.checkpoint.store import Piece, Store
+from shoal.core.errors import CheckpointError, ConfigError, CorruptError
+
+MODES = tuple(SAVE_MODES)
+
+
+@contextlib.contextmanager
+def saving(mode: Any, store: Store, peers: Any = None) -> Iterator[Saver]:
+    saver = SAVE_MODES.build(mode).build(store, peers or Alone())
+    try:
+        yield saver
+    finally:
+        saver.close()
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {
+        "model.w": torch.full((300, 5), float(step)),
+        "model.v": torch.arange(70_000.0) + step,
+        "optimizer.w.count": torch.tensor(step),
+        "model.empty": torch.empty(0, 3),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_published_is_what_was_given(mode: str, tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2)
+    live = state(0)
+    with saving(mode, store) as saver:
+        tickets = []
+        for step in range(1, 6):
+            saver.before_update()
+            for name, tensor in state(step).items():
+                live[name].copy_(tensor)
+            tickets.append(saver.save(step, live, META))
+        for ticket in tickets:
+            ticket.wait(30)
+        assert [ticket.step for ticket in saver.finished()] == [1, 2, 3, 4, 5]
+        assert saver.finished() == []
+        assert [ticket.fresh_plan for ticket in tickets] == [True, False, False, False, False]
+    assert store.steps() == (4, 5)
+    for step in (4, 5):
+        saved = store.open(step)
+        assert saved.meta["seed"] == 7 and saved.meta["step"] == step
+        for name, tensor in state(step).items():
+            assert torch.equal(saved.tensor(name), tensor), (name, step)
+    assert all(path.name.startswith("step-") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_copies_are_written_once_and_in_equal_shares(mode: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    whole = {f"model.{i}": torch.randn(40 + i, 8) for i in range(30)}
+    own = [torch.randn(10, 3) for _ in range(4)]
+
+    def work(peers: ThreadPeers) -> int:
+        given: dict[str, Any] = dict(whole)
+        given["model.split"] = Piece(own[peers.rank], (40, 3), (10 * peers.rank, 0))
+        with saving(mode, store, peers) as saver:
+            ticket = saver.save(3, given, META)
+        ticket.wait(30)
+        return ticket.bytes
+
+    sizes = on_ranks(4, work)
+    saved = store.open(3)
+    for name, tensor in whole.items():
+        assert torch.equal(saved.tensor(name), tensor)
+        assert len(saved.index.tensors[name].pieces) == 1
+    assert torch.equal(saved.tensor("model.split"), torch.cat(own))
+    assert max(sizes) <= 1.2 * min(sizes), sizes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_refusal_is_told_and_the_old_one_stays(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    pwrite = os.pwrite
+
+    def full(fd: int, data: Any, at: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    with saving(mode, store) as saver:
+        saver.save(1, state(1), META).wait(30)
+        monkeypatch.setattr(os, "pwrite", full)
+        for step in (2, 3, 4):  # more than there are pools: each must come back
+            ticket = saver.save(step, state(step), META)
+            saver.before_update()
+            with pytest.raises(CheckpointError, match=rf"disk full while saving step {step}"):
+                ticket.wait(30)
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        saver.save(5, state(5), META).wait(30)
+    assert store.steps() == (1, 5)
+    for path in tmp_path.iterdir():
+        assert path.name.startswith("step-"), path
+
+
+def test_one_rank_that_cannot_write_drops_the_save_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    write = background.write_image
+
+    def refuse(draft: Any, rank: int, *rest: Any) -> Any:
+        if rank == 1 and draft.step == 2:
+            raise PermissionError(13, "Permission denied", "rank-00001")
+        return write(draft, rank, *rest)
+
+    monkeypatch.setattr(background, "write_image", refuse)
+
+    def work(peers: ThreadPeers) -> list[str]:
+        given = {"w": Piece(torch.ones(5), (10,), (5 * peers.rank,))}
+        with saving("snapshot", store, peers) as saver:
+            for step in (1, 2, 3):
+                saver.save(step, given, META)
+            saver.close()
+            return [str(ticket.error) for ticket in saver.finished()]
+
+    told = on_ranks(2, work)
+    assert told[0][0] == told[0][2] == "None"
+    assert "rank 1" in told[0][1] and "Permission denied" in told[0][1]
+    assert "Permission denied" in told[1][1]
+    assert store.steps() == (1, 3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_run_is_refused_on_all_ranks(mode: str, tmp_path: Path) -> None:
+    with saving(mode, Store(tmp_path)) as first:
+
+        def work(peers: ThreadPeers) -> str:
+            with pytest.raises(CheckpointError) as caught:
+                SAVE_MODES.build(mode).build(Store(tmp_path), peers)
+            return str(caught.value)
+
+        for told in on_ranks(2, work):
+            assert "another process is saving here" in told
+        first.save(1, state(1), META).wait(30)
+    with saving(mode, Store(tmp_path)) as second:
+        second.save(2, state(2), META).wait(30)
+    assert Store(tmp_path).steps() == (1, 2)
+
+
+def test_what_was_abandoned_never_becomes_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    write = background.write_image
+
+    def slow(*given: Any) -> Any:
+        go.wait(30)
+        return write(*given)
+
+    monkeypatch.setattr(background, "write_image", slow)
+
+    class Two(Alone):
+        world = 2  # the other one never votes
+
+    saver = SAVE_MODES.build("snapshot").build(Store(tmp_path), Two())
+    ticket = saver.save(1, state(1), META)
+    saver.close(abandon=True)
+    go.set()
+    with pytest.raises(CheckpointError, match="not saved"):
+        ticket.wait(30)
+    assert Store(tmp_path).steps() == ()
+
+
+def test_nothing_is_deleted_when_the_new_one_does_not_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path, keep=1)
+    rename = os.rename
+
+    def rot(source: Any, target: Any) -> None:
+        rename(source, target)
+        if Path(target).name == "step-00000002":
+            flip(Path(target) / "rank-00000.safetensors", -9)
+
+    monkeypatch.setattr(os, "rename", rot)
+    with saving("snapshot", store) as saver:
+        saver.save(1, state(1), META).wait(30)
+        with pytest.raises(CorruptError, match="step 1 in .* is intact"):
+            saver.save(2, state(2), META).wait(30)
+    assert store.steps() == (1, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_cannot_be_stored_is_refused_at_once(mode: str, tmp_path: Path) -> None:
+    with saving(mode, Store(tmp_path)) as saver:
+        with pytest.raises(CheckpointError, match=r"'w'\.dtype"):
+            saver.save(1, {"w": torch.ones(2, dtype=torch.complex64)}, META)
+        saver.save(2, tensors(), META).wait(30)
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="pools"):
+        SAVE_MODES.build({"name": "snapshot", "pools": 0})
