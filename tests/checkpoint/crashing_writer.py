@@ -1,10 +1,11 @@
 """Saves checkpoints in forked children that are killed, and checks what they leave.
 
-Run as ``python crashing_writer.py calls|moments ROOT``; prints how many children died.
+Run as ``python crashing_writer.py calls|moments|MODE ROOT``; prints how many children died.
 
 - ``calls``: the child dies at its first call to the file system, the next child at its
   second, and so on through every call of three saves; a write dies half-way.
 - ``moments``: the child saves for ever and is killed after a random time.
+- ``MODE``: the same in a mode of saving that goes on behind, its tensors changing meanwhile.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoal.checkpoint import SAVE_MODES
+from shoal.checkpoint.peers import Alone
 from shoal.checkpoint.store import Store
 
 KEEP = 2
@@ -96,7 +100,32 @@ def at_every_call(root: Path) -> int:
     raise AssertionError("the saves never ended")
 
 
-def at_random_moments(root: Path) -> int:
+def write_for_ever(root: Path, first: int, told: int) -> None:
+    """Save step by step, and say which steps are done."""
+    for step in range(first, first + 10_000):
+        save(root, step)
+        os.write(told, step.to_bytes(4, "big"))
+
+
+def save_behind(mode: str) -> Callable[[Path, int, int], None]:
+    """The same in a mode that saves behind training."""
+
+    def run(root: Path, first: int, told: int) -> None:
+        saver = SAVE_MODES.build(mode).build(Store(root, keep=KEEP), Alone())
+        live = state(first)
+        for step in range(first, first + 10_000):
+            saver.before_update()
+            for name, tensor in state(step).items():
+                live[name].copy_(tensor)
+            saver.save(step, live, {"seed": step})
+            for ticket in saver.finished():
+                if ticket.error is None:
+                    os.write(told, ticket.step.to_bytes(4, "big"))
+
+    return run
+
+
+def at_random_moments(root: Path, write: Callable[[Path, int, int], None]) -> int:
     """Children that are killed after a random time; returns how many were."""
     choose = random.Random(0)
     save(root, 0)
@@ -105,9 +134,7 @@ def at_random_moments(root: Path) -> int:
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            for step in range(done + 1, done + 10_000):
-                save(root, step)
-                os.write(writer, step.to_bytes(4, "big"))
+            write(root, done + 1, writer)
             os._exit(0)
         os.close(writer)
         time.sleep(choose.uniform(0.0, 0.03))
@@ -122,4 +149,8 @@ def at_random_moments(root: Path) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mode, where = sys.argv[1:]
-    print({"calls": at_every_call, "moments": at_random_moments}[mode](Path(where)))
+    if mode == "calls":
+        print(at_every_call(Path(where)))
+    else:
+        forever = write_for_ever if mode == "moments" else save_behind(mode)
+        print(at_random_moments(Path(where), forever))

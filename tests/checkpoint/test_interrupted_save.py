@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.checkpoint import SAVE_MODES
+
 WRITER = Path(__file__).with_name("crashing_writer.py")
 
 
@@ -33,3 +35,10 @@ def test_killed_at_every_call_to_the_file_system(tmp_path: Path) -> None:
 @pytest.mark.multi
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     assert killed("moments", tmp_path / "run") >= 50
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize("mode", [mode for mode in SAVE_MODES if mode != "blocking"])
+def test_killed_at_random_moments_of_saving_behind(mode: str, tmp_path: Path) -> None:
+    assert killed(mode, tmp_path / "run") >= 50

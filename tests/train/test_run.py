@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from shoal.checkpoint import SAVE_MODES
+from shoal.checkpoint.store import Store
 from shoal.core.errors import (
     CheckpointError,
     ConfigError,
@@ -98,6 +100,26 @@ def test_a_killed_rank_is_named_and_the_resumed_losses_are_bit_equal(
     resumed = [e["step"] for e in events if e["kind"] == "start" and e["resumed"]]
     assert len(resumed) == 1
     assert resumed[0] in (6, 12, 18), "from a checkpoint before the kill"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [mode for mode in SAVE_MODES if mode != "blocking"])
+def test_a_run_that_saves_behind_is_killed_and_goes_on_with_equal_bits(
+    mode: str, make_plan: Make, straight: Path, tmp_path: Path
+) -> None:
+    saves = {"every": 2, "keep": 3, "mode": mode, "path": str(tmp_path / "elsewhere")}
+    plan = make_plan(
+        parallel={"dp": 2}, evaluation={"every": 12, "sample_tokens": 8}, checkpoint=saves
+    )
+    run = tmp_path / "run"
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        execute(plan, run, inject=kill_at(7))
+    execute(plan, run, resume=True)
+    assert losses(run) == losses(straight)
+    events = list(read_events(run / "events.jsonl"))
+    assert [e["step"] for e in events if e["kind"] == "start" and e["resumed"]]
+    assert Store(tmp_path / "elsewhere").steps() == (20, 22, 24)
+    assert not (run / "checkpoints").exists()
 
 
 @pytest.mark.slow

@@ -257,7 +257,10 @@ def conclude(plan: Plan, directory: RunDir) -> Report:
     if report.measured["finished"]:
         shutil.rmtree(directory.export, ignore_errors=True)
         convert(
-            directory.checkpoints, directory.export, to="huggingface", tokenizer=directory.tokenizer
+            directory.saved_in(plan.job),
+            directory.export,
+            to="huggingface",
+            tokenizer=directory.tokenizer,
         )
     if "bits_per_byte" in report.measured:
         tokens = open_tokens(Path(json.loads(directory.tokens.read_text())["path"]))

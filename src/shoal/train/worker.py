@@ -269,7 +269,7 @@ def _expect_run(rank: _Rank, saved: Saved) -> None:
     for key, value in now.items():
         if then.get(key) != value:
             raise CheckpointError(
-                f"{rank.directory.checkpoints}: saved with {key} = {then.get(key)!r}, and the run "
+                f"{rank.store.where}: saved with {key} = {then.get(key)!r}, and the run "
                 f"has {value!r}; set it back, or start a new run under another name"
             )
 

@@ -315,7 +315,7 @@ class _Driver:
         from shoal.checkpoint.store import Store
 
         try:
-            saved = Store(self.directory.checkpoints).latest()
+            saved = Store(self.directory.saved_in(self.plan.job)).latest()
         except CheckpointError:
             saved = None
         if saved is None:
