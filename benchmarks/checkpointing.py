@@ -178,7 +178,7 @@ def stall(rounds: int = 4) -> list[Row]:
             if mode == "blocking":
                 continue
             ratios = [a / b for a, b in zip(waited[peer], waited[mode], strict=True)]
-            low, high = interval(ratios)
+            found = bootstrap(ratios)
             rows.append(
                 Row(
                     name=f"checkpoint stall: {peer} over {mode}",
@@ -187,8 +187,8 @@ def stall(rounds: int = 4) -> list[Row]:
                     comparison=">=",
                     threshold=threshold,
                     note=f"{size / 1e9:.2f} GB of state, saved every {STEPS_BETWEEN} steps, keep 2",
-                    low=low,
-                    high=high,
+                    low=found.low,
+                    high=found.high,
                     samples={peer: waited[peer], mode: waited[mode]},
                 )
             )
@@ -221,7 +221,7 @@ def every(rounds: int = 3, steps: int = 2) -> list[Row]:
     rows = []
     for mode in names:
         ratios = [a / b for a, b in zip(spent[mode], spent["none"], strict=True)]
-        low, high = interval(ratios)
+        found = bootstrap(ratios)
         rows.append(
             Row(
                 name=f"a checkpoint every step: {mode} over none",
@@ -230,8 +230,8 @@ def every(rounds: int = 3, steps: int = 2) -> list[Row]:
                 comparison="<=",
                 threshold=1.1,
                 note="1.2 GB of state, 1,024 tokens a step",
-                low=low,
-                high=high,
+                low=found.low,
+                high=found.high,
                 samples={"none": spent["none"], mode: spent[mode]},
             )
         )

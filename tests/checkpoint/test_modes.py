@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 import torch
 from stored import META, ThreadPeers, flip, on_ranks, tensors
 
-import shoal.checkpoint.background as background
-from shoal.checkpoint import SAVE_MODES
+from shoal.checkpoint import SAVE_MODES, background, source
+from shoal.checkpoint.modes import lazy
 from shoal.checkpoint.peers import Alone
 from shoal.checkpoint.protocols import Saver
 from shoal.checkpoint.store import Piece, Store
@@ -197,7 +198,7 @@ def test_nothing_is_deleted_when_the_new_one_does_not_read_back(
     monkeypatch.setattr(os, "rename", rot)
     with saving("snapshot", store) as saver:
         saver.save(1, state(1), META).wait(30)
-        with pytest.raises(CorruptError, match="step 1 in .* is intact"):
+        with pytest.raises(CorruptError, match=r"step 1 in .* is intact"):
             saver.save(2, state(2), META).wait(30)
     assert store.steps() == (1, 2)
 
@@ -213,3 +214,128 @@ def test_what_cannot_be_stored_is_refused_at_once(mode: str, tmp_path: Path) -> 
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="pools"):
         SAVE_MODES.build({"name": "snapshot", "pools": 0})
+    with pytest.raises(ConfigError, match="host_buffer"):
+        SAVE_MODES.build({"name": "lazy", "host_buffer": "1MiB"})
+
+
+class Small:
+    """A ring of two chunks of 4 KiB, so that small tensors fill many."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in (lazy, source):
+            monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
+        self.mode = {"name": "lazy", "host_buffer": 8192}
+        self.in_use = self.most = 0
+        take, give_back = lazy.Ring.take, lazy.Ring.give_back
+        fill = source.Source.fill
+        self.before_fill: Callable[[int], None] = lambda _: None
+
+        def taken(ring: Any) -> Any:
+            found = take(ring)
+            self.in_use += 1
+            self.most = max(self.most, self.in_use)
+            return found
+
+        def given(ring: Any) -> None:
+            self.in_use -= 1
+            give_back(ring)
+
+        def filled(of: Any, at: int, out: Any) -> None:
+            self.before_fill(at)
+            fill(of, at, out)
+
+        monkeypatch.setattr(lazy.Ring, "take", taken)
+        monkeypatch.setattr(lazy.Ring, "give_back", given)
+        monkeypatch.setattr(source.Source, "fill", filled)
+
+
+def test_a_slow_copier_never_sees_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Small(monkeypatch)
+    small.before_fill = lambda _: time.sleep(0.0005)
+    store = Store(tmp_path, keep=20)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    expected: dict[int, dict[str, torch.Tensor]] = {}
+    with saving(small.mode, store) as saver:
+        optimizer.register_step_pre_hook(lambda *_: saver.before_update())
+        for step in range(1, 9):
+            model(torch.randn(5, 30)).square().sum().backward()
+            optimizer.step()
+            live = {
+                f"optimizer.{name}.{key}": value
+                for name, p in model.named_parameters()
+                for key, value in optimizer.state[p].items()
+            }
+            live |= {f"model.{name}": p for name, p in model.named_parameters()}
+            expected[step] = {name: t.detach().clone() for name, t in live.items()}
+            ticket = saver.save(step, live, META)
+        ticket.wait(30)
+    assert store.steps() == tuple(range(1, 9))
+    for step, tensors_ in expected.items():
+        saved = store.open(step)
+        for name, tensor in tensors_.items():
+            assert torch.equal(saved.tensor(name), tensor), (step, name)
+    assert small.in_use == 0 and small.most == 2
+    assert ticket.blocked_s.keys() <= {"plan", "before_update", "back_pressure"}
+
+
+def test_a_change_behind_its_back_drops_the_save_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Small(monkeypatch)
+    go = threading.Event()
+    small.before_fill = lambda at: (go.wait(30), None)[1]
+    store = Store(tmp_path)
+    live = {"model.a": torch.zeros(3000), "model.b": torch.zeros(3000)}
+    with saving(small.mode, store) as saver:
+        ticket = saver.save(1, live, META)
+        live["model.b"].add_(1)  # nobody asked
+        go.set()
+        with pytest.raises(CheckpointError, match=r"'model\.b' was changed while"):
+            ticket.wait(30)
+        saver.before_update()
+        saver.save(2, live, META).wait(30)
+    assert store.steps() == (2,)
+    assert small.in_use == 0
+
+
+def test_a_group_that_is_copied_may_change_before_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Small(monkeypatch)
+    go = threading.Event()
+
+    def hold(at: int) -> None:
+        if at >= 5 * 4096:
+            go.wait(30)
+
+    small.before_fill = hold
+    store = Store(tmp_path)
+    sizes = {"model.a": 2000, "optimizer.a.m": 2000, "model.z": 9000}
+    live = {name: torch.zeros(size) for name, size in sizes.items()}
+    with saving(small.mode, store) as saver:
+        ticket = saver.save(1, live, META)
+        saver.before_update({"model.a", "optimizer.a.m"})
+        live["model.a"].add_(1)
+        assert not ticket.done()
+        go.set()
+        ticket.wait(30)
+    assert torch.equal(store.open(1).tensor("model.a"), torch.zeros(2000))
+
+
+def test_a_tensor_larger_than_the_buffer_goes_through_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Small(monkeypatch)
+    large = {"w": torch.randn(50_000)}
+    with saving(small.mode, Store(tmp_path / "a")) as saver:
+        saver.save(1, large, META).wait(30)
+    assert torch.equal(Store(tmp_path / "a").open(1).tensor("w"), large["w"])
+    with (
+        saving({**small.mode, "chunked": False}, Store(tmp_path / "b")) as saver,
+        pytest.raises(CheckpointError, match="'w': 200000 bytes do not fit into the host buffer"),
+    ):
+        saver.save(1, large, META)

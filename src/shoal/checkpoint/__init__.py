@@ -15,5 +15,6 @@ SAVE_MODES = PartTable(
     {
         "blocking": "shoal.checkpoint.modes.blocking:Blocking",
         "snapshot": "shoal.checkpoint.modes.snapshot:Snapshot",
+        "lazy": "shoal.checkpoint.modes.lazy:Lazy",
     },
 )

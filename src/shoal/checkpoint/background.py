@@ -112,7 +112,8 @@ class Background:
         if abandon:
             self._abandoned.set()
         self._writers.shutdown(wait=not abandon, cancel_futures=abandon)
-        self._settlers.shutdown(wait=not abandon, cancel_futures=abandon)
+        if not abandon:  # else the threads end by themselves
+            self._settlers.shutdown()
         self._session.close()
 
     def _write(
@@ -141,7 +142,12 @@ class Background:
             with contextlib.suppress(OSError, ShoalError):
                 draft.prepare()
                 draft.put(_refusal_name(rank), str(failures[0]).encode())
-        self._settlers.submit(self._settle, ticket, draft, meta, failures)
+        if self._abandoned.is_set():
+            ticket.settle(
+                CheckpointError(f"step {ticket.step}: not saved, because the run was given up")
+            )
+        else:
+            self._settlers.submit(self._settle, ticket, draft, meta, failures)
 
     def _settle(
         self,

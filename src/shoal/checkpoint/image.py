@@ -8,7 +8,7 @@ taken on the way.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.pieces import Chosen
     from shoal.checkpoint.storage import Draft
 
-__all__ = ["Chunk", "Image", "Slot", "bytes_of", "image_of", "straight", "write_image"]
+__all__ = ["Chunk", "Image", "Slot", "bytes_of", "image_of", "write_image"]
 
 Chunk = tuple[int, "np.ndarray"]
 """Where some bytes of a file begin, and the bytes: uint8 of one dimension."""
@@ -116,15 +116,6 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     found: np.ndarray = flat.view(torch.uint8).numpy()
     return found
-
-
-def straight(image: Image, pieces: Mapping[str, Chosen]) -> Iterator[Chunk]:
-    """The file in chunks that are the tensors themselves."""
-    import numpy as np
-
-    yield 0, np.frombuffer(image.header, dtype=np.uint8)
-    for slot in image.slots:
-        yield slot.start, bytes_of(pieces[slot.key].piece.tensor)
 
 
 def write_image(draft: Draft, rank: int, image: Image, chunks: Iterable[Chunk]) -> RankIndex:

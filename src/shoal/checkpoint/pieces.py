@@ -143,8 +143,14 @@ def as_pieces(given: Given) -> dict[str, Chosen]:
         while f"{chosen.name}#{number}" in found:
             number += 1
         found[f"{chosen.name}#{number}"] = chosen
-    # Wide dtypes first, so that every tensor is aligned without gaps.
-    return dict(sorted(found.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0])))
+    # Wide dtypes first, so that every tensor is aligned without gaps; then a weight beside its
+    # optimizer state, which change together.
+    return dict(
+        sorted(
+            found.items(),
+            key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0].partition(".")[2], item[0]),
+        )
+    )
 
 
 def _check(name: str, piece: Piece, names: Mapping[torch.dtype, str]) -> None:

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.image import image_of, straight, write_image
+from shoal.checkpoint.image import image_of, write_image
 from shoal.checkpoint.index import RankIndex, merge
 from shoal.checkpoint.pieces import Chosen, Given, Piece, as_pieces, payload_bytes
 from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.source import Source, straight
 from shoal.checkpoint.storage import LocalFolder, LocalStorage
 from shoal.core.config import parse
 from shoal.core.errors import CheckpointError, CorruptError, ShoalError, require
@@ -267,7 +268,7 @@ class Store:
             )
         self.require_room(draft.step, needed)
         image = image_of(pieces)
-        written = write_image(draft, rank, image, straight(image, pieces))
+        written = write_image(draft, rank, image, straight(Source(image, pieces)))
         draft.put(vote_name(rank), written.model_dump_json().encode())
         return draft.token()
 

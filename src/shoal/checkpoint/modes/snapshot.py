@@ -18,6 +18,7 @@ from shoal.checkpoint.background import Background
 from shoal.checkpoint.modes.cost import estimate, saved_bytes, seconds_of
 from shoal.checkpoint.plan import Planner
 from shoal.checkpoint.protocols import SaveTicket
+from shoal.checkpoint.source import CHUNK_BYTES, host_memory
 from shoal.checkpoint.store import plain_meta
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -31,9 +32,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.store import Store
     from shoal.ir import Estimate, Machine, Work
 
-__all__ = ["Snapshot", "host_memory"]
-
-_CHUNK_BYTES = 2**23
+__all__ = ["Snapshot"]
 
 
 @part
@@ -59,17 +58,6 @@ class Snapshot:
         return SnapshotSaver(store, peers, self.pools, pinned=device.startswith("cuda"))
 
 
-def host_memory(nbytes: int, *, pinned: bool) -> Tensor:
-    """Memory whose pages are there, and that a disk and a device can reach by themselves."""
-    import torch
-
-    from shoal.memory.disk import staging
-
-    if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    return staging(nbytes).zero_()
-
-
 class _Pool:
     """Memory for one file.
 
@@ -83,14 +71,18 @@ class _Pool:
         self.free = threading.Event()
         self.free.set()
 
+    def reserve(self, nbytes: int) -> Tensor:
+        """The memory, at least so much."""
+        if self._memory is None or self._memory.numel() < nbytes:
+            self._memory = None  # given back before more is taken
+            self._memory = host_memory(nbytes, pinned=self._pinned)
+        return self._memory
+
     def fill(self, image: Image, chosen: Mapping[str, Chosen]) -> Pooled:
         """Copy the pieces to where they lie in the file."""
         import torch
 
-        if self._memory is None or self._memory.numel() < image.size:
-            self._memory = None  # given back before more is taken
-            self._memory = host_memory(image.size, pinned=self._pinned)
-        memory = self._memory
+        memory = self.reserve(image.size)
         self.free.clear()
         head = len(image.header)
         memory[:head] = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)
@@ -118,8 +110,8 @@ class Pooled:
 
     def __iter__(self) -> Iterator[Chunk]:
         data = self._memory.numpy()
-        for at in range(0, len(data), _CHUNK_BYTES):
-            yield at, data[at : at + _CHUNK_BYTES]
+        for at in range(0, len(data), CHUNK_BYTES):
+            yield at, data[at : at + CHUNK_BYTES]
 
     def close(self) -> None:
         """The pool may be filled again."""
@@ -157,6 +149,10 @@ class SnapshotSaver:
         pool.free.wait()
         free_at = time.perf_counter()
         ticket.blocked("back_pressure", free_at - planned_at)
+        if planned.fresh:
+            for other in self._pools:  # made now, and not when training is under way
+                if other.free.is_set():
+                    other.reserve(planned.image.size)
         pooled = pool.fill(planned.image, chosen)
         ticket.blocked("copy", time.perf_counter() - free_at)
         self._background.submit(ticket, planned.image, pooled, plain)
