@@ -11,6 +11,8 @@ DataStates-LLM, 2024, section IV (asynchronous consolidation by two-phase commit
 from __future__ import annotations
 
 import contextlib
+import json
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -47,15 +49,21 @@ class Session:
 
     def __init__(self, store: Store, peers: Peers) -> None:
         self._held = contextlib.ExitStack()
-        refusal = ""
+        said = [secrets.token_hex(4), ""]
         if peers.rank == 0:
             try:
                 self._held.enter_context(store.hold())
             except ShoalError as cause:
-                refusal = str(cause)
-        told = peers.gather(refusal.encode())[0].decode()
-        if told:
-            raise CheckpointError(told)
+                said[1] = str(cause)
+        self._name, refusal = json.loads(peers.gather(json.dumps(said).encode())[0])
+        if refusal:
+            raise CheckpointError(refusal)
+        self._saves = 0
+
+    def attempt(self) -> str:
+        """A name for the next save, the same on all ranks and never used before."""
+        self._saves += 1
+        return f"{self._name}-{self._saves}"
 
     def close(self) -> None:
         """Let others write there."""
@@ -77,7 +85,6 @@ class Background:
         self._writers = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write")
         self._settlers = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-commit")
         self._tickets: list[SaveTicket] = []
-        self._attempt = 0
         self._abandoned = threading.Event()
 
     def submit(
@@ -91,8 +98,7 @@ class Background:
             chunks: its bytes; read in a thread of this object.
             meta: plain data, already checked.
         """
-        self._attempt += 1
-        draft = self.store.storage.draft(ticket.step, self._attempt)
+        draft = self.store.storage.draft(ticket.step, self._session.attempt())
         self._tickets.append(ticket)
         ticket.bytes = image.size
         self._writers.submit(self._write, ticket, draft, image, chunks, dict(meta))

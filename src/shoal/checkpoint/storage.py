@@ -30,7 +30,7 @@ __all__ = ["Draft", "Folder", "LocalFolder", "LocalStorage", "Sink", "Storage"]
 
 _STEP = re.compile(r"^step-(\d{8,})$")
 # .tmp: being written or deleted. .old: replaced by a newer save of the same step.
-_HIDDEN = re.compile(r"^\.step-(\d{8,})(?:\.\d+)?\.(tmp|old)$")
+_HIDDEN = re.compile(r"^\.step-(\d{8,})(?:\.[0-9a-z-]+)?\.(tmp|old)$")
 
 
 class Folder(Protocol):
@@ -95,6 +95,10 @@ class Draft(Protocol):
         """Make it; another rank may have done so already."""
         ...
 
+    def replace(self) -> None:
+        """Make room for it, where a checkpoint of the same name would be in its way."""
+        ...
+
     def ready(self) -> bool:
         """Whether it was made and not thrown away."""
         ...
@@ -125,7 +129,14 @@ class Draft(Protocol):
 
 
 class Storage(Protocol):
-    """A place that holds the checkpoints of one run."""
+    """A place that holds the checkpoints of one run.
+
+    Attributes:
+        reads_back: every byte is read again before an older step is deleted; elsewhere sizes are
+            compared, because reading is as dear as writing.
+    """
+
+    reads_back: bool
 
     def where(self) -> str:
         """What errors call it."""
@@ -156,8 +167,13 @@ class Storage(Protocol):
         """Remove what interrupted saves left behind, and put back what they had set aside."""
         ...
 
-    def draft(self, step: int, attempt: int = 0) -> Draft:
-        """The checkpoint that all ranks write together under this number."""
+    def draft(self, step: int, attempt: str = "") -> Draft:
+        """The checkpoint that all ranks write together.
+
+        Args:
+            step: which step.
+            attempt: what tells this save from others of the same step; the same on all ranks.
+        """
         ...
 
     def commit(self, draft: Draft, index: bytes) -> None:
@@ -228,6 +244,9 @@ class LocalDraft:
         """See :class:`Draft`."""
         self.path.mkdir(exist_ok=True)
 
+    def replace(self) -> None:
+        """See :class:`Draft`; a rename makes room when the time has come."""
+
     def ready(self) -> bool:
         """See :class:`Draft`."""
         return self.path.is_dir()
@@ -266,6 +285,8 @@ class LocalStorage:
     Args:
         root: the directory; made when it is first written to.
     """
+
+    reads_back = True
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
@@ -321,7 +342,7 @@ class LocalStorage:
             else:
                 shutil.rmtree(path)
 
-    def draft(self, step: int, attempt: int = 0) -> LocalDraft:
+    def draft(self, step: int, attempt: str = "") -> LocalDraft:
         """See :class:`Storage`."""
         suffix = f"{attempt}.tmp" if attempt else "tmp"
         return LocalDraft(step, self._hidden(step, suffix))

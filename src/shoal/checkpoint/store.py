@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.checkpoint.image import image_of, write_image
 from shoal.checkpoint.index import RankIndex, merge
 from shoal.checkpoint.pieces import Chosen, Given, Piece, as_pieces, payload_bytes
+from shoal.checkpoint.remote import RemoteStorage, is_address
 from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.source import Source, straight
 from shoal.checkpoint.storage import LocalFolder, LocalStorage
@@ -124,8 +125,12 @@ class Store:
         rank: int = 0,
         world: int = 1,
         barrier: Callable[[], None] | None = None,
+        attempt: str = "",
     ) -> None:
-        """The same with pieces that were checked already, or that are when they are asked for."""
+        """The same with pieces that were checked already, or that are when they are asked for.
+
+        ``attempt`` tells this save from others of the same step, on all ranks alike.
+        """
         require(step >= 0, "step", step, expected="at least 0", error=CheckpointError)
         require(
             0 <= rank < world, "rank", rank, expected=f"0 to {world - 1}", error=CheckpointError
@@ -138,7 +143,7 @@ class Store:
             error=CheckpointError,
         )
         wait = barrier or (lambda: None)
-        draft = self.storage.draft(step)
+        draft = self.storage.draft(step, attempt)
         failures: list[ShoalError] = []
         needed = 0
         prepared = False
@@ -152,6 +157,7 @@ class Store:
                 if rank == 0:
                     if not self._held:
                         held.enter_context(self.hold())
+                    draft.replace()
                     draft.prepare()
                     prepared = True
             wait()
@@ -309,7 +315,7 @@ class Store:
         if not victims:
             return
         self.storage.forget(newest)
-        self.open(newest)
+        self.open(newest, verify=self.storage.reads_back)
         for step in victims:
             self.storage.remove(step)
 
@@ -345,6 +351,8 @@ class Store:
 
 def storage_of(root: Path | str) -> Storage:
     """The place that a path or an address names."""
+    if is_address(root):
+        return RemoteStorage(str(root))
     return LocalStorage(Path(root))
 
 

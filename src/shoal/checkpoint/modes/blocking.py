@@ -71,6 +71,7 @@ class BlockingSaver:
                 rank=self._peers.rank,
                 world=self._peers.world,
                 barrier=self._peers.barrier,
+                attempt=self._session.attempt(),
             )
         except CheckpointError as cause:
             error = cause

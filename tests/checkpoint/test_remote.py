@@ -1,0 +1,215 @@
+"""Checkpoints in memory and in S3 (moto's server): the same promises as on a disk."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from stored import META, ThreadPeers, on_ranks, split, tensors
+
+from shoal.checkpoint import SAVE_MODES
+from shoal.checkpoint.peers import Alone
+from shoal.checkpoint.store import Store
+from shoal.core.errors import CheckpointError, ConfigError, CorruptError
+
+
+@pytest.fixture
+def memory() -> str:
+    return f"memory://{uuid.uuid4().hex}/run"
+
+
+def fs_of(store: Store) -> Any:
+    return store.storage._fs  # type: ignore[attr-defined]
+
+
+def files(store: Store) -> list[str]:
+    return sorted(fs_of(store).find(store.storage._root))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", list(SAVE_MODES))
+def test_saved_elsewhere_is_loaded_from_there(mode: str, memory: str) -> None:
+    store = Store(memory, keep=2)
+    saver = SAVE_MODES.build(mode).build(store, Alone())
+    for step in (1, 2, 3):
+        saver.save(step, tensors(step), META).wait(30)
+    saver.close()
+    assert store.steps() == (2, 3)
+    latest = Store(memory).latest()
+    assert latest is not None and latest.step == 3 and latest.meta["seed"] == 7
+    for name, tensor in tensors(3).items():
+        assert torch.equal(latest.tensor(name), tensor)
+    assert str(latest.path).startswith(memory)
+    assert {path.rsplit("/", 1)[1] for path in files(store)} == {
+        "index.json",
+        "rank-00000.safetensors",
+    }
+
+
+def test_ranks_share_it_and_reshard(memory: str) -> None:
+    whole = torch.randn(9, 4)
+    store = Store(memory)
+
+    def work(peers: ThreadPeers) -> None:
+        saver = SAVE_MODES.build("snapshot").build(store, peers)
+        saver.save(1, {"w": split(whole, 0, 3)[peers.rank], "same": whole}, META)
+        saver.close()
+
+    assert on_ranks(3, work) == [None] * 3
+    saved = store.open(1)
+    assert torch.equal(saved.tensor("w", (1, 1), (7, 2)), whole[1:8, 1:3])
+    assert torch.equal(saved.tensor("same"), whole)
+
+
+def test_a_step_saved_again_replaces_it(memory: str) -> None:
+    store = Store(memory)
+    store.save(1, tensors(1), META)
+    store.save(1, tensors(2), META)
+    saver = SAVE_MODES.build("snapshot").build(store, Alone())
+    saver.save(1, tensors(3), META).wait(30)
+    saver.close()
+    assert store.steps() == (1,)
+    assert torch.equal(store.open(1).tensor("model.w"), tensors(3)["model.w"])
+    assert len(files(store)) == 2
+
+
+def test_what_an_interrupted_save_left_is_no_checkpoint_and_is_removed(memory: str) -> None:
+    store = Store(memory)
+    store.save(1, tensors(1), META)
+    left = f"{store.storage._root}/step-00000002.x/rank-00000.safetensors"  # type: ignore[attr-defined]
+    fs_of(store).pipe_file(left, b"half")
+    assert store.steps() == (1,)
+    store.save(3, tensors(3), META)
+    assert left not in files(store)
+
+
+def test_damage_is_named_and_the_previous_step_offered(memory: str) -> None:
+    store = Store(memory)
+    for step in (1, 2):
+        store.save(step, tensors(step), META)
+    path = next(p for p in files(store) if "step-00000002" in p and p.endswith("safetensors"))
+    raw = bytearray(fs_of(store).cat_file(path))
+    raw[-1] ^= 1
+    fs_of(store).pipe_file(path, bytes(raw))
+    with pytest.raises(CorruptError, match=r"'model\.b' in memory://.*step 1 in .* is intact"):
+        store.open(2)
+    fs_of(store).rm_file(path)
+    with pytest.raises(CorruptError, match=r"rank-00000\.safetensors: missing"):
+        store.open(2)
+
+
+def test_a_second_run_is_refused_and_a_dead_one_is_not(memory: str) -> None:
+    saver = SAVE_MODES.build("snapshot").build(Store(memory), Alone())
+    with pytest.raises(CheckpointError, match="another process is saving here"):
+        SAVE_MODES.build("snapshot").build(Store(memory), Alone())
+    saver.close()
+    store = Store(memory)
+    lease = f"{store.storage._root}/.writer.json"  # type: ignore[attr-defined]
+    dead = {"id": "x", "host": __import__("socket").gethostname(), "pid": 2**22 + 1, "at": 1e12}
+    fs_of(store).pipe_file(lease, json.dumps(dead).encode())
+    SAVE_MODES.build("snapshot").build(store, Alone()).close()
+    fs_of(store).pipe_file(lease, json.dumps({**dead, "host": "elsewhere"}).encode())
+    with pytest.raises(CheckpointError, match="on elsewhere"):
+        SAVE_MODES.build("snapshot").build(store, Alone())
+
+
+def test_nobody_knows_the_way() -> None:
+    with pytest.raises(ConfigError, match=r"give a directory or an address such as s3://"):
+        Store("nowhere://x/y")
+
+
+class Proxy:
+    """Lets requests through to moto, or breaks them.
+
+    Attributes:
+        fault: "", "500" for every upload, or "cut" for a connection that ends mid-upload.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.fault = ""
+        self.broken = 0
+
+    def __call__(self, environ: dict[str, Any], start: Any) -> Any:
+        upload = environ["REQUEST_METHOD"] == "PUT" and "safetensors" in environ["PATH_INFO"]
+        if self.fault and upload:
+            self.broken += 1
+            if self.fault == "cut":
+                environ["wsgi.input"].read(1000)
+                raise ConnectionAbortedError("the line is cut")
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start("500 Internal Server Error", [("Content-Type", "text/xml")])
+            return [b"<Error><Code>InternalError</Code><Message>no</Message></Error>"]
+        return self.app(environ, start)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[tuple[str, Proxy]]:
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
+    from werkzeug.serving import make_server
+
+    proxy = Proxy(moto.DomainDispatcherApplication(moto.create_backend_app))
+    server = make_server("127.0.0.1", 0, proxy, threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    patch = pytest.MonkeyPatch()
+    for key, value in settings.items():
+        patch.setenv(key, value)
+    import fsspec
+
+    fsspec.filesystem("s3").mkdir("bucket")
+    yield f"s3://bucket/{uuid.uuid4().hex}", proxy
+    patch.undo()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.slow
+def test_s3_in_parts_and_back(s3: tuple[str, Proxy]) -> None:
+    address, _ = s3
+    store = Store(address + "/parts", keep=1)
+    large = {"model.w": torch.randn(12_000_000)}  # 48 MB: two parts
+    saver = SAVE_MODES.build("lazy").build(store, Alone())
+    for step in (1, 2):
+        saver.before_update()
+        saver.save(step, {**large, "model.step": torch.tensor(step)}, META).wait(60)
+    saver.close()
+    assert store.steps() == (2,)
+    saved = store.open(2)
+    assert torch.equal(saved.tensor("model.w", (11_999_000,), (1000,)), large["model.w"][-1000:])
+    assert int(saved.tensor("model.step")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["500", "cut"])
+@pytest.mark.parametrize("mode", ["blocking", "lazy"])
+def test_s3_that_fails_mid_upload_is_told_and_the_old_one_stays(
+    fault: str, mode: str, s3: tuple[str, Proxy]
+) -> None:
+    address, proxy = s3
+    store = Store(f"{address}/{fault}-{mode}")
+    saver = SAVE_MODES.build(mode).build(store, Alone())
+    saver.save(1, tensors(1), META).wait(60)
+    proxy.fault = fault
+    try:
+        ticket = saver.save(2, tensors(2), META)
+        saver.before_update()
+        with pytest.raises(CheckpointError, match="step 2 cannot be saved"):
+            ticket.wait(60)
+    finally:
+        proxy.fault = ""
+    assert proxy.broken
+    saver.save(3, tensors(3), META).wait(60)
+    saver.close()
+    assert store.steps() == (1, 3)
+    assert torch.equal(store.open(1).tensor("model.w"), tensors(1)["model.w"])
