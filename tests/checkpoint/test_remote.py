@@ -12,7 +12,7 @@ import pytest
 import torch
 from stored import META, ThreadPeers, on_ranks, split, tensors
 
-from shoal.checkpoint import SAVE_MODES
+from shoal.checkpoint import SAVE_MODES, remote
 from shoal.checkpoint.peers import Alone
 from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, ConfigError, CorruptError
@@ -138,10 +138,11 @@ class Proxy:
         upload = environ["REQUEST_METHOD"] == "PUT" and "safetensors" in environ["PATH_INFO"]
         if self.fault and upload:
             self.broken += 1
+            size = int(environ.get("CONTENT_LENGTH") or 0)
             if self.fault == "cut":
-                environ["wsgi.input"].read(1000)
+                environ["wsgi.input"].read(size // 2)
                 raise ConnectionAbortedError("the line is cut")
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            environ["wsgi.input"].read(size)
             start("500 Internal Server Error", [("Content-Type", "text/xml")])
             return [b"<Error><Code>InternalError</Code><Message>no</Message></Error>"]
         return self.app(environ, start)
@@ -165,6 +166,7 @@ def s3() -> Iterator[tuple[str, Proxy]]:
     patch = pytest.MonkeyPatch()
     for key, value in settings.items():
         patch.setenv(key, value)
+    patch.setattr(remote, "_SILENCE_S", 0.5)
     import fsspec
 
     fsspec.filesystem("s3").mkdir("bucket")

@@ -59,6 +59,8 @@ def stated(kind: str, name: str) -> dict[str, Any]:
         # Two replicas, so that what is sent between them counts.
         return {field: choice(kind, name), **({"parallel": {"dp": 2}} if kind in CAUSES else {})}
     outer, key = field.split(".")
+    if outer == "checkpoint":
+        return {outer: {"every": 1, key: choice(kind, name)}}
     axis = {"schedule": "pp", "context": "cp"}[key]
     inner: dict[str, Any] = {axis: 2, key: choice(kind, name)}
     chunks = getattr(table(kind).load(name), "chunks", 1)
@@ -76,6 +78,7 @@ CAUSES = {
     "shard": "collective",
     "schedule": "collective",
     "context": "collective",
+    "save_mode": "memory",
 }
 
 CHOSEN = {(kind, field, job) for job in JOBS for field, kind in choices_of(job).items()}

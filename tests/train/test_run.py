@@ -123,6 +123,20 @@ def test_a_run_that_saves_behind_is_killed_and_goes_on_with_equal_bits(
 
 
 @pytest.mark.slow
+def test_the_interval_is_chosen_from_what_is_measured_and_shown(
+    make_plan: Make, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    saves = {"every": "auto", "mode": "snapshot"}
+    execute(make_plan(parallel={"dp": 2}, steps=10, checkpoint=saves), run)
+    events = list(read_events(run / "events.jsonl"))
+    chosen = [e for e in events if e["kind"] == "checkpoint_interval"]
+    assert chosen[0]["step"] == 6 and chosen[0]["steps"] >= 1
+    assert chosen[0]["stall_s"] > 0 and chosen[0]["mtbf_s"] > 3600
+    assert [e["step"] for e in events if e["kind"] == "checkpoint"][0] == 5
+
+
+@pytest.mark.slow
 def test_a_lost_rank_restarts_the_run_by_itself(
     make_plan: Make, straight: Path, tmp_path: Path
 ) -> None:

@@ -216,7 +216,7 @@ def _train(
     assert plan.job.steps is not None
     # After a checkpoint, so that something is there to resume from, and not right after
     # it, so that some steps are really lost.
-    every = plan.job.checkpoint.every
+    every = plan.job.checkpoint.fixed_every("the demonstration")
     fatal = max(every, int(0.4 * plan.job.steps) // every * every) + every // 3
 
     losses: dict[int, float] = {}

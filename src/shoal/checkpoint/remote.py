@@ -41,12 +41,8 @@ _PART_BYTES = 2**25
 # A save that fails is told soon, and the next one tries again: two clients on top of each other
 # would otherwise try for minutes.
 _TRIES = 2
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {
-        "use_listings_cache": False,
-        "config_kwargs": {"retries": {"max_attempts": 2, "mode": "standard"}},
-    }
-}
+# A server that has said nothing for so long has stopped.
+_SILENCE_S = 20.0
 # A writer on another host that has not said anything for so long is gone.
 _LEASE_S = 60.0
 
@@ -224,7 +220,14 @@ class RemoteStorage:
         self._address = address.rstrip("/")
         try:
             scheme = self._address.partition("://")[0]
-            options = _OPTIONS.get(scheme, {})
+            options: dict[str, Any] = {}
+            if scheme == "s3":
+                options["use_listings_cache"] = False
+                options["config_kwargs"] = {
+                    "retries": {"max_attempts": _TRIES, "mode": "standard"},
+                    "connect_timeout": _SILENCE_S,
+                    "read_timeout": _SILENCE_S,
+                }
             self._fs, root = fsspec.core.url_to_fs(self._address, **options)
             if options:
                 self._fs.retries = _TRIES

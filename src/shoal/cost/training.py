@@ -54,6 +54,8 @@ OVERLAP = 0.8
 # off (shoal.cost.published.scoreboard).
 GPU_SPREAD = 0.28
 # What of a step is computing, and stretches where computing is slower.
+# Steps between saves where the run itself chooses.
+_AUTO_EVERY = 100
 _COMPUTE = ("matmul", "attention", "memory", "overhead", "optimizer", "bubble")
 # Micro-batches of a pipeline that are simulated one by one.
 _SIMULATED = 32
@@ -224,16 +226,23 @@ class Pricer:
         A part's estimate may depend on the batch and on who shares it, on nothing else of a split.
         """
         job = work.job
-        chosen = (("corpus", job.data), ("packing", job.packing), ("lr_schedule", job.lr_schedule))
+        saves = job.checkpoint
+        chosen = (
+            ("corpus", job.data, 1),
+            ("packing", job.packing, 1),
+            ("lr_schedule", job.lr_schedule, 1),
+            ("save_mode", saves.mode, _AUTO_EVERY if saves.every == "auto" else saves.every),
+        )
         key = (
-            *(id(choice) for _, choice in chosen),
+            *((id(choice), every) for _, choice, every in chosen),
             *(work.shape.name, job.seq_len, job.global_batch, job.microbatch, job.threads),
             *(job.parallel.dp, job.parallel.world),
         )
         if key not in self._aside:
             seconds = sum(
-                sum(self._part(kind, choice).estimate(work, self.machine).terms_s.values())
-                for kind, choice in chosen
+                sum(self._part(kind, choice).estimate(work, self.machine).terms_s.values()) / every
+                for kind, choice, every in chosen
+                if every
             )
             self._aside[key] = chosen, seconds
         return self._aside[key][1]

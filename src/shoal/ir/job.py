@@ -193,6 +193,18 @@ class CheckpointPolicy(Value):
     path: str | None = Field(default=None, min_length=1)
     mode: Annotated[Choice, Kind("save_mode")] = Choice(name="blocking")
 
+    def fixed_every(self, who: str) -> int:
+        """Steps between checkpoints, for those who cannot choose while they run.
+
+        Raises:
+            ConfigError: the run is to choose.
+        """
+        if self.every == "auto":
+            raise ConfigError(
+                f"checkpoint.every = auto: {who} takes a number of steps; give one"
+            )
+        return self.every
+
 
 class Replan(Value):
     """When a run that goes on changes its plan.

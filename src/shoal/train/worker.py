@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from shoal.checkpoint.interval import FIRST_STEPS
+from shoal.checkpoint.peers import CommPeers
 from shoal.core.errors import CheckpointError, MachineError, PlanError, RankError, ShoalError
 from shoal.core.files import write_json
 from shoal.cost.arithmetic import parameters
@@ -60,6 +62,10 @@ class _Rank:
     total: int
     peak_flops: float
     undo: contextlib.ExitStack
+    interval: int = 0
+    """Steps between saves; 0 for only at the end."""
+    stall_s: float | None = None
+    """Seconds for which the newest save held this rank up."""
     unsaved: ShoalError | None = None
     """Why the newest save failed, if it did."""
 
@@ -101,7 +107,6 @@ def _catch_termination() -> Callable[[], bool]:
 def _joined(directory: RunDir) -> Iterator[_Rank]:
     import torch
 
-    from shoal.checkpoint.peers import CommPeers
     from shoal.checkpoint.store import Store
     from shoal.core.meter import SINKS, Meter
     from shoal.core.parts import table
@@ -295,10 +300,34 @@ def _save(rank: _Rank, step: int) -> None:
     )
 
 
+def _choose_interval(rank: _Rank, step: int, step_s: float) -> None:
+    """Take the interval that loses the least, the same on all ranks, and show it."""
+    from shoal.checkpoint.interval import choose, failures_seen
+    from shoal.core.meter import read_events
+
+    chosen = None
+    if rank.chief:
+        failures, seconds = failures_seen(read_events(rank.directory.events))
+        chosen = choose(
+            stall_s=rank.stall_s or 0.0, step_s=step_s, failures=failures, observed_s=seconds
+        )
+        rank.meter.event(
+            "checkpoint_interval",
+            step=step,
+            steps=chosen.steps,
+            stall_s=chosen.stall_s,
+            mtbf_s=chosen.mtbf_s,
+            overhead=chosen.overhead,
+        )
+    told = CommPeers(rank.comm).gather(str(chosen.steps if chosen else 0).encode())
+    rank.interval = int(told[0])
+
+
 def _tell_saves(rank: _Rank) -> None:
     """Say which saves are over; one that failed does not end the run."""
     for ticket in rank.saver.finished():
         rank.unsaved = ticket.error
+        rank.stall_s = sum(ticket.blocked_s.values())
         if not rank.chief:
             continue
         if ticket.error is not None:
@@ -335,6 +364,9 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
 
     job = rank.plan.job
     flops = step_flops(rank.plan)
+    every = job.checkpoint.every
+    rank.interval = FIRST_STEPS if every == "auto" else every
+    saved_at = first
     recorded = min(first + RECORDED, rank.total - 1) if job.parallel.pp > 1 else None
     replanner = _replanner(rank)
     for step in range(first, rank.total):
@@ -358,14 +390,21 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
             )
         done = step + 1
         last = done == rank.total
-        due = job.checkpoint.every and done % job.checkpoint.every == 0
+        if every == "auto":
+            due = done - saved_at >= rank.interval
+        else:
+            due = bool(every) and done % every == 0
         if last or due or result.stop:
             if job.watch.record and job.watch.check_every:
                 # What a unit that computes wrongly has spoilt must not become a checkpoint.
                 check_arithmetic(rank.comm.device, seed=done)
             with phase(rank.comm, "checkpoint"):
                 _save(rank, done)
+            saved_at = done
         _tell_saves(rank)
+        if every == "auto" and done == saved_at + 1:
+            # The step after a save has shown all that the save held up.
+            _choose_interval(rank, done, result.seconds)
         if job.evaluation.every and done % job.evaluation.every == 0 and not last:
             with phase(rank.comm, "evaluate"):
                 _evaluate(rank, done, final=False)

@@ -165,8 +165,9 @@ def _training(job: TrainJob) -> list[str]:
             option("--recompute-num-layers", 1),
         ]
     found += [option("--log-interval", job.log_every), "--log-throughput"]
-    if job.checkpoint.every:
-        found.append(option("--save-interval", job.checkpoint.every))
+    every = job.checkpoint.fixed_every("Megatron")
+    if every:
+        found.append(option("--save-interval", every))
     return found
 
 

@@ -166,8 +166,8 @@ def _module(plan: Plan) -> str:
     if "decay" in course:
         rate["decay_ratio"] = course["decay"]
     checkpoint: dict[str, object] = {
-        "enable": job.checkpoint.every > 0,
-        "interval": job.checkpoint.every or steps or 1,
+        "enable": job.checkpoint.fixed_every("torchtitan") > 0,
+        "interval": job.checkpoint.fixed_every("torchtitan") or steps or 1,
         # It keeps at least two.
         "keep_latest_k": max(2, job.checkpoint.keep),
     }
