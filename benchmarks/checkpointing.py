@@ -172,7 +172,9 @@ def stall(rounds: int = 2) -> list[Row]:
                 if number:  # the first one makes plans, pools and threads
                     waited[name].append(spent)
     for name, seconds in waited.items():
-        print(f"{name:16s} {1e3 * statistics.median(seconds):8.1f} ms", [f"{s:.3f}" for s in seconds])
+        print(
+            f"{name:16s} {1e3 * statistics.median(seconds):8.1f} ms", [f"{s:.3f}" for s in seconds]
+        )
     rows = []
     for mode in modes:
         for peer, threshold in (("dcp.save", 10.0), ("dcp.async_save", 3.0)):

@@ -15,6 +15,7 @@ import torch
 from stored import META, ThreadPeers, flip, on_ranks, tensors
 
 from shoal.checkpoint import SAVE_MODES, background, source
+from shoal.checkpoint.image import write_image
 from shoal.checkpoint.modes import lazy
 from shoal.checkpoint.peers import Alone
 from shoal.checkpoint.protocols import Saver
@@ -119,7 +120,7 @@ def test_one_rank_that_cannot_write_drops_the_save_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(tmp_path)
-    write = background.write_image
+    write = write_image
 
     def refuse(draft: Any, rank: int, *rest: Any) -> Any:
         if rank == 1 and draft.step == 2:
@@ -164,7 +165,7 @@ def test_what_was_abandoned_never_becomes_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    write = background.write_image
+    write = write_image
 
     def slow(*given: Any) -> Any:
         go.wait(30)

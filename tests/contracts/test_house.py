@@ -19,6 +19,7 @@ ROOMS = sorted({name.partition("/")[0] for name in FILES})
 # The files that may do what the others may not, and why.
 PICKLES = {"core/pool/remote.py"}  # pipes between processes of one pool, never a file
 WRITES = {
+    "checkpoint/remote.py",  # an object that is no checkpoint before its index lies beside it
     "claims/gallery/publish.py",  # inside a directory that is renamed when it is whole
     "core/files.py",  # what everything else is written with
     "core/meter/jsonl.py",  # a log grows line by line

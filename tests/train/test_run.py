@@ -133,7 +133,7 @@ def test_the_interval_is_chosen_from_what_is_measured_and_shown(
     chosen = [e for e in events if e["kind"] == "checkpoint_interval"]
     assert chosen[0]["step"] == 6 and chosen[0]["steps"] >= 1
     assert chosen[0]["stall_s"] > 0 and chosen[0]["mtbf_s"] > 3600
-    assert [e["step"] for e in events if e["kind"] == "checkpoint"][0] == 5
+    assert next(e["step"] for e in events if e["kind"] == "checkpoint") == 5
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ class DiskSink:
         if self._direct is not None and at % SECTOR == 0 and data.ctypes.data % SECTOR == 0:
             whole = len(data) // SECTOR * SECTOR
             try:
-                _write_all(self._direct, memoryview(data[:whole]), at)
+                _write_all(self._direct, data[:whole].data, at)
             except OSError as cause:
                 if cause.errno != errno.EINVAL:
                     raise
@@ -64,7 +64,7 @@ class DiskSink:
                 whole = 0
             at, data = at + whole, data[whole:]
         assert self._plain is not None
-        _write_all(self._plain, memoryview(data), at)
+        _write_all(self._plain, data.data, at)
 
     def finish(self) -> None:
         """See :class:`~shoal.checkpoint.storage.Sink`."""

@@ -153,8 +153,7 @@ class Planner:
         }
         picks = {key: place[id(one.piece)] for key, one in chosen.items()}
         loads = tuple(
-            sum(proposals[rank][number].bytes for number in mine)
-            for rank, mine in enumerate(taken)
+            sum(proposals[rank][number].bytes for number in mine) for rank, mine in enumerate(taken)
         )
         image = image_of(chosen)
         self._plans = {layout: Planned(image, picks, loads)}

@@ -117,7 +117,7 @@ class RemoteSink:
     def write(self, at: int, data: np.ndarray) -> None:
         """See :class:`~shoal.checkpoint.storage.Sink`."""
         with _asking(self._path):
-            self._file.write(memoryview(data))
+            self._file.write(data.data)
 
     def finish(self) -> None:
         """See :class:`~shoal.checkpoint.storage.Sink`."""
@@ -127,7 +127,9 @@ class RemoteSink:
             arrived = int(self._fs.info(self._path)["size"])
         if arrived != self._size:
             raise OSError(
-                errno.EIO, f"of {self._size} bytes {arrived} arrived; the upload stopped", self._path
+                errno.EIO,
+                f"of {self._size} bytes {arrived} arrived; the upload stopped",
+                self._path,
             )
 
     def abandon(self) -> None:

@@ -37,6 +37,7 @@ __all__ = ["MODEL", "OPTIMIZER", "Piece", "Saved", "Store"]
 MODEL = "model."
 OPTIMIZER = "optimizer."
 
+
 class Store:
     """The checkpoints of one run.
 
@@ -264,9 +265,7 @@ class Store:
             return f"step {older} in {self.where} is intact; resume from it"
         return "no earlier step is intact; restore the file from a copy"
 
-    def _write(
-        self, draft: Draft, rank: int, pieces: Mapping[str, Chosen], needed: int
-    ) -> str:
+    def _write(self, draft: Draft, rank: int, pieces: Mapping[str, Chosen], needed: int) -> str:
         if not draft.ready():
             raise CheckpointError(
                 f"{self.where}: step {draft.step} is not prepared, because rank 0 failed or the "

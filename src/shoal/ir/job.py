@@ -200,9 +200,7 @@ class CheckpointPolicy(Value):
             ConfigError: the run is to choose.
         """
         if self.every == "auto":
-            raise ConfigError(
-                f"checkpoint.every = auto: {who} takes a number of steps; give one"
-            )
+            raise ConfigError(f"checkpoint.every = auto: {who} takes a number of steps; give one")
         return self.every
 
 

@@ -234,9 +234,7 @@ class Trainer:
         return host.peak_memory()
 
 
-def pieces_of(
-    engine: Engine, updater: Updater, *, copies: bool = False
-) -> dict[str, list[Piece]]:
+def pieces_of(engine: Engine, updater: Updater, *, copies: bool = False) -> dict[str, list[Piece]]:
     """What a rank holds and writes of weights and optimizer state, by name.
 
     Args:

@@ -167,8 +167,10 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
                 contextlib.closing(Trainer(job, total, weights, tokens, comm, device=device))
             )
             store = Store(directory.saved_in(job), keep=job.checkpoint.keep)
-            saver: Saver = table("save_mode").build(job.checkpoint.mode).build(
-                store, CommPeers(comm), device=device
+            saver: Saver = (
+                table("save_mode")
+                .build(job.checkpoint.mode)
+                .build(store, CommPeers(comm), device=device)
             )
             # After an error nothing more is committed; after a good end nothing is under way.
             undo.callback(saver.close, abandon=True)

@@ -10,6 +10,7 @@ Source: Maurya et al., DataStates-LLM: Lazy Asynchronous Checkpointing, 2024, se
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -134,7 +135,7 @@ class Capture:
                     self.ring.give_back()
                     break
                 try:
-                    self.ticket.timed(lambda a=at, o=out: self.source.fill(a, o), phase="copy")
+                    self.ticket.timed(functools.partial(self.source.fill, at, out), phase="copy")
                 except BaseException:
                     self.ring.give_back()
                     raise
