@@ -50,7 +50,9 @@ def choices_of(job: type[Value]) -> dict[str, str]:
         if NoneType not in inside:
             perhaps = []
         for annotation in (*field.metadata, *perhaps):
-            if isinstance(annotation, Kind):
+            if isinstance(annotation, Kind) and (
+                annotation in field.metadata or REACHED[annotation.kind] == "TrainJob"
+            ):
                 found[name] = annotation.kind
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Value):
