@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part
-from shoal.core.sizes import Size
+from shoal.core.sizes import Size, human_bytes
 from shoal.cost.arithmetic import parameters
 from shoal.cost.host_link import copy_bytes_per_s
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
@@ -119,6 +119,16 @@ class DeepOptimizerStates:
             step_s=Interval.around(seconds, 0.5),
             terms_s={"optimizer": seconds},
             memory_bytes={"device": device, "host": 16.0 * count},
+        )
+
+    def notes(self, work: Work, machine: Machine) -> tuple[str, ...]:
+        """What a plan should say: who updates what, and a budget that is too small."""
+        cost = self.estimate(work, machine).memory_bytes["device"]
+        if self.device_budget is None or cost <= self.device_budget:
+            return ()
+        return (
+            f"offload: device_budget {human_bytes(self.device_budget)} is below the "
+            f"{human_bytes(cost)} of weights, gradients and sub-groups; activations come on top",
         )
 
     def _pattern(self, sizes: Sequence[int], rates: Rates) -> tuple[float, Pattern]:

@@ -81,6 +81,10 @@ class Offload(Protocol):
         """Bytes by tier (device, host, disk) and the seconds of a step that are not hidden."""
         ...
 
+    def notes(self, work: Work, machine: Machine) -> tuple[str, ...]:
+        """What a plan should say about it."""
+        ...
+
     def check(self, job: TrainJob) -> None:
         """Refuse what this part does not compose with.
 
