@@ -164,6 +164,11 @@ def test_every_part_changes_a_plan(
     after = plan(small_job(**stated(kind, name)), planner).estimate
     assert before is not None
     assert after is not None
+    if kind == "save_mode":  # what holds up a run and none of its steps
+        assert before.total_s is not None
+        assert after.total_s is not None
+        assert after.total_s.value > before.total_s.value + 100.0
+        return
     # Some of it may be shared out over ranks or hidden behind the backward pass.
     assert after.step_s.value > before.step_s.value + 100.0
 

@@ -235,26 +235,31 @@ class Pricer:
         A part's estimate may depend on the batch and on who shares it, on nothing else of a split.
         """
         job = work.job
-        saves = job.checkpoint
         chosen = (
-            ("corpus", job.data, 1),
-            ("packing", job.packing, 1),
-            ("lr_schedule", job.lr_schedule, 1),
-            ("save_mode", saves.mode, _AUTO_EVERY if saves.every == "auto" else saves.every),
+            ("corpus", job.data),
+            ("packing", job.packing),
+            ("lr_schedule", job.lr_schedule),
         )
         key = (
-            *((id(choice), every) for _, choice, every in chosen),
+            *(id(choice) for _, choice in chosen),
             *(work.shape.name, job.seq_len, job.global_batch, job.microbatch, job.threads),
             *(job.parallel.dp, job.parallel.world),
         )
         if key not in self._aside:
             seconds = sum(
-                sum(self._part(kind, choice).estimate(work, self.machine).terms_s.values()) / every
-                for kind, choice, every in chosen
-                if every
+                sum(self._part(kind, choice).estimate(work, self.machine).terms_s.values())
+                for kind, choice in chosen
             )
             self._aside[key] = chosen, seconds
         return self._aside[key][1]
+
+    def _saves_s(self, work: Work) -> float:
+        """Seconds for which the checkpoints of a job hold it up, which no step is charged with."""
+        policy, steps = work.job.checkpoint, steps_of(work.job)
+        every = _AUTO_EVERY if policy.every == "auto" else policy.every
+        saves = 1 + (steps // every if steps and every else 0)
+        mode = self._part("save_mode", policy.mode).estimate(work, self.machine)
+        return saves * sum(mode.terms_s.values())
 
     def _both(self, work: Work, rates: Rates, microbatch: int) -> tuple[Pass, Pass]:
         """Seconds of one micro-batch forward and backward, recomputation included."""
@@ -369,6 +374,8 @@ class Pricer:
         tokens = float(job.global_batch * job.seq_len)
         interval = Interval.around(step, _spread(machine, terms, step))
         total = _total(job, interval, forward, both)
+        if total is not None:
+            total = total.shifted(self._saves_s(work))
         return Estimate(
             step_s=interval,
             terms_s=terms,

@@ -36,6 +36,10 @@ class Interval(Value):
         """All three numbers times a positive factor."""
         return Interval(value=self.value * factor, low=self.low * factor, high=self.high * factor)
 
+    def shifted(self, offset: float) -> Interval:
+        """The same amount wide, and so much further."""
+        return Interval(value=self.value + offset, low=self.low + offset, high=self.high + offset)
+
     def __contains__(self, number: float) -> bool:
         return self.low <= number <= self.high
 
