@@ -220,7 +220,10 @@ class Client:
         return header
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection, also for a thread that waits for an answer."""
+        # Closing alone does not wake it.
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
 
     def __enter__(self) -> Self:
