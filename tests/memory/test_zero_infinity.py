@@ -72,10 +72,10 @@ def test_two_ranks_are_one_that_adds_the_halves(placement, tmp_path):
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"dp": 2, "tp": 2, "sp": True},
-        {"pp": 2, "dp": 2},
+        pytest.param({"dp": 2, "tp": 2, "sp": True}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.slow),
         {"cp": 2},
-        {"pp": 2, "vpp": 2, "schedule": "interleaved"},
+        pytest.param({"pp": 2, "vpp": 2, "schedule": "interleaved"}, marks=pytest.mark.slow),
     ],
 )
 def test_other_splits_are_what_they_are_without(parallel, tmp_path):

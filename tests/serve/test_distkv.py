@@ -266,11 +266,11 @@ def test_an_instance_that_is_killed_while_it_lends_or_borrows_costs_no_token(
     with DistKVEngine(job(model_dir, timeout_s=20.0)) as several:
         for one in made:
             several.add(one)
-        while not (made[0].n_generated > 5 and several.ledger.debts):
+        # Either of them may have got the long request.
+        while not (debts := several.ledger.debts) or made[0].n_generated <= 5:
+            assert made[0].n_generated < 40, "the long request ended without a loan"
             several.step(5.0)
-        creditor = several.ledger.debts[0].creditor
-        debtor = several.ledger.debts[0].debtor
-        assert debtor == 0
+        creditor, debtor = debts[0].creditor, debts[0].debtor
         os.kill(several.pids[f"instance {(debtor, creditor)[victim]}"], signal.SIGKILL)
         drain(several)
         assert (len(several.losses), several.told()) == (1, []), several.losses

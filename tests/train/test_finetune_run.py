@@ -53,11 +53,13 @@ def losses(run: Path) -> dict[int, float]:
 
 @pytest.mark.multi
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lora", "adalora"])
+@pytest.mark.parametrize(
+    "method", [{"name": "lora", "r": 4}, {"name": "adalora", "r": 4, "target": 2}], ids=str
+)
 def test_a_run_saves_the_adapter_alone_and_goes_on_bit_for_bit(
-    name: str, make_plan: Make, base: Path, tmp_path: Path
+    method: dict[str, Any], make_plan: Make, base: Path, tmp_path: Path
 ) -> None:
-    plan = tuned(make_plan, base, finetune={"name": name, "r": 4})
+    plan = tuned(make_plan, base, finetune=method)
     execute(plan, tmp_path / "whole")
     saved = Store(tmp_path / "whole" / "checkpoints").latest()
     kept = [n for n in saved.names() if n.startswith("model.")]

@@ -477,7 +477,7 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
                 _save(rank, done)
             saved_at = done
         _tell_saves(rank)
-        if every == "auto" and done == saved_at + 1:
+        if every == "auto" and first < saved_at == done - 1:
             # The step after a save has shown all that the save held up.
             _choose_interval(rank, done, result.seconds)
         if job.evaluation.every and done % job.evaluation.every == 0 and not last:
