@@ -259,7 +259,8 @@ class Pricer:
         every = _AUTO_EVERY if policy.every == "auto" else policy.every
         saves = 1 + (steps // every if steps and every else 0)
         mode = self._part("save_mode", policy.mode).estimate(work, self.machine)
-        return saves * sum(mode.terms_s.values())
+        held: float = saves * sum(mode.terms_s.values())
+        return held
 
     def _both(self, work: Work, rates: Rates, microbatch: int) -> tuple[Pass, Pass]:
         """Seconds of one micro-batch forward and backward, recomputation included."""
