@@ -18,7 +18,8 @@ from shoal.core.parts import table
 from shoal.cost.layer_fit import LayerProfile
 from shoal.cost.layerwise import Layer, LayerCost, LayerPricer, Strategy, layers_of
 from shoal.cost.pipeline import MachineLinks, simulate
-from shoal.cost.training import ALLOCATOR_SLACK, RUNTIME_BYTES, Pricer, microbatch_of
+from shoal.cost.training import Pricer, microbatch_of
+from shoal.cost.training_memory import ALLOCATOR_SLACK, RUNTIME_BYTES
 from shoal.ir import Estimate, Interval, Machine, ModelShape, OpCosts, TrainJob, Work
 
 __all__ = [

@@ -21,28 +21,31 @@ from typing import Any
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.cost.arithmetic import (
-    activation_bytes,
     flops_per_token,
-    logits_bytes,
     parameters,
 )
-from shoal.cost.collectives import all_reduce_s
-from shoal.cost.ops import MOST_PLAIN_SCORES, Op, Style, ledger, stage_share
+from shoal.cost.ops import Op, Style, ledger, stage_share
 from shoal.cost.pipeline import simulate
 from shoal.cost.rates import (
     REPACKED,
     Curve,
     Kernels,
     Rates,
-    data_link,
     ranks_per_host,
-    tensor_link,
 )
 from shoal.cost.rehearsed import Parts, Rehearsed, events
+from shoal.cost.training_memory import RUNTIME_BYTES, memory_of, vocab_ranks
+from shoal.cost.training_totals import energy_of, price_of, saves_of, total_of
+from shoal.cost.training_wire import (
+    add_wire,
+    data_parallel_s,
+    not_hidden_s,
+    tensor_parallel_s,
+    tied_s,
+)
 from shoal.ir import Estimate, Interval, Machine, OpCosts, Schedule, TrainJob, Work
-from shoal.ir.job import TILES
 
-__all__ = ["Pass", "Pricer", "estimate", "microbatch_of", "occupied", "op_pass", "steps_of"]
+__all__ = ["Pass", "Pricer", "estimate", "microbatch_of", "op_pass"]
 
 # On a CPU an operator of a step finds its operands displaced from the caches and writes to
 # memory fresh from the allocator; the probe repeats one operator on the same arrays. The
@@ -54,32 +57,14 @@ OVERLAP = 0.8
 # off (shoal.cost.published.scoreboard).
 GPU_SPREAD = 0.28
 # What of a step is computing, and stretches where computing is slower.
-# Steps between saves where the run itself chooses.
-_AUTO_EVERY = 100
 _COMPUTE = ("matmul", "attention", "memory", "overhead", "optimizer", "bubble")
 # Micro-batches of a pipeline that are simulated one by one.
 _SIMULATED = 32
-# What a rank's process holds before the model: framework, libraries, allocator.
-RUNTIME_BYTES = {"cpu": 0.35e9, "gpu": 1.5e9}
-# What a rank holds to talk to the others of its host: libraries and sockets, and for each of them
-# the memory that they share.
-PEERS_BYTES, PEER_BYTES = 0.025e9, 0.012e9
-# What the allocator keeps beyond the tensors (fragmentation, blocks waiting for reuse).
-ALLOCATOR_SLACK = 0.08
 
 
 def microbatch_of(job: TrainJob) -> int:
     """Sequences of one forward pass on one rank; all of a rank's if the job does not say."""
     return job.microbatch or job.global_batch // job.parallel.dp
-
-
-def steps_of(job: TrainJob) -> int | None:
-    """Optimizer steps, if the job names them or its tokens."""
-    if job.steps is not None:
-        return job.steps
-    if job.tokens is not None:
-        return max(1, math.ceil(job.tokens / (job.global_batch * job.seq_len)))
-    return None
 
 
 @dataclass(frozen=True)
@@ -253,15 +238,6 @@ class Pricer:
             self._aside[key] = chosen, seconds
         return self._aside[key][1]
 
-    def _saves_s(self, work: Work) -> float:
-        """Seconds for which the checkpoints of a job hold it up, which no step is charged with."""
-        policy, steps = work.job.checkpoint, steps_of(work.job)
-        every = _AUTO_EVERY if policy.every == "auto" else policy.every
-        saves = 1 + (steps // every if steps and every else 0)
-        mode = self._part("save_mode", policy.mode).estimate(work, self.machine)
-        held: float = saves * sum(mode.terms_s.values())
-        return held
-
     def _both(self, work: Work, rates: Rates, microbatch: int) -> tuple[Pass, Pass]:
         """Seconds of one micro-batch forward and backward, recomputation included."""
         job = work.job
@@ -270,7 +246,7 @@ class Pricer:
             self._curves[where] = (rates.matmul_curve(job.precision), rates.stream_curve())
         matmul, stream = self._curves[where]
         tp, pp = job.parallel.tp, job.parallel.pp
-        cp, vocab = job.parallel.cp, _vocab_ranks(job)
+        cp, vocab = job.parallel.cp, vocab_ranks(job)
         size = (job.seq_len, microbatch, cp, tp, pp, vocab)
         key = (work.shape, size, where, job.recompute, job.compile)
         if key in self._passes:
@@ -315,8 +291,8 @@ class Pricer:
         overhead = launch if rates.is_cpu else max(0.0, launch - both.device)
 
         wire: dict[str, float] = {}
-        tensor_s = _tensor_parallel(work, machine, microbatch, wire)
-        tensor_s = _not_hidden(job, machine, tensor_s, both.matmul)
+        tensor_s = tensor_parallel_s(work, machine, microbatch, wire)
+        tensor_s = not_hidden_s(job, machine, tensor_s, both.matmul)
         pipe_s = self._pipeline(work, wire) / passes
         schedule = self._part("schedule", job.parallel.schedule)
         if pp > 1 and rates.is_cpu:
@@ -343,7 +319,7 @@ class Pricer:
         trained = self._trained(work)
         update *= trained
         before = dict(wire)
-        collective = _data_parallel(work, machine, shard, wire) * trained
+        collective = data_parallel_s(work, machine, shard, wire) * trained
         for scope, sent in wire.items():
             wire[scope] = before.get(scope, 0.0) + (sent - before.get(scope, 0.0)) * trained
         if work.job.finetune is not None:
@@ -374,9 +350,11 @@ class Pricer:
         step = sum(terms.values())
         tokens = float(job.global_batch * job.seq_len)
         interval = Interval.around(step, _spread(machine, terms, step))
-        total = _total(job, interval, forward, both)
+        ahead = forward.device / both.device if both.device else 0.3
+        total = total_of(job, interval, ahead)
         if total is not None:
-            total = total.shifted(self._saves_s(work))
+            mode = self._part("save_mode", job.checkpoint.mode).estimate(work, machine)
+            total = total.shifted(saves_of(job) * sum(mode.terms_s.values()))
         return Estimate(
             step_s=interval,
             terms_s=terms,
@@ -385,8 +363,8 @@ class Pricer:
             flops=flops_per_token(shape, job.seq_len) * tokens,
             tokens=tokens,
             total_s=total,
-            energy_j=_energy(machine, job.parallel.world, total),
-            usd=_price(machine, job.parallel.world, total),
+            energy_j=energy_of(machine, job.parallel.world, total),
+            usd=price_of(machine, job.parallel.world, total),
             bound=_bound(terms),
         )
 
@@ -447,7 +425,7 @@ class Pricer:
         if split.pp > 1:
             passes = max(1, job.global_batch // split.dp // microbatch)
             held = self._part("schedule", split.schedule).in_flight(split.pp, passes, split.vpp)
-        found = _memory(
+        found = memory_of(
             work,
             Rates(self.machine, split, job.threads),
             self._update(work).memory_bytes.get("optimizer", 0.0),
@@ -472,7 +450,7 @@ class Pricer:
         microbatch = microbatch_of(job)
         self._both(work, rates, microbatch)  # fills the curves
         matmul, stream = self._curves[job.precision, rates.used, rates.sharing]
-        vocab = _vocab_ranks(job)
+        vocab = vocab_ranks(job)
         launch = self.machine.device.op_overhead_s * rates.crowding if rates.is_cpu else 0.0
         seconds: dict[tuple[str, bool], float] = {}
         for op in ledger(
@@ -491,7 +469,7 @@ class Pricer:
                 key = (where.get(op.name, "body"), late)
                 own = found.device / split.cp + found.calls * launch
                 seconds[key] = seconds.get(key, 0.0) + own
-        tensor = _tensor_parallel(work, self.machine, microbatch, {}) / 2
+        tensor = tensor_parallel_s(work, self.machine, microbatch, {}) / 2
         part = self._part("schedule", split.schedule)
         steps = max(1, job.global_batch // split.dp // microbatch)
         schedule: Schedule = part.build(split.pp, steps, split.vpp)
@@ -532,8 +510,8 @@ class Pricer:
         if key not in self._sent:
             part = self._part("schedule", job.parallel.schedule)
             own: dict[str, float] = {}
-            seconds = _add_wire(part.estimate(work, self.machine), own)
-            seconds += _tied(work, self.machine, own)
+            seconds = add_wire(part.estimate(work, self.machine), own)
+            seconds += tied_s(work, self.machine, own)
             self._sent[key] = job.parallel, seconds, own
         _, seconds, own = self._sent[key]
         for scope, sent in own.items():
@@ -545,7 +523,7 @@ class Pricer:
         if work.job.parallel.cp == 1:
             return 0.0
         part = self._part("context", work.job.parallel.context)
-        return _add_wire(part.estimate(work, self.machine), wire)
+        return add_wire(part.estimate(work, self.machine), wire)
 
 
 # What the machine that was asked for last has rehearsed: pricers come and go.
@@ -564,31 +542,6 @@ def _rehearsals(machine: Machine) -> Rehearsed | None:
         return Parts(compute, sum(terms.values()) - compute)
 
     return Rehearsed(machine, told) or None
-
-
-def _add_wire(own: Estimate, wire: dict[str, float]) -> float:
-    for scope, sent in own.wire_bytes.items():
-        wire[scope] = wire.get(scope, 0.0) + sent
-    return own.terms_s.get("collective", 0.0)
-
-
-def _tied(work: Work, machine: Machine, wire: dict[str, float]) -> float:
-    """Seconds in which both ends of a pipeline sum the gradient of a tied embedding."""
-    job, shape = work.job, work.shape
-    split = job.parallel
-    if not shape.tied or split.vocab_split == "pp":
-        return 0.0
-    size = 4.0 * shape.vocab_size * shape.hidden / _vocab_ranks(job)
-    link = data_link(machine, split.model_copy(update={"dp": split.dp * split.pp}))
-    if link is not None:
-        wire[link.scope] = wire.get(link.scope, 0.0) + size
-    return all_reduce_s(size, 2, link)
-
-
-def _vocab_ranks(job: TrainJob) -> int:
-    """Ranks that share embedding and output layer."""
-    split = job.parallel.vocab_split
-    return {"tp": job.parallel.tp, "pp": job.parallel.pp, "none": 1}[split]
 
 
 def _check(work: Work, machine: Machine) -> None:
@@ -619,119 +572,6 @@ def _check(work: Work, machine: Machine) -> None:
     )
 
 
-def _tensor_parallel(
-    work: Work, machine: Machine, microbatch: int, wire: dict[str, float]
-) -> float:
-    """Seconds of one micro-batch's all-reduces: two a block forward, two backward."""
-    job, shape, tp = work.job, work.shape, work.job.parallel.tp
-    if tp == 1:
-        return 0.0
-    link = tensor_link(machine, job.parallel)
-    tokens = microbatch * job.seq_len / job.parallel.cp
-    size = tokens * shape.hidden * (2.0 if job.precision == "bf16" else 4.0)
-    layers = stage_share(shape, job.parallel.pp) * shape.num_layers
-    number = layers * (6 if job.recompute == "full" else 4) + 2
-    passes = max(1, job.global_batch // job.parallel.dp // microbatch)
-    if link is not None:
-        sent = number * 2 * size * (tp - 1) / tp * passes
-        wire[link.scope] = wire.get(link.scope, 0.0) + sent
-    return number * all_reduce_s(size, tp, link)
-
-
-def _not_hidden(job: TrainJob, machine: Machine, tensor_s: float, products_s: float) -> float:
-    """Seconds of a micro-batch's all-reduces that do not travel behind tiles of the products.
-
-    The first tile is computed before anything can be sent, and the last one is sent when nothing
-    is left to compute. Ranks of one host that sum through its memory hide nothing: summing is
-    computing.
-    """
-    link = tensor_link(machine, job.parallel)
-    if job.parallel.overlap != "tile" or link is None or link.scope == "loopback":
-        return tensor_s
-    tiles = TILES * job.parallel.tp
-    return max(tensor_s / tiles, tensor_s - products_s * (1 - 1 / tiles))
-
-
-def _data_parallel(work: Work, machine: Machine, shard: object, wire: dict[str, float]) -> float:
-    """Seconds of the gradients' and weights' collectives, as the shard part says."""
-    if work.job.parallel.dp * work.job.parallel.cp == 1:
-        return 0.0
-    own: Estimate = shard.estimate(work, machine)  # type: ignore[attr-defined]
-    link = data_link(machine, work.job.parallel)
-    sent = sum(own.wire_bytes.values())
-    scope = link.scope if link is not None else next(iter(own.wire_bytes), "loopback")
-    wire[scope] = wire.get(scope, 0.0) + sent
-    # The part does not know where the other axes put its ranks; the slower link counts.
-    floor = sent / link.bandwidth if link is not None else 0.0
-    return max(own.terms_s.get("collective", 0.0), floor)
-
-
-def _memory(
-    work: Work,
-    rates: Rates,
-    optimizer: float,
-    divides: frozenset[str],
-    microbatch: int,
-    in_flight: float,
-    trained: float = 1.0,
-) -> dict[str, float]:
-    """Bytes of one rank, by cause; ``in_flight`` micro-batches keep their activations.
-
-    ``trained`` is the share of the parameters that have gradients and moments.
-    """
-    job, shape = work.job, work.shape
-    cp, tp, pp = job.parallel.cp, job.parallel.tp, job.parallel.pp
-    dp = job.parallel.dp * cp
-    share = stage_share(shape, pp) / tp
-    local = parameters(shape) * share
-    block = local / max(1.0, stage_share(shape, pp) * shape.num_layers)
-    weights = 4.0 * local
-    if "weights" in divides:
-        # Two blocks are whole at a time: the one at work and the next.
-        weights = weights / dp + 2 * 4.0 * block
-    if job.precision == "bf16":
-        weights += 2.0 * (2 * block if "weights" in divides else local)
-    gradients = 4.0 * local
-    if "gradients" in divides:
-        gradients = gradients / dp + 4.0 * block
-    layers = math.ceil(stage_share(shape, pp) * shape.num_layers)
-    kept = activation_bytes(
-        shape,
-        job.seq_len,
-        microbatch,
-        precision=job.precision,
-        recompute=job.recompute,
-        tp=tp,
-        sp=job.parallel.sp,
-        layers=layers,
-    )
-    if rates.is_cpu and job.precision == "bf16":
-        scores = microbatch * shape.num_heads * float(job.seq_len) ** 2 / tp
-        kept += 4 * 2.0 * min(scores, MOST_PLAIN_SCORES)
-    if job.recompute == "stage":
-        # One micro-batch is whole at a time; of the others the stage's input is left.
-        width = 2.0 if job.precision == "bf16" else 4.0
-        kept += (in_flight - 1.0) * microbatch * job.seq_len * shape.hidden * width
-    else:
-        kept *= in_flight
-    kept /= cp
-    logits = logits_bytes(
-        shape, job.seq_len, microbatch, precision=job.precision, tp=_vocab_ranks(job)
-    )
-    logits /= cp
-    tensors = {
-        "weights": weights,
-        "gradients": gradients * trained,
-        "optimizer": optimizer * trained * share / (dp if "optimizer" in divides else 1),
-        "activations": kept,
-        "logits": logits,
-    }
-    runtime = RUNTIME_BYTES[rates.machine.device.kind]
-    if rates.is_cpu and job.parallel.world > 1:
-        runtime += PEERS_BYTES + PEER_BYTES * ranks_per_host(rates.machine, job.parallel)
-    return {**tensors, "runtime": runtime + ALLOCATOR_SLACK * sum(tensors.values())}
-
-
 def _spread(machine: Machine, terms: Mapping[str, float], step: float) -> float:
     """Half-width of the 90 % interval, as a share: the model's error and the machine's noise."""
     if machine.device.kind == "gpu":
@@ -741,41 +581,6 @@ def _spread(machine: Machine, terms: Mapping[str, float], step: float) -> float:
     # Collectives depend on what else is on the network, and on how ranks drift apart.
     wire = 0.3 * terms["collective"] / step if step else 0.0
     return math.sqrt(own**2 + wire**2 + (2 * (machine.noise or 0.0)) ** 2)
-
-
-def _total(job: TrainJob, step: Interval, forward: Pass, both: Pass) -> Interval | None:
-    """Seconds of all steps and of the evaluations between them."""
-    steps = steps_of(job)
-    if steps is None:
-        return None
-    rounds = (steps // job.evaluation.every if job.evaluation.every else 0) + 1
-    tokens = float(job.global_batch * job.seq_len)
-    ahead = forward.device / both.device if both.device else 0.3
-    share = ahead * job.evaluation.tokens / tokens
-    return step.scaled(steps + rounds * share)
-
-
-def _energy(machine: Machine, ranks: int, total: Interval | None) -> Interval | None:
-    watts = machine.device.power_watts
-    if watts is None or total is None:
-        return None
-    devices, nodes = occupied(machine, ranks)
-    return total.scaled(watts * devices + machine.overhead_watts * nodes)
-
-
-def _price(machine: Machine, ranks: int, total: Interval | None) -> Interval | None:
-    if machine.usd_per_device_hour is None or total is None:
-        return None
-    devices, _ = occupied(machine, ranks)
-    return total.scaled(machine.usd_per_device_hour * devices / 3600.0)
-
-
-def occupied(machine: Machine, ranks: int) -> tuple[int, int]:
-    """Devices and nodes that ``ranks`` occupy."""
-    if machine.device.kind == "cpu":
-        nodes = min(machine.nodes, ranks)
-        return nodes * machine.devices_per_node, nodes
-    return ranks, math.ceil(ranks / machine.devices_per_node)
 
 
 def _bound(terms: Mapping[str, float]) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from shoal.core.parts import part
-from shoal.cost.training import microbatch_of, steps_of
+from shoal.cost.training import microbatch_of
+from shoal.cost.training_totals import steps_of
 from shoal.ir import ModelShape, Plan, ServePlan, TrainJob
 from shoal.plan.emit.shared import (
     adamw,

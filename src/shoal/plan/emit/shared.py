@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from shoal.core.errors import PlanError
 from shoal.core.parts import table
-from shoal.cost.training import microbatch_of, steps_of
+from shoal.cost.training import microbatch_of
+from shoal.cost.training_totals import steps_of
 from shoal.ir import Plan, ServePlan, TrainJob
 
 __all__ = [

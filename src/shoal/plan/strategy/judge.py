@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from shoal.core.parts import table
 from shoal.cost.rates import Rates
-from shoal.cost.training import Pricer, estimate, microbatch_of, steps_of
+from shoal.cost.training import Pricer, estimate, microbatch_of
+from shoal.cost.training_totals import steps_of
 from shoal.ir import Estimate, Machine, ModelShape, Plan, TrainJob, Work
 from shoal.plan.length import with_steps
 from shoal.plan.strategy.objective import check_objective, worth

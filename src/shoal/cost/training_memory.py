@@ -1,0 +1,95 @@
+"""Bytes that one rank of a training job needs, by cause.
+
+Sources: Rajbhandari et al., ZeRO, 2020 (what is divided); Korthikanti et al., 2022 (activations).
+"""
+
+from __future__ import annotations
+
+import math
+
+from shoal.cost.arithmetic import activation_bytes, logits_bytes, parameters
+from shoal.cost.ops import MOST_PLAIN_SCORES, stage_share
+from shoal.cost.rates import Rates, ranks_per_host
+from shoal.ir import TrainJob, Work
+
+__all__ = ["ALLOCATOR_SLACK", "RUNTIME_BYTES", "memory_of", "vocab_ranks"]
+
+# What a rank's process holds before the model: framework, libraries, allocator.
+RUNTIME_BYTES = {"cpu": 0.35e9, "gpu": 1.5e9}
+# What a rank holds to talk to the others of its host: libraries and sockets, and for each of them
+# the memory that they share.
+PEERS_BYTES, PEER_BYTES = 0.025e9, 0.012e9
+# What the allocator keeps beyond the tensors (fragmentation, blocks waiting for reuse).
+ALLOCATOR_SLACK = 0.08
+
+
+def vocab_ranks(job: TrainJob) -> int:
+    """Ranks that share embedding and output layer."""
+    split = job.parallel.vocab_split
+    return {"tp": job.parallel.tp, "pp": job.parallel.pp, "none": 1}[split]
+
+
+def memory_of(
+    work: Work,
+    rates: Rates,
+    optimizer: float,
+    divides: frozenset[str],
+    microbatch: int,
+    in_flight: float,
+    trained: float = 1.0,
+) -> dict[str, float]:
+    """Bytes of one rank, by cause; ``in_flight`` micro-batches keep their activations.
+
+    ``trained`` is the share of the parameters that have gradients and moments.
+    """
+    job, shape = work.job, work.shape
+    cp, tp, pp = job.parallel.cp, job.parallel.tp, job.parallel.pp
+    dp = job.parallel.dp * cp
+    share = stage_share(shape, pp) / tp
+    local = parameters(shape) * share
+    block = local / max(1.0, stage_share(shape, pp) * shape.num_layers)
+    weights = 4.0 * local
+    if "weights" in divides:
+        # Two blocks are whole at a time: the one at work and the next.
+        weights = weights / dp + 2 * 4.0 * block
+    if job.precision == "bf16":
+        weights += 2.0 * (2 * block if "weights" in divides else local)
+    gradients = 4.0 * local
+    if "gradients" in divides:
+        gradients = gradients / dp + 4.0 * block
+    layers = math.ceil(stage_share(shape, pp) * shape.num_layers)
+    kept = activation_bytes(
+        shape,
+        job.seq_len,
+        microbatch,
+        precision=job.precision,
+        recompute=job.recompute,
+        tp=tp,
+        sp=job.parallel.sp,
+        layers=layers,
+    )
+    if rates.is_cpu and job.precision == "bf16":
+        scores = microbatch * shape.num_heads * float(job.seq_len) ** 2 / tp
+        kept += 4 * 2.0 * min(scores, MOST_PLAIN_SCORES)
+    if job.recompute == "stage":
+        # One micro-batch is whole at a time; of the others the stage's input is left.
+        width = 2.0 if job.precision == "bf16" else 4.0
+        kept += (in_flight - 1.0) * microbatch * job.seq_len * shape.hidden * width
+    else:
+        kept *= in_flight
+    kept /= cp
+    logits = logits_bytes(
+        shape, job.seq_len, microbatch, precision=job.precision, tp=vocab_ranks(job)
+    )
+    logits /= cp
+    tensors = {
+        "weights": weights,
+        "gradients": gradients * trained,
+        "optimizer": optimizer * trained * share / (dp if "optimizer" in divides else 1),
+        "activations": kept,
+        "logits": logits,
+    }
+    runtime = RUNTIME_BYTES[rates.machine.device.kind]
+    if rates.is_cpu and job.parallel.world > 1:
+        runtime += PEERS_BYTES + PEER_BYTES * ranks_per_host(rates.machine, job.parallel)
+    return {**tensors, "runtime": runtime + ALLOCATOR_SLACK * sum(tensors.values())}
