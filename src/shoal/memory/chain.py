@@ -71,11 +71,12 @@ def find_blocks(model: nn.Module) -> tuple[str, list[tuple[str, nn.Module]]]:
         ModelError: it has none.
     """
     total = sum(p.numel() for p in model.parameters())
+    untraced = ""
     largest = max(_containers(model), key=lambda pair: pair[0], default=(0, []))
     size, blocks = largest
     widest = max((_size([block]) for _, block in blocks), default=0)
     if size < _MOST * total or widest > _MOST * size:
-        traced = _traced(model)
+        traced, untraced = _traced(model)
         if _size([block for _, block in traced]) > size or len(traced) > len(blocks):
             return "trace", traced
     require(
@@ -83,7 +84,7 @@ def find_blocks(model: nn.Module) -> tuple[str, list[tuple[str, nn.Module]]]:
         "chain",
         type(model).__name__,
         expected="a model with a ModuleList or Sequential of at least two blocks with weights",
-        hint="name the containers of its blocks",
+        hint="name the containers of its blocks" + (f" ({untraced})" if untraced else ""),
         error=ModelError,
     )
     return "container", blocks
@@ -129,8 +130,8 @@ def _named(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     return _members(name, container)
 
 
-def _traced(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Members of containers in the order in which they run; none, if the model has no trace."""
+def _traced(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
+    """Members of containers in the order in which they run; or none, and why there is no trace."""
     from torch import fx, nn
 
     held: set[int] = set()
@@ -145,16 +146,16 @@ def _traced(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     try:
         graph = Tracer().trace(model)
-    except Exception:
-        # Whatever a forward method does with a value that is not there: it has no trace.
-        return []
+    except Exception as cause:  # whatever a forward method does with a value that is not there
+        return [], f"it cannot be traced: {type(cause).__name__}: {str(cause)[:200]}"
     order = dict.fromkeys(str(n.target) for n in graph.nodes if n.op == "call_module")
     found = [(name, model.get_submodule(name)) for name in order]
-    return [
+    kept = [
         (name, module)
         for name, module in found
         if id(module) in held and any(True for _ in module.parameters())
     ]
+    return kept, ""
 
 
 def _chain(model: nn.Module, blocks: list[tuple[str, nn.Module]], how: str) -> Chain:

@@ -31,7 +31,7 @@ from shoal.checkpoint.formats.deepspeed_files import (
     step_folder,
 )
 from shoal.checkpoint.formats.huggingface import model_of
-from shoal.checkpoint.formats.ranks import FileOf, archive_problems, open_consolidated
+from shoal.checkpoint.formats.ranks import FileOf, dump_problems, open_consolidated
 from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.generate import local_of, read_local, stage_names
 from shoal.checkpoint.universal.protocols import FP32, Coord, Fragment, Layout, RankFile, Scalar
@@ -185,11 +185,7 @@ class DeepSpeedFormat:
     def problems(self, path: Path) -> Iterator[str]:
         """Missing files, and files that differ from their checksums."""
         dumps = DeepSpeedDumps(path)
-        yield from archive_problems(dumps.paths())
-        try:
-            dumps.files()
-        except CheckpointError as cause:
-            yield str(cause)
+        yield from dump_problems(dumps, dumps.paths())
 
     def write(self, out: Path, contents: Contents, *, mesh: Layout) -> None:
         """Every rank's files for ``mesh``."""

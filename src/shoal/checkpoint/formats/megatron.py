@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.checkpoint.formats import pickles
 from shoal.checkpoint.formats.huggingface import model_of
 from shoal.checkpoint.formats.megatron_names import config_of, from_megatron, to_megatron
-from shoal.checkpoint.formats.ranks import FileOf, archive_problems, open_consolidated
+from shoal.checkpoint.formats.ranks import FileOf, dump_problems, open_consolidated
 from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.generate import local_of, read_local, stage_names
 from shoal.checkpoint.universal.protocols import FP32, Coord, Fragment, Layout, RankFile, Scalar
@@ -195,11 +195,7 @@ class MegatronFormat:
     def problems(self, path: Path) -> Iterator[str]:
         """Missing files, and files that differ from their checksums."""
         dumps = MegatronDumps(path)
-        yield from archive_problems(dumps.paths())
-        try:
-            dumps.files()
-        except CheckpointError as cause:
-            yield str(cause)
+        yield from dump_problems(dumps, dumps.paths())
 
     def write(self, out: Path, contents: Contents, *, mesh: Layout) -> None:
         """A file for every rank of ``mesh``; the dp ranks hold copies, of which none is written."""

@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shoal.checkpoint.universal.convert import Readable
 from shoal.checkpoint.universal.protocols import Layout
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from shoal.checkpoint.universal.spec import UniversalSpec
 
 __all__ = ["CheckpointFormat", "Contents"]
 
 
-class Contents(Protocol):
+class Contents(Readable, Protocol):
     """A checkpoint of whole tensors: weights as ``model.NAME``, state as ``optimizer.NAME.KEY``.
 
     Training reads it as it does a checkpoint of its own.
     """
 
     @property
-    def path(self) -> Path:
-        """Where it lies."""
-        ...
-
-    @property
     def meta(self) -> dict[str, Any]:
         """What is kept beside the tensors: ``model``, ``run``, ``job`` where it is our own."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """Steps done when it was saved; 0 where nobody says."""
-        ...
-
-    def names(self) -> Collection[str]:
-        """Every tensor's name."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a tensor."""
         ...
 
     def dtype(self, name: str) -> str:
@@ -51,20 +32,6 @@ class Contents(Protocol):
 
     def where(self, name: str) -> str:
         """The file in which it lies, for listings."""
-        ...
-
-    def tensor(
-        self,
-        name: str,
-        offset: tuple[int, ...] | None = None,
-        shape: tuple[int, ...] | None = None,
-    ) -> Tensor:
-        """A box of a tensor; all of it if no box is given.
-
-        Raises:
-            CheckpointError: no such tensor or box.
-            CorruptError: it is damaged.
-        """
         ...
 
 

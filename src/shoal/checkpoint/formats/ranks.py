@@ -11,9 +11,9 @@ from shoal.checkpoint.universal.atomic import Universal
 from shoal.checkpoint.universal.convert import consolidate
 from shoal.checkpoint.universal.protocols import Fragment, RankDumps, Scalar
 from shoal.checkpoint.universal.spec import UniversalSpec
-from shoal.core.errors import CorruptError
+from shoal.core.errors import CheckpointError, CorruptError
 
-__all__ = ["FileOf", "archive_problems", "open_consolidated"]
+__all__ = ["FileOf", "archive_problems", "dump_problems", "open_consolidated"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,15 @@ class FileOf:
 def open_consolidated(dumps: RankDumps, spec: UniversalSpec | None) -> Universal:
     """Rank files as whole tensors: put together now, or found beside them."""
     return Universal(consolidate(dumps, spec=spec))
+
+
+def dump_problems(dumps: RankDumps, paths: Sequence[Path]) -> Iterator[str]:
+    """Missing files of ranks, and files that differ from their checksums."""
+    yield from archive_problems(paths)
+    try:
+        dumps.files()
+    except CheckpointError as cause:
+        yield str(cause)
 
 
 def archive_problems(files: Sequence[Path]) -> Iterator[str]:

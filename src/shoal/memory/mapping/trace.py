@@ -45,8 +45,8 @@ class Traced:
 
     Args:
         program: its buffers carry the names of nodes.
-        graph: the operators; placeholders are parameters, then inputs.
-        arguments: a value of each placeholder.
+        graph: the operators; its own inputs are parameters first, then those of the model.
+        arguments: a value of each of its inputs.
         outputs: nodes that are returned.
     """
 
