@@ -96,6 +96,9 @@ class RouterMetrics:
         self._asked = Counter(
             _PREFIX + _ASKED, "Requests passed on.", (_LABEL, _REPLICA), registry=registry
         )
+        # A replica that was never asked counts 0, so that a rate has a point to start from.
+        for replica in replicas.all:
+            self._asked.labels(model, str(replica.number))
         self.retried = Counter(
             _PREFIX + _RETRIED,
             "Times that a request was asked again, at another replica.",
