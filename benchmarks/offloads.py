@@ -36,6 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     EVERYTHING: {"offload": _RESIDENT},
     "recompute": {"offload": _RESIDENT, "recompute": "full"},
     "deep_optimizer_states": {"offload": {"name": "deep_optimizer_states"}},
+    "superpipeline": {"offload": {"name": "superpipeline"}},
     "zero_infinity, host": {"offload": {"name": "zero_infinity", "param": "host", "optim": "host"}},
     "zero_infinity, disk": {"offload": {"name": "zero_infinity"}},
     "zero_infinity, disk, act on the host": {"offload": {"name": "zero_infinity", "act": "host"}},

@@ -102,7 +102,9 @@ def _rank(wanted: TrainJob, model: ModelConfig, comm: Any, place: Path, steps: i
     peaks: dict[str, int] = {}
     if engine.offloaded is not None:
         peaks = engine.offloaded.tiers.peaks()
-        assert engine.offloaded.tiers.used()["device"] < 2**16
+        left = engine.offloaded.tiers.used()["device"]
+        # What streams is gone between steps; a window stays.
+        assert left < 2**16 or getattr(wanted.offload, "name", "") == "superpipeline"
         engine.offloaded.close()
     return Run(losses, norms, parameters, state, peaks, scored)
 

@@ -190,7 +190,7 @@ def test_a_bounded_queue_holds_back():
 
 def test_a_link_takes_its_time():
     link = EmulatedLink(1e6, latency_s=0.001)
-    first = link.book(1000)
-    assert link.book(2000) - first == pytest.approx(0.003)
+    first = link.book(1000, 5.0)
+    assert link.book(2000, 4.0) - first == pytest.approx(0.003)
     with pytest.raises(ConfigError, match=r"above 0"):
         EmulatedLink(0)

@@ -16,6 +16,7 @@ from shoal.core.errors import (  # noqa: E402
 )
 from shoal.core.parts import table  # noqa: E402
 from shoal.ir import Device, Machine, MemoryTier, Work  # noqa: E402
+from shoal.memory.stream import Stream
 from shoal.memory.trace import Trace  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
 
@@ -162,6 +163,27 @@ def test_peaks_are_foretold(changes, options, tmp_path):
     for tier, peak in found.peaks.items():
         assert peak <= told[tier], tier
         assert peak >= (0.5 if tier == "device" else 0.9) * told[tier], tier
+
+
+def test_what_is_used_again_soon_stays(tmp_path, monkeypatch):
+    started: list[str] = []
+    start = Stream._start
+    monkeypatch.setattr(
+        Stream, "_start", lambda self, home: (started.append(home.name), start(self, home))
+    )
+
+    def fetches(prefetch_numel):
+        started.clear()
+        found = run(job(offload=offload(prefetch_numel=prefetch_numel)), config(), tmp_path)
+        return found, len(started)
+
+    none, every = fetches(0)
+    some, fewer = fetches(10**7)
+    same(none, some)
+    # In every step but the first, nothing is dropped between its forward and backward pass.
+    passes = 2 * 2  # micro-batches of a step, there and back
+    assert every > fewer >= every / passes
+    assert some.peaks["device"] <= 8 * 2**20
 
 
 def test_another_order_is_recorded_anew_with_one_warning():

@@ -27,6 +27,7 @@ OFFLOADS = PartTable(
     "offload",
     {
         "zero_infinity": "shoal.memory.zero_infinity:ZeroInfinity",
+        "superpipeline": "shoal.memory.windowed:Superpipeline",
         "deep_optimizer_states": "shoal.memory.deep_optimizer_states:DeepOptimizerStates",
     },
 )

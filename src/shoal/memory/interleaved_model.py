@@ -9,24 +9,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.ir.comm import Held
 from shoal.kernel.squares import sum_of_squares
 from shoal.machine import host
 from shoal.memory.interleaved import Interleaved
 from shoal.memory.tiers import Tiers
+from shoal.memory.whole import WholeModel, replace_parameter
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.ir.comm import Comm
     from shoal.memory.subgroups import Elementwise
-    from shoal.memory.tiling import Tile
     from shoal.plan.stride import Pattern
 
 __all__ = ["InterleavedModel", "interleaved_model"]
 
 
-class InterleavedModel:
+class InterleavedModel(WholeModel):
     """See :class:`~shoal.memory.protocols.Offloaded`.
 
     Args:
@@ -39,10 +38,8 @@ class InterleavedModel:
     overlap = True
 
     def __init__(self, model: nn.Module, tiers: Tiers, update: Interleaved, comm: Comm) -> None:
-        self.model, self.tiers, self.update = model, tiers, update
-        self.tiles: Mapping[str, Tile] = {}
-        self._comm = comm
-        self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        super().__init__(model, tiers, comm)
+        self.update = update
         self._squares: dict[str, Tensor] = {}
         self._last = False
         for name, parameter in self._names.items():
@@ -63,15 +60,6 @@ class InterleavedModel:
         self.update.on_gradient(name)
 
     @contextlib.contextmanager
-    def passes(self, name: str, *inputs: Tensor | None) -> Iterator[None]:
-        """Around all passes of a step, or of one that scores; ``inputs`` come from outside."""
-        with self.tiers.scope as scope:
-            for tensor in inputs:
-                if tensor is not None:
-                    scope.adopt(tensor)
-            yield
-
-    @contextlib.contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
         """Around one micro-batch."""
         self._last = last
@@ -82,13 +70,9 @@ class InterleavedModel:
     def finish(self) -> None:
         """Sum the gradients over the ranks, and send what has not left yet."""
         for name, parameter in reversed(self._names.items()):
-            if name in self._squares:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if self._comm.world > 1:
-                self._comm.all_reduce(parameter.grad, tag="gradients").wait()
-            self._leave(name)
+            if name not in self._squares:
+                self._reduce(parameter)
+                self._leave(name)
 
     def lend(self, names: Collection[str]) -> dict[str, Tensor]:
         """Parameters of these names, with their gradients, for who must change these."""
@@ -102,35 +86,13 @@ class InterleavedModel:
         for name in lent:
             self._leave(name)
 
-    def owned(self) -> dict[str, Tensor]:
-        """All parameters."""
-        return dict(self._names)
-
-    def held(self) -> dict[str, Held]:
-        """Every parameter, whole."""
-        return {
-            name: Held(p.detach(), (0,) * p.dim(), tuple(p.shape))
-            for name, p in self._names.items()
-        }
-
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
         """Sum of the squares of the gradients of chosen parameters: they are whole here."""
-        total = torch.zeros((), dtype=torch.float64, device=self.tiers.device.device)
-        for name in reversed(self._names):
-            if counts(name):
-                total += self._squares[name]
-        return total
+        return self._summed(counts, self._squares.__getitem__)
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Have every gradient multiplied by a scalar when it is used."""
         self.update.scales.append(factor.detach().cpu())
-
-    def publish(self) -> None:
-        """Nothing: every rank made the same update."""
-
-    def writes(self, name: str) -> bool:
-        """Ranks share the saving: parameter i is written by rank i mod N."""
-        return list(self._names).index(name) % self._comm.world == self._comm.rank
 
     def step(self, factor: float) -> None:
         """Update every parameter from its gradient; ``factor`` scales the learning rate."""
@@ -180,7 +142,7 @@ def interleaved_model(
             here = tiers.device.view(block, parameter.dtype, parameter.shape)
             here.copy_(whole)
             if parameter.is_meta:
-                _replace(model, name, here, requires_grad=parameter.requires_grad)
+                replace_parameter(model, name, here, requires_grad=parameter.requires_grad)
             else:
                 parameter.data = here
         for buffer in model.buffers():
@@ -204,13 +166,3 @@ def _all_of(device: torch.device | str) -> int:
     if torch.device(device).type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host.memory_total()
-
-
-def _replace(model: nn.Module, name: str, values: Tensor, *, requires_grad: bool) -> None:
-    """Put a parameter with these values everywhere where one of no memory was."""
-    old = model.get_parameter(name)
-    fresh = torch.nn.Parameter(values, requires_grad=requires_grad)
-    for module in model.modules():
-        for leaf, found in module._parameters.items():
-            if found is old:
-                module._parameters[leaf] = fresh

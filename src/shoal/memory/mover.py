@@ -46,10 +46,16 @@ class EmulatedLink:
         require(self.bytes_per_s > 0, "link bytes_per_s", self.bytes_per_s, expected="above 0")
         require(self.latency_s >= 0, "link latency_s", self.latency_s, expected="at least 0")
 
-    def book(self, nbytes: int) -> float:
-        """The moment (``time.perf_counter``) at which a transfer that comes now is through."""
+    def book(self, nbytes: int, asked_at: float) -> float:
+        """The moment (``time.perf_counter``) at which a transfer is through.
+
+        Args:
+            nbytes: of the transfer.
+            asked_at: when it was asked for. A way on which others wait does not rest between two
+                transfers, however late a thread wakes up.
+        """
         with self._lock:
-            begin = max(time.perf_counter(), self._free_at)
+            begin = max(asked_at, self._free_at)
             self._free_at = begin + self.latency_s + nbytes / self.bytes_per_s
             return self._free_at
 
@@ -59,12 +65,16 @@ class Ticket:
 
     Attributes:
         nbytes: its size.
+        asked_at: the moment (``time.perf_counter``) at which it was asked for.
+        done_at: the moment at which it was over.
         seconds: how long it took, once it is done; waiting in the queue is not counted.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.seconds = 0.0
+        self.asked_at = time.perf_counter()
+        self.done_at = 0.0
         self._event = threading.Event()
         self._error: BaseException | None = None
 
@@ -87,6 +97,7 @@ class Ticket:
     def finish(self, seconds: float, error: BaseException | None = None) -> None:
         """Tell everybody who waits; called once, by the mover."""
         self.seconds, self._error = seconds, error
+        self.done_at = time.perf_counter()
         self._event.set()
 
 
@@ -109,14 +120,21 @@ class Mover:
         self._device = device
         # What to do, who is told, and on a GPU what must be done before: the memory that is copied
         # may still be written, or have been another's, on the stream that asks.
-        self._queue: queue.Queue[tuple[Callable[[], None], Ticket, Any] | None]
+        self._queue: queue.Queue[tuple[Callable[[], None], Ticket, Ticket | None, Any] | None]
         self._queue = queue.Queue(depth)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"mover {name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], None], nbytes: int) -> Ticket:
+    def submit(
+        self, work: Callable[[], None], nbytes: int, *, after: Ticket | None = None
+    ) -> Ticket:
         """Have something done on this way that moves so many bytes.
+
+        Args:
+            work: what moves them.
+            nbytes: how many.
+            after: what must be done before; what went wrong with it goes wrong here.
 
         Raises:
             MachineError: the mover is closed.
@@ -129,7 +147,7 @@ class Mover:
             import torch
 
             before = torch.cuda.current_stream(self._device).record_event()
-        self._queue.put((work, ticket, before))
+        self._queue.put((work, ticket, after, before))
         return ticket
 
     def copy(self, source: Tensor, target: Tensor) -> Ticket:
@@ -183,11 +201,16 @@ class Mover:
             stream = torch.cuda.stream(own)
         with stream, torch.no_grad():
             while (item := self._queue.get()) is not None:
-                work, ticket, before = item
-                begin = time.perf_counter()
-                through = self.link.book(ticket.nbytes) if self.link is not None else begin
+                work, ticket, after, before = item
+                begin = through = time.perf_counter()
                 error: BaseException | None = None
                 try:
+                    asked_at = ticket.asked_at
+                    if after is not None:
+                        after.wait()
+                        asked_at = max(asked_at, after.done_at)
+                    if self.link is not None:
+                        through = self.link.book(ticket.nbytes, asked_at)
                     if before is not None:
                         torch.cuda.current_stream().wait_event(before)
                     work()
@@ -200,7 +223,7 @@ class Mover:
                 self.bytes += ticket.nbytes
                 self.busy_s += seconds
                 # What was copied is not kept until the next copy comes.
-                del work, item
+                del work, item, after
                 ticket.finish(seconds, error)
 
 

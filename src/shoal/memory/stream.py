@@ -7,8 +7,8 @@ its gradient has come. What autograd saves of it is its name, not its memory.
 
 Once a pass has shown the order, parameters are fetched ahead of their use: while one is gathered
 from the ranks, the next is copied to the device and those after it are read from disk into a ring
-of staging buffers, by threads of their own. What is fetched early has room of its own: what the
-first pass left free of the budget.
+of staging buffers, by threads of their own. One that is used again that soon stays. What is there
+early has room of its own: what the first pass left free of the budget.
 
 Collectives are called by the thread that computes, and every decision is a function of counts and
 order alone: all ranks take the same, and their collectives meet.
@@ -214,7 +214,7 @@ class Stream:
             for home in self._frames.pop():
                 home.uses -= 1
                 if not home.uses and not home.kept:
-                    self._drop(home)
+                    self._release(home)
 
     def _touched(self, parameter: Tensor) -> None:
         home = self._home.get(parameter)  # type: ignore[call-overload]
@@ -335,6 +335,22 @@ class Stream:
                 self._start(home)
                 self._early[home] = nbytes
 
+    def _release(self, home: Home) -> None:
+        """Drop a parameter whose pass is over, unless it would be fetched again right away."""
+        assert self._trace is not None
+        left = self._prefetch_numel
+        for following in self._trace.upcoming() if left else ():
+            left -= following.cut.whole
+            if left < 0:
+                break
+            if following is home:
+                nbytes = self._device_bytes(home)
+                if self._spare() >= nbytes:
+                    self._early[home] = nbytes
+                    return
+                break
+        self._drop(home)
+
     def _spare(self) -> int:
         """Bytes of the device that nobody needs, less those of parameters that came early."""
         assert self._trace is not None
@@ -345,7 +361,7 @@ class Stream:
         cut, size = home.cut, home.dtype.itemsize
         if self.comm is None or cut.owner is not None:
             return cut.whole * size
-        return cut.padded * (self.comm.world + 1) * size
+        return cut.padded * self.comm.world * size
 
     def _start(self, home: Home) -> None:
         """Fetch a parameter: disk to host, host to device, ranks to all."""
@@ -353,7 +369,8 @@ class Stream:
         where = self.tiers.device.device
         parts = 1 if comm is None or cut.owner is not None else comm.world
         flat = torch.empty(cut.padded * parts, dtype=home.dtype, device=where)
-        mine = flat if parts == 1 else torch.empty(cut.padded, dtype=home.dtype, device=where)
+        # The other ranks' parts come to either side of this one.
+        mine = flat if parts == 1 or comm is None else flat.view(parts, -1)[comm.rank]
         home.flat, home.part = flat, None if comm is None else mine
         self._by_storage[flat.untyped_storage()._cdata] = home
         for first, count in chunks(cut.numel, self._incoming.nbytes // home.dtype.itemsize):
@@ -393,11 +410,10 @@ class Stream:
         reading = tiers.read.submit(read, target.nbytes)
 
         def up() -> None:
-            reading.wait()
             _copied(found[0], target)
             ring.put(found[1])
 
-        return tiers.up.submit(up, target.nbytes)
+        return tiers.up.submit(up, target.nbytes, after=reading)
 
     def _drop(self, home: Home) -> None:
         """Let go of a parameter's memory; whoever still looks at it keeps it alive."""
