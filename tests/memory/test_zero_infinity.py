@@ -16,7 +16,7 @@ from shoal.core.errors import (  # noqa: E402
 )
 from shoal.core.parts import table  # noqa: E402
 from shoal.ir import Device, Machine, MemoryTier, Work  # noqa: E402
-from shoal.memory.stream import Stream
+from shoal.memory.stream import Stream  # noqa: E402
 from shoal.memory.trace import Trace  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
 
