@@ -145,7 +145,9 @@ def _device_bytes(work: Work, *, act: str, prefetch_numel: int) -> float:
     moments = [loss, operator, embedding]
     if job.recompute != "none":
         block = sum(matrices[-4:]) * a
-        again = saved + block + hidden * width * (4.0 + (2.0 if low else 0.0)) + tokens * width * a
+        # The gradient of the last matrix may still be leaving when that of the largest is there.
+        gradients = 2 * hidden * width * 4.0 + (hidden * width * 2.0 if low else 0.0)
+        again = saved + block + gradients + tokens * width * a
         moments.append(kept + again)
     ahead = min(4.0 * prefetch_numel, 4.0 * sum(matrices))
     data = split.dp * split.cp

@@ -42,8 +42,6 @@ __all__ = ["Stream"]
 
 # Views and transpositions: a tensor that these make of a cast parameter has all of its elements.
 _REORDERED = ("TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
-# Gradients on their way from the device while the next one is computed.
-_OUTGOING = 1
 # Gradients that are summed over the ranks while the next one is computed.
 _SUMMING = 1
 
@@ -288,7 +286,8 @@ class Stream:
         home.kept = False
         if not home.uses:
             self._drop(home)
-        while len(self._leaving) > _OUTGOING:
+        # One is on its way from the device while the next one is computed, and no more.
+        while self._leaving:
             self._leaving.popleft().wait()
         while self._writing and self._writing[0].done():
             self._writing.popleft().wait()
