@@ -15,6 +15,7 @@ from shoal.core.sizes import Size, human_bytes
 from shoal.cost.arithmetic import parameters
 from shoal.cost.host_link import copy_bytes_per_s
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
+from shoal.memory.needs import HOST_OF_A_GPU
 from shoal.memory.zero_infinity import Count
 from shoal.plan.stride import HOST_ONLY, SLOTS, Pattern, Rates, choose, timeline
 
@@ -32,9 +33,8 @@ __all__ = ["DeepOptimizerStates"]
 _UPDATE_BYTES = 28
 # Sub-groups of an update that an estimate plays.
 _PLAYED = 200
-# Parameters that the host of one GPU updates in a second (the paper's, one to two billion), and
-# what stands for no time at all: weights in training are fp32, and nothing is converted.
-_HOST_OF_A_GPU, _NO_TIME = 1.5e9, 1e18
+# No time at all: weights in training are fp32, and nothing is converted.
+_NO_TIME = 1e18
 
 
 @part
@@ -187,7 +187,7 @@ def _rates(machine: Machine) -> Rates:
     own = machine.device.main_memory.read_bandwidth or 1e10
     gpu = machine.device.kind != "cpu"
     return Rates(
-        host=_HOST_OF_A_GPU if gpu else own / _UPDATE_BYTES,
+        host=HOST_OF_A_GPU if gpu else own / _UPDATE_BYTES,
         device=own / _UPDATE_BYTES,
         convert=_NO_TIME,
         link=copy_bytes_per_s(machine) / 4,

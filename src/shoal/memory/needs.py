@@ -16,7 +16,16 @@ from shoal.cost.training import microbatch_of
 if TYPE_CHECKING:
     from shoal.ir import Machine, ModelShape, Work
 
-__all__ = ["SMALL", "Needs", "Staging", "disk_bandwidth", "efficiency", "needs", "sizes"]
+__all__ = [
+    "HOST_OF_A_GPU",
+    "SMALL",
+    "Needs",
+    "Staging",
+    "disk_bandwidth",
+    "efficiency",
+    "needs",
+    "sizes",
+]
 
 SMALL = 2**13
 """Elements below which a parameter stays in host memory: a transfer would be all overhead."""
@@ -74,6 +83,7 @@ class Needs:
         fetched: bytes of parameters that the passes of a step read from disk.
         read: other bytes that a step reads from disk.
         written: bytes that a step writes there.
+        moved: bytes of parameters and gradients between host and device in the passes of a step.
     """
 
     device: float
@@ -82,6 +92,12 @@ class Needs:
     fetched: float
     read: float
     written: float
+    moved: float
+
+
+# Parameters that the host of one GPU updates in a second: Deep Optimizer States, 2024, found one to
+# two billion.
+HOST_OF_A_GPU = 1.5e9
 
 
 def sizes(shape: ModelShape, tp: int = 1, pp: int = 1) -> list[int]:
@@ -191,6 +207,7 @@ def needs(
         fetched=weights * (param == "disk") * again * passes,
         read=weights * (param == "disk") + on_disk,
         written=weights * (param == "disk") + on_disk,
+        moved=weights * (again + 1) * passes,
     )
 
 

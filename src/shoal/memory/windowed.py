@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.sizes import Size, human_bytes
+from shoal.cost.arithmetic import parameters
+from shoal.cost.host_link import copy_bytes_per_s
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
-from shoal.memory.needs import needs, sizes
+from shoal.memory.needs import HOST_OF_A_GPU, needs, sizes
 from shoal.memory.zero_infinity import refuse
 
 if TYPE_CHECKING:
@@ -73,10 +75,11 @@ class Superpipeline:
         )
         device = rest.device + (k + 3 * step) * block + 2 * tables
         moved = (2 * (layers - k) + k) * block * max(1, k < layers)
-        bandwidth = machine.device.main_memory.read_bandwidth or 1e10
         # A load hides behind the k - k' blocks between; what is left of one is waited for.
         hidden = (k - step) / k
-        seconds = 0.0 if k == layers else moved / bandwidth * (1.0 - hidden)
+        seconds = 0.0 if k == layers else moved / copy_bytes_per_s(machine) * (1.0 - hidden)
+        if machine.device.kind != "cpu":
+            seconds += parameters(work.shape) / (split.tp * split.pp) / HOST_OF_A_GPU
         return Estimate(
             step_s=Interval.around(seconds, 0.5),
             terms_s={"memory": seconds},

@@ -15,9 +15,10 @@ from pydantic import BeforeValidator
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part, table
 from shoal.core.sizes import Size, human_bytes
-from shoal.cost.arithmetic import flops_per_token
+from shoal.cost.arithmetic import flops_per_token, parameters
+from shoal.cost.host_link import copy_bytes_per_s
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
-from shoal.memory.needs import Needs, disk_bandwidth, efficiency, needs
+from shoal.memory.needs import HOST_OF_A_GPU, Needs, disk_bandwidth, efficiency, needs
 
 if TYPE_CHECKING:
     import torch
@@ -120,17 +121,21 @@ class ZeroInfinity:
             )
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Bytes by tier, and the seconds for which a step waits for the disk.
+        """Bytes by tier, and the seconds for which a step waits for disk, link and host.
 
-        Parameters are read while passes compute, as far as these last; the update's traffic is
-        the disk's alone.
+        Parameters come while passes compute, as far as these last; the update's traffic is the
+        disk's alone, and beside a GPU the host updates.
         """
         need = self._needs(work)
         bandwidth = disk_bandwidth(machine)
         shown = flops_per_token(work.shape, work.job.seq_len) * work.job.global_batch
         shown *= work.job.seq_len / work.job.parallel.world / _peak(work, machine)
         fetched = need.fetched / bandwidth
-        seconds = max(0.0, fetched - shown) + (need.read + need.written) / bandwidth
+        seconds = (need.read + need.written) / bandwidth
+        if machine.device.kind != "cpu":
+            fetched = max(fetched, need.moved / copy_bytes_per_s(machine))
+            seconds += parameters(work.shape) / work.job.parallel.world / HOST_OF_A_GPU
+        seconds += max(0.0, fetched - shown)
         return Estimate(
             step_s=Interval.around(seconds, 0.5),
             terms_s={"memory": seconds},

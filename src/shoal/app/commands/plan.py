@@ -13,6 +13,7 @@ from shoal.app.commands.plan_context import context
 from shoal.app.commands.plan_gemm import gemm
 from shoal.app.commands.plan_longctx import longctx
 from shoal.app.commands.plan_mapping import mapping
+from shoal.app.commands.plan_memory import memory
 from shoal.app.commands.plan_paths import paths
 from shoal.app.commands.plan_peft import peft
 from shoal.app.commands.plan_routes import routes
@@ -454,6 +455,7 @@ app.command("context")(context)
 app.command("longctx")(longctx)
 app.command("paths")(paths)
 app.command("mapping")(mapping)
+app.command("memory")(memory)
 app.command("autotp")(autotp)
 app.command("gemm")(gemm)
 app.command("tiles")(tiles)

@@ -1,0 +1,33 @@
+"""``shoal plan memory``: what it shows, and its status."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner, Result
+
+from shoal.app.commands.plan import app
+from shoal.core.errors import ConfigError
+
+
+def shoal(*words: str) -> Result:
+    return CliRunner().invoke(app, ["memory", "shoal-16m", "-m", "1xRTX-4090", *words])
+
+
+def test_table_and_status() -> None:
+    found = shoal("--budget", "device=2GiB", "--seq-len", "256")
+    assert found.exit_code == 0, found.output
+    assert "fastest that fits: offload:" in found.stdout
+    none = shoal("--budget", "device=1MiB", "--policy", "zero_infinity")
+    assert none.exit_code == 1
+    assert "none fits; the smallest device is" in none.stdout
+    rows = json.loads(shoal("-o", "json").stdout)
+    assert {"choice", "recompute", "tier_bytes", "step_s", "fits"} <= set(rows[0])
+    refused = shoal("--budget", "x=1")
+    assert isinstance(refused.exception, ConfigError)
+
+
+def test_settings_of_the_job() -> None:
+    found = shoal("--set", "optimizer=muon", "-o", "json")
+    rows = json.loads(found.stdout)
+    assert any("muon" in row["refused"] for row in rows)
