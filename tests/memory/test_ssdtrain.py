@@ -60,6 +60,18 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class Shared(Stack):
+    """Every block saves one table."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        table = torch.linspace(0, 1, 16 * 8 * WIDTH).view(16, 8, WIDTH)
+        for block in self.blocks:
+            x = block(x) * table
+            x = block.down(x * table)
+        return self.head(x)
+
+
 @pytest.fixture
 def tokens():
     return torch.randint(0, 20, (16, 8), generator=torch.Generator().manual_seed(1))
@@ -92,6 +104,33 @@ def test_gradients_are_those_of_keeping(tmp_path, tokens, again, rate):
     assert cache.stats.offloaded > 0
     assert cache.cut is not None
     assert list(tmp_path.iterdir()) == []
+    cache.close()
+
+
+def test_what_all_blocks_save_does_not_lead_reading_astray(tmp_path, tokens, monkeypatch):
+    model = Shared(6)
+    whole = copy.deepcopy(model)
+    cache = SSDTrain(path=str(tmp_path), adaptive=False, last=1).apply(model)
+    order = []
+    load = cache._load
+    monkeypatch.setattr(
+        cache,
+        "_load",
+        lambda entry: (
+            order.append(max(s.index for s in entry.scopes)) if entry.loaded is None else None,
+            load(entry),
+        ),
+    )
+    with cache:
+        loss = loss_of(model, tokens)
+        for entry in list(cache._going):
+            entry.ticket.wait()
+        loss.backward()
+    loss_of(whole, tokens).backward()
+    same(model, whole)
+    assert cache.stats.repeated >= 5
+    # From the last scope to the first, each as it is wanted.
+    assert order == sorted(order, reverse=True)
     cache.close()
 
 

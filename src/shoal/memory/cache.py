@@ -212,9 +212,12 @@ class TensorCache:
         self.stats.offloaded += 1
         if entry is not None:
             self.stats.repeated += 1
+            if entry.scopes[-1] is not scope:
+                entry.scopes.append(scope)
+                scope.entries.append(entry)
         else:
             entry = self._store(tensor, scope, key)
-        return Handle(self, entry, tensor)
+        return Handle(self, entry, scope, tensor)
 
     def unpack(self, handle: Any) -> Tensor:
         """The tensor again.
@@ -230,7 +233,7 @@ class TensorCache:
                 self._arrive(handle.at, task)
             return handle.get()
         entry: Entry = handle.entry
-        scope = entry.scope
+        scope: Scope = handle.at
         check_version(entry.alias, entry.version, handle.shape, scope.name)
         self._arrive(scope, task)
         storage = self._storage(entry)
@@ -422,8 +425,9 @@ class TensorCache:
     def _free(self, entry: Entry) -> None:
         entry.live = None
         self.disk.free(entry.block)
-        entry.scope.entries.remove(entry)
-        entry.scope.record.entries.pop(entry.key, None)
+        for scope in entry.scopes:
+            scope.entries.remove(entry)
+        entry.scopes[0].record.entries.pop(entry.key, None)
 
     def _choose(self, record: Record) -> None:
         """Measure is taken: how much pays."""

@@ -97,13 +97,14 @@ class Entry:
 
     __slots__ = (
         "alias", "began", "block", "called_off", "device", "first", "handles", "key", "left",
-        "live", "loaded", "nbytes", "scope", "stored", "ticket", "version", "weak",
+        "live", "loaded", "nbytes", "scopes", "stored", "ticket", "version", "weak",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, scope: Scope, block: Block, key: tuple[int, int]) -> None:
         storage = tensor.untyped_storage()
         self.nbytes, self.device = storage.nbytes(), tensor.device
-        self.scope, self.block, self.key = scope, block, key
+        self.block, self.key = block, key
+        self.scopes = [scope]  # that have saved it, in their order
         self.version = tensor._version
         # Knows of writes to the tensor, and holds none of its memory.
         self.alias = tensor.detach()
@@ -126,12 +127,19 @@ class _Cache(Protocol):
 
 
 class Handle:
-    """What autograd holds in place of a tensor."""
+    """What autograd holds in place of a tensor.
 
-    __slots__ = ("asked", "cache", "dtype", "entry", "offset", "shape", "stride")
+    Args:
+        cache: told when it is gone.
+        entry: the memory behind it.
+        at: the scope that saved it; of several that saved one tensor, each has a handle.
+        tensor: the tensor.
+    """
 
-    def __init__(self, cache: _Cache, entry: Entry, tensor: Tensor) -> None:
-        self.cache, self.entry = cache, entry
+    __slots__ = ("asked", "at", "cache", "dtype", "entry", "offset", "shape", "stride")
+
+    def __init__(self, cache: _Cache, entry: Entry, at: Scope, tensor: Tensor) -> None:
+        self.cache, self.entry, self.at = cache, entry, at
         self.dtype, self.offset = tensor.dtype, int(tensor.storage_offset())
         self.shape, self.stride = tuple(tensor.shape), tensor.stride()
         self.asked = -1  # by which backward pass
@@ -144,7 +152,7 @@ class Handle:
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """What one block of one micro-batch saved."""
+    """What one block of one micro-batch saved; ``nbytes`` of it nobody had saved before."""
 
     name: str
     index: int
