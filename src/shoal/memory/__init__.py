@@ -27,6 +27,7 @@ OFFLOADS = PartTable(
     "offload",
     {
         "zero_infinity": "shoal.memory.zero_infinity:ZeroInfinity",
+        "fuyou": "shoal.memory.fuyou:Fuyou",
         "deep_optimizer_states": "shoal.memory.deep_optimizer_states:DeepOptimizerStates",
     },
 )

@@ -26,6 +26,8 @@ _SECTOR = 4096
 _MOST_STAGED = 4 * 2**20
 # Staging buffers of parameters, of gradients with the one they are added to, of the update.
 INCOMING, OUTGOING, UPDATING = 4, 3, 3
+# Bounce buffers of what is swapped to a disk, each way, and their bytes.
+BOUNCED, BOUNCE = 4, 2 * 2**20
 # Logits that the loss holds at a time (see shoal.model.loss).
 _LOGITS = 2**24
 # Token ids, tables of the rotation and other small things.
