@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from shoal.memory.disk import DiskTier
     from shoal.memory.mover import EmulatedLink
     from shoal.memory.subgroups import Elementwise
-    from shoal.memory.tiers import Row
 
-__all__ = ["SLOTS", "Consumer", "UpdatedRow", "held_bytes"]
+__all__ = ["SLOTS", "Consumer", "held_bytes"]
 
 SLOTS = 4
 """Gradients on the host at one time."""
@@ -237,39 +236,6 @@ class Consumer:
         self._listener.join()
         self._connection.close()
         self._memory.close()
-
-
-class UpdatedRow:
-    """A row of the disk that the other process writes; see :class:`~shoal.memory.tiers.Row`.
-
-    Args:
-        row: itself.
-        pending: updates of the parameter that must be over.
-    """
-
-    on_disk = True
-
-    def __init__(self, row: Row, pending: list[Ticket]) -> None:
-        self._row, self._pending = row, pending
-
-    def _settle(self) -> None:
-        for ticket in tuple(self._pending):
-            ticket.wait()
-
-    def take(self, first: int, count: int, slot: Tensor | None) -> Tensor:
-        """The elements, updated."""
-        self._settle()
-        return self._row.take(first, count, slot)
-
-    def give(self, first: int, values: Tensor, slot: Tensor | None) -> None:
-        """Write the beginning of ``slot``."""
-        self._settle()
-        self._row.give(first, values, slot)
-
-    def shown(self) -> Tensor:
-        """The block, mapped, updated."""
-        self._settle()
-        return self._row.shown()
 
 
 def _told(link: EmulatedLink | None) -> tuple[float, float, int] | None:

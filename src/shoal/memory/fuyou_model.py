@@ -2,7 +2,7 @@
 
 Parameters stream as in :mod:`shoal.memory.stream`. A gradient of the last micro-batch goes into
 memory that the optimizer's process has too, and is consumed there; whoever reads the parameter
-next waits until it is written. Step 0 keeps of every block its input alone and shows which
+next waits until it is written. Step 0 keeps of every unit its input alone and shows which
 operators it has, step 1 sends all of their results away and is measured, and from step 2 on as
 much is sent as makes a step shortest.
 
@@ -12,9 +12,10 @@ Source: Liao et al., Fuyou, 2024, section 4.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,15 +26,16 @@ from torch import Tensor, nn
 from shoal.core.errors import ConfigError, ModelError, TierFullError
 from shoal.core.sizes import human_bytes
 from shoal.machine.host import memory_total
+from shoal.memory.activation import in_backward
 from shoal.memory.build import Wanted, check_device, move
-from shoal.memory.chain import find_blocks
-from shoal.memory.consumer import Consumer, UpdatedRow, held_bytes
-from shoal.memory.disk import SECTOR
+from shoal.memory.consumer import Consumer, held_bytes
+from shoal.memory.disk import SECTOR, staging
 from shoal.memory.home import Cut, Home
 from shoal.memory.needs import BOUNCE, BOUNCED, INCOMING, OUTGOING, Staging
 from shoal.memory.offloaded import OffloadedModel
 from shoal.memory.optimizer_process import Place
-from shoal.memory.replay import Replay
+from shoal.memory.readahead import ReadAhead, UpdatedRow
+from shoal.memory.replay import Replay, units_of
 from shoal.memory.stream import Stream
 from shoal.memory.subgroups import SubGroups, elementwise
 from shoal.memory.swapping import LEAST, Swapping
@@ -43,12 +45,15 @@ from shoal.plan.swap import Tensor as Swapped
 
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
-    from shoal.memory.mover import EmulatedLink, Ticket
+    from shoal.memory.mover import EmulatedLink, Mover, Ticket
     from shoal.memory.subgroups import Elementwise
 
 __all__ = ["FuyouModel", "WantedSwap", "fuyou_model"]
 
 Phase = Literal["forward", "backward"]
+
+# Buffers by which the rate of a way is measured.
+_PROBED = 8
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,12 @@ class _Stream(Stream):
     swapping: Swapping
     replay: Replay
 
-    def prepare(self, consumer: Consumer, swapping: Swapping, replay: Replay) -> None:
+    def prepare(
+        self, consumer: Consumer, swapping: Swapping, replay: Replay, early: ReadAhead
+    ) -> None:
         """Give it what it works with."""
         self.consumer, self.swapping, self.replay = consumer, swapping, replay
+        self.early = early
         self._waiting = swapping
         self.factor: float | None = None
         self.pending: dict[str, list[Ticket]] = {home.name: [] for home in self.homes}
@@ -123,6 +131,8 @@ class _Stream(Stream):
         if self._phase is not None:
             self.seconds[self._phase] += now - self._since - (waits - self._waits)
         self._phase, self._since, self._waits = phase, now, waits
+        if phase == "forward" and self.replay.active:
+            self.replay.begin()
 
     @contextlib.contextmanager
     def passes(self, name: str, *inputs: Tensor | None) -> Iterator[None]:
@@ -137,7 +147,7 @@ class _Stream(Stream):
                 self.switch(None)
 
     def _enter(self, homes: list[Home], module: nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() == -1 and self._phase is not None:
+        if self.replay.active and not in_backward():
             self.switch("forward")
         with self.replay.aside():
             super()._enter(homes, module, args)
@@ -151,7 +161,7 @@ class _Stream(Stream):
             super()._touched(parameter)
 
     def _unpack(self, packed: Any) -> Tensor:
-        if self._phase is not None:
+        if self.replay.active:
             self.switch("backward")
         return super()._unpack(packed)
 
@@ -159,6 +169,17 @@ class _Stream(Stream):
         if self._phase is not None:
             self.fetched[self._phase] += home.weight_bytes
         super()._start(home)
+        self.early.taken(home)
+
+    def _ahead(self) -> None:
+        super()._ahead()
+        assert self._trace is not None
+        self.early.want(self._trace.upcoming())
+
+    def drop_all(self) -> None:
+        """Leave nothing on the device, and nothing that was read ahead."""
+        super().drop_all()
+        self.early.drop()
 
     def _spare(self) -> int:
         return super()._spare() - self.swapping.reserve
@@ -268,9 +289,10 @@ class FuyouModel(OffloadedModel):
         update: _Consumed,
         comm: Comm,
         swap: Literal["auto", "all", "none"] | int,
+        rates: Mapping[str, float],
     ) -> None:
         super().__init__(model, homes, tiers, stream, update, comm)
-        self._swap = swap
+        self._swap, self._rates = swap, rates
         self._trained = 0
         self._always = 0
         self._free_host = tiers.host.capacity - tiers.host.stats.used
@@ -315,19 +337,20 @@ class FuyouModel(OffloadedModel):
         self.stream.switch(None)
 
     def _movable(self) -> list[tuple[int, int]]:
-        """(block, operator) of all whose results can be sent away."""
+        """(unit, operator) of all whose results can be sent away."""
         return [
-            (block, number)
-            for block, operators in enumerate(self.stream.replay.operators)
+            (unit, number)
+            for unit, operators in enumerate(self.stream.replay.operators)
             for number, one in enumerate(operators)
             if one.movable and one.again and one.nbytes >= LEAST
         ]
 
     def _send(self, chosen: Sequence[tuple[int, int]], to_disk: float) -> None:
         replay = self.stream.replay
-        for block in range(len(replay.operators)):
-            replay.chosen[block] = frozenset(n for at, n in chosen if at == block)
+        for unit in range(len(replay.operators)):
+            replay.chosen[unit] = frozenset(n for at, n in chosen if at == unit)
         self.stream.swapping.to_disk = to_disk
+        self.stream.swapping.restart()
 
     def _send_all(self) -> None:
         """The step that is measured sends all away, and as far as it goes."""
@@ -338,8 +361,8 @@ class FuyouModel(OffloadedModel):
         movable, replay = self._movable(), self.stream.replay
         seconds = replay.seconds()
         tensors = [
-            Swapped(nbytes=replay.operators[block][n].nbytes, again_s=seconds[block][n])
-            for block, n in movable
+            Swapped(nbytes=replay.operators[unit][n].nbytes, again_s=seconds[unit][n])
+            for unit, n in movable
         ]
         iteration, ordered = self._measured(), Swappable(tensors)
         if self._swap == "auto":
@@ -354,8 +377,8 @@ class FuyouModel(OffloadedModel):
 
     def _measured(self) -> Iteration:
         """What step 1 has shown."""
-        stream, tiers = self.stream, self.tiers
-        consumer, paces = stream.consumer, stream.swapping.paces
+        stream = self.stream
+        consumer = stream.consumer
         trained = [home for home in stream.homes if home.gradient is not None]
         gradients = sum(home.weight_bytes for home in trained)
         numel = sum(home.cut.numel for home in trained)
@@ -372,10 +395,7 @@ class FuyouModel(OffloadedModel):
             update_s=numel * consumer.update_s / max(1, consumer.updated),
             always=self._always,
             free_host=self._free_host,
-            down=paces["down"].bytes_per_s(tiers.down),
-            up=paces["up"].bytes_per_s(tiers.up),
-            read=paces["read"].bytes_per_s(tiers.read),
-            write=paces["write"].bytes_per_s(tiers.write),
+            **self._rates,
             before=rounds - 1,
         )
 
@@ -413,7 +433,7 @@ def fuyou_model(
         MachineError: the path cannot be written, or the process cannot be started.
     """
     rule = elementwise(optimizer, "offload: fuyou")
-    blocks = find_blocks(model)[1]
+    units = units_of(model)
     named = dict(model.named_parameters())
     where = Wanted(
         device_bytes=wanted.device_bytes,
@@ -431,11 +451,12 @@ def fuyou_model(
     cuts = {name: Cut(tuple(p.shape), comm.rank, comm.world) for name, p in named.items()}
     itemsize = max(p.element_size() for p in named.values())
     largest = max(cut.numel for cut in cuts.values())
-    staging = Staging.of(largest, itemsize, 0, wanted.sub_group_numel)
-    piece = staging.sub_group
+    sizes = Staging.of(largest, itemsize, 0, wanted.sub_group_numel)
+    piece = sizes.sub_group
     shared = held_bytes(piece, itemsize, len(rule.states))
     # A gradient is handed on as it was staged.
-    rings = INCOMING * staging.incoming + (OUTGOING + 1) * piece * itemsize
+    buffers = -(-wanted.prefetch_numel * itemsize // sizes.incoming)
+    rings = (INCOMING + buffers) * sizes.incoming + (OUTGOING + 1) * piece * itemsize
     rings += 2 * BOUNCED * BOUNCE
     need = shared + rings
     host_bytes = wanted.host_bytes or max(need, memory_total() * 3 // 4)
@@ -456,7 +477,7 @@ def fuyou_model(
     )
     try:
         tiers.host.reserve(shared, "gradients and state in work")
-        incoming = Ring(tiers.host, INCOMING, staging.incoming, "staged parameters")
+        incoming = Ring(tiers.host, INCOMING, sizes.incoming, "staged parameters")
         homes = [
             move(model, name, cut, rule, tiers, where, incoming, values)
             for name, cut in cuts.items()
@@ -479,18 +500,21 @@ def fuyou_model(
         )
         for buffer in model.buffers():
             buffer.data = tiers.scope.adopt(buffer.data.to(tiers.device.device), "buffer")
+        ahead = Ring(tiers.host, buffers, sizes.incoming, "parameters read ahead")
+        rates = _rates(tiers)
         consumer = _consumer(homes, rule, tiers, piece, itemsize)
     except BaseException:
         tiers.close()
         raise
-    stream.prepare(consumer, swapping, Replay(blocks, swapping, stream.is_weight))
+    early = ReadAhead(ahead, buffers, tiers.read)
+    stream.prepare(consumer, swapping, Replay(units, swapping, stream.is_weight), early)
     for home in homes:
         pending = stream.pending[home.name]
         home.weight = UpdatedRow(home.weight, pending)
         home.states = {name: UpdatedRow(row, pending) for name, row in home.states.items()}
     update = _Consumed(homes, rule, tiers, piece, incoming)
     update.stream = stream
-    return FuyouModel(model, homes, tiers, stream, update, comm, wanted.swap)
+    return FuyouModel(model, homes, tiers, stream, update, comm, wanted.swap, rates)
 
 
 def _consumer(
@@ -513,3 +537,26 @@ def _consumer(
         # The trainer's thread has a core of its own.
         threads=max(1, (os.cpu_count() or 2) - 1),
     )
+
+
+def _rates(tiers: Tiers) -> dict[str, float]:
+    """Bytes per second of the four ways, each by itself."""
+    disk, device = tiers.disk, tiers.device.device
+    assert disk is not None
+    block = disk.alloc(_PROBED * BOUNCE, "probe")
+    here, there = staging(BOUNCE).fill_(1), torch.ones(BOUNCE, dtype=torch.uint8, device=device)
+    found = {}
+    ways: list[tuple[str, Mover, Callable[[int], object]]] = [
+        ("write", tiers.write, lambda at: disk.write(block, here, at)),
+        ("read", tiers.read, lambda at: disk.read(block, here, at)),
+        ("down", tiers.down, lambda at: here.copy_(there)),
+        ("up", tiers.up, lambda at: there.copy_(here)),
+    ]
+    for name, mover, work in ways:
+        begin = time.perf_counter()
+        for number in range(_PROBED):
+            last = mover.submit(functools.partial(work, number * BOUNCE), BOUNCE)
+        last.wait()
+        found[name] = _PROBED * BOUNCE / (time.perf_counter() - begin)
+    disk.free(block)
+    return found

@@ -1,12 +1,12 @@
-"""Blocks whose operators are computed again in the backward pass, but for chosen results.
+"""Units of a model whose operators are done again in the backward pass, but for chosen results.
 
-A block keeps its input alone (``torch.utils.checkpoint``). In its forward pass the results of some
+A unit, such as the attention of a block, keeps its input alone (``torch.utils.checkpoint``). In its forward pass the results of some
 operators are sent away; when the backward pass has it run once more, those come back in the place
 of being computed. Which is decided operator by operator, so any number of bytes can be sent.
 
 The first step keeps nothing and shows which operators there are. What is a view, is written in
 place, draws random numbers or casts a weight is always done again: with the state of torch's
-generators that the block began with.
+generators that the unit began with.
 
 Source: Liao et al., Fuyou, 2024, section 4.5 (which activations are swapped).
 """
@@ -29,17 +29,21 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError
 from shoal.memory.activation import in_backward
+from shoal.memory.chain import find_blocks
 from shoal.memory.swapping import Slip
 
 if TYPE_CHECKING:
     from shoal.memory.swapping import Swapping
 
-__all__ = ["Operator", "Replay"]
+__all__ = ["Operator", "Replay", "units_of"]
+
+# A member of a block is a unit of its own if it has at least one in so many of its weights.
+_LARGE = 8
 
 
 @dataclass
 class Operator:
-    """One operator of a block, as the first step has seen it.
+    """One operator of a unit, as the first step has seen it.
 
     Args:
         name: of its overload.
@@ -59,40 +63,40 @@ class Operator:
 
 
 class Replay:
-    """The blocks of a model, and which results of each are sent away.
+    """The units of a model, and which results of each are sent away.
 
     Args:
-        blocks: name -> block, in the order in which they run.
+        units: names and modules, in the order in which they run.
         swapping: sends away and brings back.
         is_weight: whether memory is that of a parameter.
 
     Attributes:
-        operators: of every block; nothing until a step has shown them.
-        chosen: of every block, numbers of the operators whose results are sent away.
+        operators: of every unit; nothing until a step has shown them.
+        chosen: of every unit, numbers of the operators whose results are sent away.
         measuring: take the time of operators.
         active: a step trains.
         rounds: micro-batches since somebody set it to 0.
-        unsettled: a hook is at work, whose operators are none of a block's.
+        unsettled: a hook is at work, whose operators are none of a unit's.
     """
 
     def __init__(
         self,
-        blocks: list[tuple[str, nn.Module]],
+        units: list[tuple[str, nn.Module]],
         swapping: Swapping,
         is_weight: Callable[[Tensor], bool],
     ) -> None:
-        self.names = [name for name, _ in blocks]
+        self.names = [name for name, _ in units]
         self.swapping, self.is_weight = swapping, is_weight
-        self.operators: list[list[Operator]] = [[] for _ in blocks]
-        self.chosen: list[frozenset[int]] = [frozenset() for _ in blocks]
+        self.operators: list[list[Operator]] = [[] for _ in units]
+        self.chosen: list[frozenset[int]] = [frozenset() for _ in units]
         self.measuring = self.active = False
         self.unsettled = self.rounds = 0
-        for index, (_, block) in enumerate(blocks):
-            block.forward = functools.partial(self._forward, index, block.forward)  # type: ignore[method-assign]
+        for index, (_, unit) in enumerate(units):
+            unit.forward = functools.partial(self._forward, index, unit.forward)  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Operators in here are none of a block's."""
+        """Operators in here are none of a unit's."""
         self.unsettled += 1
         try:
             yield
@@ -100,35 +104,62 @@ class Replay:
             self.unsettled -= 1
 
     def seconds(self) -> list[list[float]]:
-        """Of every operator of every block; blocks that do the same share what was measured."""
+        """Of every operator of every unit; units that do the same share what was measured."""
         alike: dict[tuple[str, ...], list[list[Operator]]] = {}
         for operators in self.operators:
             alike.setdefault(tuple(one.name for one in operators), []).append(operators)
         found: list[list[float]] = []
         for operators in self.operators:
             same = alike[tuple(one.name for one in operators)]
-            found.append([_middle([block[n] for block in same]) for n in range(len(operators))])
+            found.append([_middle([unit[n] for unit in same]) for n in range(len(operators))])
         return found
+
+    def begin(self) -> None:
+        """A micro-batch begins."""
+        self.swapping.begin()
+        self.swapping.group = 0
+        self.rounds += 1
 
     def _forward(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.active or not torch.is_grad_enabled() or in_backward():
             return forward(*args, **kwargs)
-        swapping = self.swapping
-        if index == 0:
-            swapping.begin()
-            self.rounds += 1
-        ran = _Pass(self, index)
+        ran, swapping = _Pass(self, index), self.swapping
         swapping.group = index
+
+        def modes() -> tuple[_First, _Again]:
+            return ran.first, ran.again
+
         try:
-            return checkpoint(
-                forward, *args, use_reentrant=False, context_fn=lambda: (ran.first, ran.again), **kwargs
-            )
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=modes, **kwargs)
         finally:
-            swapping.group = None
+            # What is saved between two of them is needed with the second.
+            swapping.group = index + 1 if index + 1 < len(self.names) else None
+
+
+def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What is computed again at one time: the members of the blocks, such as their two halves.
+
+    Only what one of them saves is on the device at a time. A block that is not made of several
+    large members is one itself.
+
+    Raises:
+        ModelError: the model has no chain of blocks.
+    """
+    found = []
+    for name, block in find_blocks(model)[1]:
+        total = sum(p.numel() for p in block.parameters())
+        parts = [
+            (f"{name}.{leaf}", child)
+            for leaf, child in block.named_children()
+            if not isinstance(child, nn.ModuleList | nn.ModuleDict)
+            and sum(p.numel() for p in child.parameters()) * _LARGE >= total
+        ]
+        found += parts if len(parts) > 1 else [(name, block)]
+    return found
 
 
 class _Pass:
-    """One block in one micro-batch."""
+    """One unit in one micro-batch."""
 
     def __init__(self, replay: Replay, index: int) -> None:
         self.replay, self.index = replay, index
@@ -140,7 +171,7 @@ class _Pass:
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Numbers the operators of a block that make something new."""
+    """Numbers the operators of a unit that make something new."""
 
     def __init__(self, ran: _Pass) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -226,14 +257,14 @@ class _First(_Counting):
     def _check_random(self, func: Any, kwargs: Any) -> None:
         if kwargs.get("generator") is not None:
             raise ModelError(
-                f"offload: fuyou: block {self.ran.name} draws from a generator of its own ({func}), "
+                f"offload: fuyou: {self.ran.name} draws from a generator of its own ({func}), "
                 "whose state nobody keeps, so it cannot be computed again; draw from torch's own "
                 "generator"
             )
 
 
 class _Again(_Counting):
-    """The backward pass has the block run once more."""
+    """The backward pass has the unit run once more."""
 
     def __enter__(self) -> Any:
         self.number = 0
@@ -256,8 +287,8 @@ class _Again(_Counting):
     def _check(self, func: Any, name: str) -> None:
         if str(func) != name:
             raise ModelError(
-                f"offload: fuyou: block {self.ran.name} does {func} in the backward pass where the "
-                f"forward pass did {name}; a block must do the same both times"
+                f"offload: fuyou: {self.ran.name} does {func} in the backward pass where the "
+                f"forward pass did {name}; it must do the same both times"
             )
 
 

@@ -3,15 +3,13 @@
 A storage leaves the device by one chained copy: to the host, and from there, where the host has no
 room for it, through a few bounce buffers to the disk. What is saved first goes to the disk, since it
 is needed last. On the way back, what comes next fills whatever the device has left: the tensors of
-a block in the order in which they were saved, the blocks in reverse order.
+a unit of the model in the order in which they were saved, the units in reverse order.
 
 Source: Liao et al., Fuyou, 2024, section 4.4 (pipelined activation swapping).
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,19 +21,23 @@ from torch import Tensor
 from shoal.core.errors import TierFullError
 from shoal.memory.disk import SECTOR
 from shoal.memory.stream import chunks
+from shoal.memory.tier import Block
 
 if TYPE_CHECKING:
-    from shoal.memory.mover import Mover, Ticket
-    from shoal.memory.tier import Block
+    from shoal.memory.mover import Ticket
     from shoal.memory.tiers import Ring, Tiers
 
-__all__ = ["LEAST", "LEAVING", "Pace", "Slip", "Swapping"]
+__all__ = ["LEAST", "LEAVING", "Slip", "Swapping"]
 
 LEAST = 4096
 """Bytes of a storage from which it pays to send it away."""
 
-LEAVING = 3
+LEAVING = 2
 """What leaves the device at a time is no more than so many of the largest."""
+
+
+# Units whose tensors are fetched ahead of their use.
+_AHEAD = 4
 
 
 class _Away:
@@ -58,6 +60,14 @@ class _Away:
         self.stored: Ticket | None = None
         self.fetched: Tensor | None = None
         self.coming: Ticket | None = None
+        self.ended: _Ended | None = None
+
+
+class _Ended:
+    """Where the bytes are, which is free once they are there and nobody waits for them."""
+
+    def __init__(self, block: Block, stored: Ticket, *, on_disk: bool) -> None:
+        self.block, self.stored, self.on_disk = block, stored, on_disk
 
 
 class Slip(NamedTuple):
@@ -70,26 +80,6 @@ class Slip(NamedTuple):
     offset: int
 
 
-class Pace:
-    """What went one way, and in what time."""
-
-    def __init__(self) -> None:
-        self.nbytes, self.seconds = 0, 0.0
-
-    @contextlib.contextmanager
-    def of(self, nbytes: int) -> Iterator[None]:
-        """Around moving so many bytes."""
-        begin = time.perf_counter()
-        yield
-        self.nbytes += nbytes
-        self.seconds += time.perf_counter() - begin
-
-    def bytes_per_s(self, mover: Mover) -> float:
-        """The rate, of a way that may be emulated; very fast where nothing went."""
-        found = self.nbytes / self.seconds if self.nbytes else 1e15
-        return found if mover.link is None else min(found, mover.link.bytes_per_s)
-
-
 class Swapping:
     """Sends storages away and brings them back.
 
@@ -100,11 +90,10 @@ class Swapping:
         incoming: bounce buffers from it.
 
     Attributes:
-        group: block that is saved for; None where tensors stay.
+        group: unit of the model that is saved for; None where tensors stay.
         to_disk: of a micro-batch, bytes that go to the disk, from the first.
         sent: bytes that this micro-batch has sent away.
         waited_s: seconds for which the passes have waited.
-        paces: way -> what went to and from the disk on it.
     """
 
     def __init__(
@@ -121,7 +110,6 @@ class Swapping:
         self.to_disk: float = 0.0
         self.sent = 0
         self.waited_s = 0.0
-        self.paces = {way: Pace() for way in ("down", "write", "read", "up")}
 
     @property
     def reserve(self) -> int:
@@ -136,6 +124,10 @@ class Swapping:
             for away in self._known.values()
             if away.coming is not None
         )
+
+    def restart(self) -> None:
+        """From now on others are sent away."""
+        self._largest = 0
 
     def begin(self) -> None:
         """A micro-batch begins; nothing waits from the one before."""
@@ -178,8 +170,8 @@ class Swapping:
         self._leaving.append(away.leaving)
         self._groups.setdefault(group, []).append(weakref.ref(away))
         self._known[storage._cdata] = away
-        ended = _Ended(block, on_disk, away.stored)
-        weakref.finalize(away, self._ended.append, ended).atexit = False
+        away.ended = _Ended(block, away.stored, on_disk=on_disk)
+        weakref.finalize(away, self._ended.append, away.ended).atexit = False
         return away
 
     def _place(self, nbytes: int, what: str) -> tuple[Block, bool]:
@@ -203,8 +195,7 @@ class Swapping:
 
             def down(first: int = first, count: int = count, found: list[Tensor] = found) -> None:
                 slot = ring.get()
-                with self.paces["down"].of(count):
-                    slot[:count].copy_(source[first : first + count])
+                slot[:count].copy_(source[first : first + count])
                 found.append(slot)
 
             leaving = away.leaving = tiers.down.submit(down, count)
@@ -218,8 +209,7 @@ class Swapping:
                 leaving.wait()
                 slot = found.pop()
                 try:
-                    with self.paces["write"].of(count):
-                        disk.write(block, slot[: -(-count // SECTOR) * SECTOR], first)
+                    disk.write(block, slot[: -(-count // SECTOR) * SECTOR], first)
                     disk.stats.bytes_in += count
                 finally:
                     ring.put(slot)
@@ -275,8 +265,7 @@ class Swapping:
                 stored.wait()
                 slot = ring.get()
                 try:
-                    with self.paces["read"].of(count):
-                        disk.read(block, slot[: -(-count // SECTOR) * SECTOR], first)
+                    disk.read(block, slot[: -(-count // SECTOR) * SECTOR], first)
                     disk.stats.bytes_out += count
                 except BaseException:
                     ring.put(slot)
@@ -294,8 +283,7 @@ class Swapping:
                 reading.wait()
                 slot = found.pop()
                 try:
-                    with self.paces["up"].of(count):
-                        fetched[first : first + count].copy_(slot[:count])
+                    fetched[first : first + count].copy_(slot[:count])
                 finally:
                     ring.put(slot)
 
@@ -303,7 +291,7 @@ class Swapping:
 
     def _next(self, away: _Away) -> Iterator[_Away]:
         """What is wanted after this: the rest of its block, and the blocks before it."""
-        for group in range(away.group, max(-1, away.group - 3), -1):
+        for group in range(away.group, max(-1, away.group - _AHEAD), -1):
             for known in self._groups.get(group, ()):
                 found = known()
                 if found is not None:
@@ -316,9 +304,36 @@ class Swapping:
             if other.fetched is not None or other.source() is not None:
                 continue
             spare -= other.block.nbytes
-            if spare < 0:
+            if spare >= 0:
+                self._fetch(other)
+            elif not other.on_disk or not self._to_host(other):
                 return
-            self._fetch(other)
+
+    def _to_host(self, away: _Away) -> bool:
+        """Have what lies on the disk on the host, which has room where the device has none."""
+        tiers, disk, stored = self._tiers, self._tiers.disk, away.stored
+        assert disk is not None
+        assert stored is not None
+        assert away.ended is not None
+        self._settle()
+        before = away.block
+        if tiers.host.largest_hole < tiers.host.rounded(before.nbytes):
+            return False
+        block = tiers.host.alloc(before.nbytes, before.tag)
+        whole = Block(block.start, tiers.host.rounded(block.nbytes), block.tag)
+        with tiers.scope.outside():
+            into = tiers.host.view(whole, torch.uint8, (whole.nbytes,))
+
+        def read() -> None:
+            stored.wait()
+            disk.read(before, into)
+            disk.stats.bytes_out += before.nbytes
+
+        ticket = tiers.read.submit(read, before.nbytes)
+        self._ended.append(_Ended(before, ticket, on_disk=True))
+        away.block, away.stored, away.on_disk = block, ticket, False
+        away.ended.block, away.ended.stored, away.ended.on_disk = block, ticket, False
+        return True
 
     def make_room(self) -> None:
         """Return when everything that leaves the device has left."""
@@ -339,11 +354,3 @@ class Swapping:
                 disk.free(ended.block)
             else:
                 self._tiers.host.free(ended.block)
-
-
-class _Ended(NamedTuple):
-    """A block that is free once it is written."""
-
-    block: Block
-    on_disk: bool
-    stored: Ticket

@@ -47,6 +47,11 @@ class Ring:
         """A free piece, uint8; waits for one."""
         return self._slots.get()
 
+    @property
+    def free(self) -> int:
+        """Pieces that nobody has."""
+        return self._slots.qsize()
+
     def put(self, slot: Tensor) -> None:
         """Give a piece back."""
         self._slots.put(slot)
