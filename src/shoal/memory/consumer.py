@@ -21,8 +21,9 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import MachineError, ShoalError
+from shoal.memory.fuyou_needs import SLOTS, STAGED
 from shoal.memory.mover import Ticket
-from shoal.memory.optimizer_process import STAGED, Order, Place, Setup, share_of
+from shoal.memory.optimizer_process import Order, Place, Setup, share_of
 from shoal.memory.shared import SharedLink, SharedMemory
 
 if TYPE_CHECKING:
@@ -33,10 +34,7 @@ if TYPE_CHECKING:
     from shoal.memory.mover import EmulatedLink
     from shoal.memory.subgroups import Elementwise
 
-__all__ = ["SLOTS", "Consumer", "held_bytes"]
-
-SLOTS = 4
-"""Gradients on the host at one time."""
+__all__ = ["Consumer", "held_bytes"]
 
 _END_S = 30.0
 _MODULE = "shoal.memory.optimizer_process"

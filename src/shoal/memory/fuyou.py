@@ -124,7 +124,7 @@ class Fuyou:
         """What a plan should say: what binds a step, and budgets that are too small."""
         from shoal.memory.fuyou_needs import notes, predicted
 
-        return notes(self, predicted(self, work, machine), work)
+        return notes(self, predicted(self, work, machine))
 
     def apply(
         self,

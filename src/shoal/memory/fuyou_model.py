@@ -30,6 +30,7 @@ from shoal.memory.activation import in_backward
 from shoal.memory.build import Wanted, check_device, move
 from shoal.memory.consumer import Consumer, held_bytes
 from shoal.memory.disk import SECTOR, staging
+from shoal.memory.fuyou_needs import PROBED, staged_bytes
 from shoal.memory.home import Cut, Home
 from shoal.memory.needs import BOUNCE, BOUNCED, INCOMING, OUTGOING, Staging
 from shoal.memory.offloaded import OffloadedModel
@@ -51,9 +52,6 @@ if TYPE_CHECKING:
 __all__ = ["FuyouModel", "WantedSwap", "fuyou_model"]
 
 Phase = Literal["forward", "backward"]
-
-# Buffers by which the rate of a way is measured.
-_PROBED = 8
 
 
 @dataclass(frozen=True)
@@ -450,15 +448,14 @@ def fuyou_model(
     check_device(model, named, where, {})
     cuts = {name: Cut(tuple(p.shape), comm.rank, comm.world) for name, p in named.items()}
     itemsize = max(p.element_size() for p in named.values())
-    largest = max(cut.numel for cut in cuts.values())
-    sizes = Staging.of(largest, itemsize, 0, wanted.sub_group_numel)
+    sizes = Staging.of(max(cut.numel for cut in cuts.values()), itemsize, 0, wanted.sub_group_numel)
     piece = sizes.sub_group
     shared = held_bytes(piece, itemsize, len(rule.states))
-    # A gradient is handed on as it was staged.
-    buffers = -(-wanted.prefetch_numel * itemsize // sizes.incoming)
-    rings = (INCOMING + buffers) * sizes.incoming + (OUTGOING + 1) * piece * itemsize
-    rings += 2 * BOUNCED * BOUNCE
-    need = shared + rings
+    numels = [cut.numel for cut in cuts.values()]
+    need = staged_bytes(
+        numels, itemsize, len(rule.states), wanted.sub_group_numel, wanted.prefetch_numel
+    )
+    buffers = -(-min(wanted.prefetch_numel, sum(numels)) * itemsize // sizes.incoming)
     host_bytes = wanted.host_bytes or max(need, memory_total() * 3 // 4)
     if need > host_bytes:
         raise TierFullError(
@@ -543,7 +540,7 @@ def _rates(tiers: Tiers) -> dict[str, float]:
     """Bytes per second of the four ways, each by itself."""
     disk, device = tiers.disk, tiers.device.device
     assert disk is not None
-    block = disk.alloc(_PROBED * BOUNCE, "probe")
+    block = disk.alloc(PROBED * BOUNCE, "probe")
     here, there = staging(BOUNCE).fill_(1), torch.ones(BOUNCE, dtype=torch.uint8, device=device)
     found = {}
     ways: list[tuple[str, Mover, Callable[[int], object]]] = [
@@ -554,9 +551,9 @@ def _rates(tiers: Tiers) -> dict[str, float]:
     ]
     for name, mover, work in ways:
         begin = time.perf_counter()
-        for number in range(_PROBED):
+        for number in range(PROBED):
             last = mover.submit(functools.partial(work, number * BOUNCE), BOUNCE)
         last.wait()
-        found[name] = _PROBED * BOUNCE / (time.perf_counter() - begin)
+        found[name] = PROBED * BOUNCE / (time.perf_counter() - begin)
     disk.free(block)
     return found

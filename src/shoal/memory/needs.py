@@ -16,7 +16,7 @@ from shoal.cost.training import microbatch_of
 if TYPE_CHECKING:
     from shoal.ir import Machine, ModelShape, Work
 
-__all__ = ["SMALL", "Needs", "Staging", "disk_bandwidth", "efficiency", "needs", "sizes"]
+__all__ = ["SMALL", "Needs", "Staging", "disk_bandwidth", "efficiency", "needs", "peak_flops", "sizes"]
 
 SMALL = 2**13
 """Elements below which a parameter stays in host memory: a transfer would be all overhead."""
@@ -231,3 +231,11 @@ def disk_bandwidth(machine: Machine) -> float:
         if tier.name in ("disk", "nvme", "ssd") and tier.read_bandwidth:
             return tier.read_bandwidth
     return 1e9
+
+
+def peak_flops(work: Work, machine: Machine) -> float:
+    """Operations per second of a rank's matrix products."""
+    device = machine.device
+    rates = {**device.peak_flops, **device.matmul_flops}
+    found = rates.get(work.job.precision) or rates.get("fp32") or 1e11
+    return found / (work.job.parallel.world if device.kind == "cpu" else 1)

@@ -29,6 +29,7 @@ import torch
 
 from shoal.core.errors import ShoalError
 from shoal.memory.disk import SECTOR, DiskTier, staging
+from shoal.memory.fuyou_needs import STAGED
 from shoal.memory.mover import Mover, Ticket
 from shoal.memory.shared import SharedLink, SharedMemory
 from shoal.memory.tier import Block
@@ -38,11 +39,7 @@ if TYPE_CHECKING:
 
     from shoal.memory.subgroups import Elementwise
 
-__all__ = ["STAGED", "Order", "Place", "Setup", "Updating", "main", "share_of"]
-
-STAGED = 3
-"""Pieces that are read, updated and written at one time."""
-
+__all__ = ["Order", "Place", "Setup", "Updating", "main", "share_of"]
 
 class Place(NamedTuple):
     """Where one parameter lies.

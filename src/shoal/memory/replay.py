@@ -239,11 +239,15 @@ class _First(_Counting):
 
     def _recorded(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
         self._check_random(func, kwargs)
+        given = _tensors((args, kwargs))
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        before = _generators(given) if seeded else []
         result = func(*args, **kwargs)
         assert number == len(self._known)
-        given = _tensors((args, kwargs))
         inputs = {tensor.untyped_storage()._cdata for tensor in given}
-        nbytes, movable = 0, torch.Tag.nondeterministic_seeded not in func.tags
+        # Attention that drops nothing is seeded too, and draws nothing.
+        drew = seeded and before != _generators(given)
+        nbytes, movable = 0, not drew
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             movable &= storage._cdata not in inputs
@@ -310,6 +314,14 @@ def _middle(operators: list[Operator]) -> float:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [item for item in tree_flatten(value)[0] if isinstance(item, Tensor)]
+
+
+def _generators(tensors: list[Tensor]) -> list[bytes]:
+    """States of torch's own generators that an operator on these may draw from."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(one) for one in devices)]
+    # No operator: a scope that counts the device would see it.
+    return [bytes(state.untyped_storage().tolist()) for state in states]
 
 
 def _now(device: torch.device) -> float:
