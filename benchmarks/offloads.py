@@ -60,6 +60,7 @@ def run(name: str, steps: int, folder: Path) -> dict[str, Any]:
             "precision": "fp32",
             # fuyou has used a gradient before the norm of all is known.
             "grad_clip": 0,
+            "parallel": {"dp": 1},
             "optimizer": {"name": "adamw", "fused": False},
             "evaluation": {"every": 0, "final": False},
             "checkpoint": {"every": 0},

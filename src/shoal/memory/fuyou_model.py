@@ -362,16 +362,27 @@ class FuyouModel(OffloadedModel):
             Swapped(nbytes=replay.operators[unit][n].nbytes, again_s=seconds[unit][n])
             for unit, n in movable
         ]
-        iteration, ordered = self._measured(), Swappable(tensors)
+        self.iteration, self.ordered = self._measured(), Swappable(tensors)
         if self._swap == "auto":
-            count, times = choose(iteration, ordered)
+            count, _ = choose(self.iteration, self.ordered)
+            self.use(self.ordered.nbytes[count])
         else:
-            asked = {"all": ordered.nbytes[-1], "none": 0}
-            most = asked[self._swap] if isinstance(self._swap, str) else self._swap
-            count = ordered.first(most)
-            times = iteration.times(ordered.nbytes[count], ordered.again_s[count])
-        self._send([movable[n] for n in ordered.order[:count]], times.spilled)
-        self.iteration, self.ordered, self.chosen = iteration, ordered, times
+            asked = {"all": self.ordered.nbytes[-1], "none": 0}
+            self.use(asked[self._swap] if isinstance(self._swap, str) else self._swap)
+
+    def use(self, nbytes: float) -> Times:
+        """Send so many bytes away from the next step on; what it is expected to take.
+
+        Raises:
+            ModelError: no step has been measured yet.
+        """
+        if self.iteration is None or self.ordered is None:
+            raise ModelError("offload: fuyou knows what to send away after two steps")
+        count, movable = self.ordered.first(nbytes), self._movable()
+        times = self.iteration.times(self.ordered.nbytes[count], self.ordered.again_s[count])
+        self._send([movable[n] for n in self.ordered.order[:count]], times.spilled)
+        self.chosen = times
+        return times
 
     def _measured(self) -> Iteration:
         """What step 1 has shown."""

@@ -151,7 +151,8 @@ def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
         parts = [
             (f"{name}.{leaf}", child)
             for leaf, child in block.named_children()
-            if not isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if any(True for _ in child.children())
+            and not isinstance(child, nn.ModuleList | nn.ModuleDict)
             and sum(p.numel() for p in child.parameters()) * _LARGE >= total
         ]
         found += parts if len(parts) > 1 else [(name, block)]

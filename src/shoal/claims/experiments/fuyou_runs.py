@@ -1,10 +1,9 @@
-"""Training runs over one emulated disk: with the optimizer after the backward pass, or in it."""
+"""Training over one emulated disk, with the optimizer after the backward pass or during it."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,24 +11,27 @@ import torch
 from torch import Tensor
 
 from shoal.core.random import generator
+from shoal.ir import TrainJob, Work
+from shoal.machine.described import load
 from shoal.memory.build import Wanted, offloaded
+from shoal.memory.fuyou import Fuyou
 from shoal.memory.fuyou_model import FuyouModel, WantedSwap, fuyou_model
+from shoal.memory.fuyou_needs import predicted
 from shoal.memory.shared import SharedLink
 from shoal.model.config import ModelConfig
 from shoal.model.initialise import empty
 from shoal.parallel.measure_passes import Cheap
-from shoal.parallel.thread_comm import run_ranks
 from shoal.train.optimizers.adamw import AdamW
 
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
     from shoal.memory.offloaded import OffloadedModel
-    from shoal.plan.swap import Iteration, Swappable, Times
 
-__all__ = ["Ran", "Regime", "fuyou", "resident", "wide_lm", "zero_infinity"]
+__all__ = ["Regime", "Training", "differing", "resident", "wide_lm"]
 
 VOCAB = 256
 _LR = 1e-3
+_SUB_GROUP, _PREFETCH = 2**19, 10**7
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Regime:
         tokens: of a step.
         device_bytes: budget of the device.
         host_bytes: budget of the host.
-        disk_rate: bytes per second that the disk reads, and that it writes.
+        disk_rate: bytes per second that the disk reads, and that it writes; None for its own.
         place: directory of its file.
         seed: of the tokens.
     """
@@ -65,31 +67,22 @@ class Regime:
         whole = torch.from_numpy(source.integers(0, VOCAB, (1, self.tokens + 1)))
         return whole[:, :-1].clone(), whole[:, 1:].clone()
 
-
-@dataclass(frozen=True)
-class Ran:
-    """What a run came to.
-
-    Args:
-        losses: of every step.
-        values: of every parameter afterwards; none where nobody compares them.
-        peaks: tier -> most bytes.
-        step_s: mean seconds of the steps that count, updates waited for.
-        iteration: what Fuyou measured.
-        ordered: what it can swap.
-        chosen: what it expected.
-    """
-
-    losses: tuple[float, ...]
-    values: dict[str, Tensor] = field(default_factory=dict)
-    peaks: dict[str, int] = field(default_factory=dict)
-    step_s: float = 0.0
-    iteration: Iteration | None = None
-    ordered: Swappable | None = None
-    chosen: Times | None = None
+    def told(self) -> dict[str, float]:
+        """Bytes by tier that Fuyou says beforehand."""
+        part = Fuyou(
+            device_budget=self.device_bytes,
+            host_budget=self.host_bytes,
+            sub_group_numel=_SUB_GROUP,
+            prefetch_numel=_PREFETCH,
+        )
+        job = TrainJob(
+            seq_len=self.tokens, global_batch=1, microbatch=1, precision="fp32", grad_clip=0, steps=1
+        )
+        work = Work(shape=self.config.shape(), job=job)
+        return predicted(part, work, load("laptop")).estimate.memory_bytes
 
 
-def wide_lm(hidden: int = 1024, layers: int = 4, tokens: int = 1024) -> ModelConfig:
+def wide_lm(hidden: int, layers: int, tokens: int) -> ModelConfig:
     """A byte-level decoder; of four layers and 1,024 wide it has 50 million parameters."""
     return ModelConfig(
         name=f"wide-lm-{hidden}",
@@ -101,14 +94,99 @@ def wide_lm(hidden: int = 1024, layers: int = 4, tokens: int = 1024) -> ModelCon
         num_kv_heads=hidden // 64,
         head_dim=64,
         ffn_hidden=hidden * 8 // 3 // 64 * 64,
-        max_position=max(512, tokens),
+        max_position=tokens,
     )
 
 
-def resident(regime: Regime, steps: int) -> Ran:
-    """PyTorch with everything in memory."""
-    model = empty(regime.config)
-    weights = Cheap(regime.config)
+class Training:
+    """A model in training under one policy; to be closed.
+
+    Args:
+        regime: of all.
+        comm: of one rank.
+        policy: whose optimizer works after the backward pass, or during it.
+        swap: of Fuyou.
+    """
+
+    def __init__(
+        self,
+        regime: Regime,
+        comm: Comm,
+        policy: Literal["zero_infinity", "fuyou"],
+        *,
+        swap: Literal["auto", "all", "none"] | int = "auto",
+    ) -> None:
+        self.regime = regime
+        self.made: OffloadedModel
+        rule, values = AdamW(lr=_LR, fused=False), Cheap(regime.config).whole
+        model = empty(regime.config)
+        if policy == "fuyou":
+            wanted = WantedSwap(
+                device_bytes=regime.device_bytes,
+                host_bytes=regime.host_bytes,
+                sub_group_numel=_SUB_GROUP,
+                prefetch_numel=_PREFETCH,
+                swap=swap,
+                swap_bytes=2**30,
+                path=regime.place,
+                disk_links=regime.links(),
+            )
+            self.made = fuyou_model(model, comm, rule, wanted, device="cpu", values=values)
+        else:
+            # The host has all the room it asks for: how much is the question.
+            after = Wanted(
+                device_bytes=regime.device_bytes,
+                host_bytes=2**40,
+                param="disk",
+                optim="disk",
+                act="host",
+                sub_group_numel=_SUB_GROUP,
+                prefetch_numel=_PREFETCH,
+                owner=False,
+                path=regime.place,
+                disk_links=regime.links(),
+            )
+            self.made = offloaded(model, comm, rule, after, values=values)
+        self.step = 0
+        self.losses: list[float] = []
+
+    @property
+    def fuyou(self) -> FuyouModel:
+        """The model, which is Fuyou's."""
+        assert isinstance(self.made, FuyouModel)
+        return self.made
+
+    def run(self, steps: int) -> float:
+        """Seconds of a step, of so many, until all that they update is on the disk."""
+        made, regime = self.made, self.regime
+        begin = time.perf_counter()
+        for _ in range(steps):
+            x, y = regime.batch(self.step)
+            self.step += 1
+            if isinstance(made, FuyouModel):
+                made.begin(1.0)
+            with made.passes("train", x, y):
+                loss = made.model.loss_sum(x, y) / regime.tokens  # type: ignore[operator]
+                loss.backward()
+                self.losses.append(float(loss.detach()))
+                del loss
+            made.step(1.0)
+        if isinstance(made, FuyouModel):
+            made.stream.consumer.drain()
+        return (time.perf_counter() - begin) / steps
+
+    def values(self) -> dict[str, Tensor]:
+        """Every parameter as it is now."""
+        return {name: held.tensor.clone() for name, held in self.made.held().items()}
+
+    def close(self) -> None:
+        """End it."""
+        self.made.close()
+
+
+def resident(regime: Regime, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters of PyTorch with everything in memory."""
+    model, weights = empty(regime.config), Cheap(regime.config)
     for name in [name for name, _ in model.named_parameters()]:
         owner, _, leaf = name.rpartition(".")
         whole = torch.nn.Parameter(weights.whole(name).clone())
@@ -123,110 +201,13 @@ def resident(regime: Regime, steps: int) -> Ran:
         updater.step(1.0)
         for parameter in model.parameters():
             parameter.grad = None
-    return Ran(tuple(losses), {n: p.detach() for n, p in model.named_parameters()})
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def zero_infinity(
-    regime: Regime, steps: int, *, first: int = 2, keep: bool = False, recompute: bool = False
-) -> Ran:
-    """The optimizer works after the backward pass; what autograd saves waits on the host."""
-    wanted = Wanted(
-        device_bytes=regime.device_bytes,
-        host_bytes=2**40,
-        param="disk",
-        optim="disk",
-        act="host",
-        sub_group_numel=2**19,
-        prefetch_numel=10**7,
-        owner=False,
-        path=regime.place,
-        disk_links=regime.links(),
-    )
-
-    def train(comm: Comm) -> Ran:
-        made = offloaded(
-            empty(regime.config),
-            comm,
-            AdamW(lr=_LR, fused=False),
-            wanted,
-            values=Cheap(regime.config).whole,
-        )
-        return _train(made, regime, steps, first, keep=keep, recompute=recompute)
-
-    return run_ranks(1, train)[0]
-
-
-def fuyou(
-    regime: Regime,
-    steps: int,
-    *,
-    swap: Literal["auto", "all", "none"] | int = "auto",
-    first: int = 3,
-    keep: bool = False,
-) -> Ran:
-    """The optimizer works during the backward pass, in a process of its own."""
-    wanted = WantedSwap(
-        device_bytes=regime.device_bytes,
-        host_bytes=regime.host_bytes,
-        sub_group_numel=2**19,
-        prefetch_numel=10**7,
-        swap=swap,
-        swap_bytes=2**30,
-        path=regime.place,
-        disk_links=regime.links(),
-    )
-
-    def train(comm: Comm) -> Ran:
-        made = fuyou_model(
-            empty(regime.config),
-            comm,
-            AdamW(lr=_LR, fused=False),
-            wanted,
-            device="cpu",
-            values=Cheap(regime.config).whole,
-        )
-        return _train(made, regime, steps, first, keep=keep)
-
-    return run_ranks(1, train)[0]
-
-
-def _train(
-    made: OffloadedModel,
-    regime: Regime,
-    steps: int,
-    first: int,
-    *,
-    keep: bool,
-    recompute: bool = False,
-) -> Ran:
-    """Steps from ``first`` count; one ends when the next can begin, the last when all is written."""
-    losses, begin = [], 0.0
-    with contextlib.closing(made):
-        for step in range(steps):
-            if step == first:
-                begin = time.perf_counter()
-            x, y = regime.batch(step)
-            if isinstance(made, FuyouModel):
-                made.begin(1.0)
-            with made.passes("train", x, y):
-                loss = made.model.loss_sum(x, y, recompute=recompute) / regime.tokens  # type: ignore[operator]
-                loss.backward()
-                losses.append(float(loss.detach()))
-                del loss
-            made.step(1.0)
-        if isinstance(made, FuyouModel):
-            made.stream.consumer.drain()
-        seconds = (time.perf_counter() - begin) / max(1, steps - first)
-        values = {n: h.tensor.clone() for n, h in made.held().items()} if keep else {}
-    found = Ran(tuple(losses), values, made.tiers.peaks(), seconds)
-    if not isinstance(made, FuyouModel):
-        return found
-    return Ran(
-        found.losses,
-        values,
-        found.peaks,
-        seconds,
-        made.iteration,
-        made.ordered,
-        made.chosen,
-    )
+def differing(regime: Regime, training: Training, steps: int) -> int:
+    """Losses and numbers of parameters that are not those of PyTorch after so many steps."""
+    losses, expected = resident(regime, steps)
+    training.run(steps)
+    found = training.values()
+    differ = sum(a != b for a, b in zip(losses, training.losses, strict=True))
+    return differ + sum(int((found[name] != value).sum()) for name, value in expected.items())
