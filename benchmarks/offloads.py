@@ -44,6 +44,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "offload": {"name": "zero_infinity"},
         "recompute": "full",
     },
+    "fuyou": {"offload": {"name": "fuyou"}},
 }
 
 
@@ -58,6 +59,9 @@ def run(name: str, steps: int, folder: Path) -> dict[str, Any]:
             "global_batch": 8,
             "microbatch": 4,
             "precision": "fp32",
+            # fuyou has used a gradient before the norm of all is known.
+            "grad_clip": 0,
+            "parallel": {"dp": 1},
             "optimizer": {"name": "adamw", "fused": False},
             "evaluation": {"every": 0, "final": False},
             "checkpoint": {"every": 0},

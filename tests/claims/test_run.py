@@ -247,6 +247,7 @@ def test_catalogue_has_every_system_once() -> None:
         62: "inmemory_ft",
         64: "zero_infinity",
         77: "learning_curves",
+        79: "fuyou",
         81: "megascale",
         85: "longctx",
         86: "fastswitch",

@@ -15,6 +15,7 @@ from shoal.parallel.check import Fresh, assemble, tokens
 from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
 from shoal.parallel.thread_comm import run_ranks
+from shoal.train.protocols import UpdatesEarly
 
 BUDGETS = {"device_budget": "8MiB", "host_budget": "64MiB"}
 
@@ -85,6 +86,8 @@ def _rank(wanted: TrainJob, model: ModelConfig, comm: Any, place: Path, steps: i
         whole = tokens(wanted, model.vocab_size, step, documents=False)
         rows = Rows(whole.inputs[part], whole.targets[part], None, part.start, step)
         count = int((whole.targets != -100).sum())
+        if isinstance(updater, UpdatesEarly):
+            updater.begin(1.0)
         loss = engine.backward(rows, wanted.microbatch or size, count)
         engine.finish()
         norm = engine.grad_norm()

@@ -26,6 +26,7 @@ CLAIMS = PartTable(
         "inmemory_ft": "shoal.claims.experiments.inmemory_ft:InMemoryFT",
         "infinite_llm": "shoal.claims.experiments.infinite_llm:InfiniteLLM",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
+        "fuyou": "shoal.claims.experiments.fuyou:FuyouClaim",
         "galvatron": "shoal.claims.experiments.galvatron:GalvatronClaim",
         "marlin": "shoal.claims.experiments.marlin:MarlinClaim",
         "megatron": "shoal.claims.experiments.megatron:Megatron",

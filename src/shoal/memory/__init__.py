@@ -28,6 +28,7 @@ OFFLOADS = PartTable(
     {
         "zero_infinity": "shoal.memory.zero_infinity:ZeroInfinity",
         "superpipeline": "shoal.memory.windowed:Superpipeline",
+        "fuyou": "shoal.memory.fuyou:Fuyou",
         "deep_optimizer_states": "shoal.memory.deep_optimizer_states:DeepOptimizerStates",
     },
 )

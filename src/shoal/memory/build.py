@@ -27,7 +27,7 @@ from shoal.memory.tiling import Tile, tile
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
 
-__all__ = ["Wanted", "offloaded"]
+__all__ = ["Wanted", "check_device", "move", "offloaded"]
 
 # A parameter on the device while it is used backward: itself, its gradient, and one more of it.
 _COPIES = 3
@@ -54,6 +54,8 @@ class Wanted:
         tiles: tiles of every linear layer; 0 to cut those that the device has no room for.
         links: mover -> what holds it to a rate.
         strict: operators may only use what lies on the device.
+        disk_links: hold reading and writing of the disk to a rate.
+        small: elements below which a parameter stays on the host.
     """
 
     device_bytes: int
@@ -68,6 +70,8 @@ class Wanted:
     tiles: int = 1
     links: Mapping[str, EmulatedLink] = field(default_factory=dict)
     strict: bool = True
+    disk_links: tuple[EmulatedLink | None, EmulatedLink | None] = (None, None)
+    small: int = SMALL
 
 
 def offloaded(
@@ -92,7 +96,7 @@ def offloaded(
         most = max(1, wanted.device_bytes // (_COPIES * _SHARE * size))
         tiles = tile(model, most, tiles=wanted.tiles or None, keep=_BY_WEIGHT)
     named = dict(model.named_parameters())
-    _check_device(model, named, wanted, tiles)
+    check_device(model, named, wanted, tiles)
     cuts = _cuts({name: tuple(p.shape) for name, p in named.items()}, comm, owner=wanted.owner)
     itemsize = max(p.element_size() for p in named.values())
     largest = max(cut.numel for cut in cuts.values())
@@ -102,8 +106,8 @@ def offloaded(
         size = -(-max(1, cut.numel * named[name].element_size()) // SECTOR) * SECTOR
         kept = (1 + len(rule.states)) if named[name].requires_grad else 0
         slow = size * ((wanted.param == "disk") + kept * (wanted.optim == "disk"))
-        disk += slow if cut.numel >= SMALL else 0
-        rows += size * (1 + kept) - (slow if cut.numel >= SMALL else 0)
+        disk += slow if cut.numel >= wanted.small else 0
+        rows += size * (1 + kept) - (slow if cut.numel >= wanted.small else 0)
     host_bytes = wanted.host_bytes
     if host_bytes is None:
         host_bytes = staging.nbytes + rows
@@ -122,11 +126,12 @@ def offloaded(
         path=wanted.path,
         links=wanted.links,
         strict=wanted.strict,
+        disk_links=wanted.disk_links,
     )
     try:
         incoming = Ring(tiers.host, INCOMING, staging.incoming, "staged parameters")
         homes = [
-            _move(model, name, cut, rule, tiers, wanted, incoming, _cut_from(values, tiles))
+            move(model, name, cut, rule, tiers, wanted, incoming, _cut_from(values, tiles))
             for name, cut in cuts.items()
         ]
         stream = Stream(
@@ -150,7 +155,7 @@ def offloaded(
     return OffloadedModel(model, homes, tiers, stream, update, comm, tiles)
 
 
-def _check_device(
+def check_device(
     model: nn.Module,
     named: Mapping[str, nn.Parameter],
     wanted: Wanted,
@@ -208,7 +213,7 @@ def _cuts(shapes: Mapping[str, tuple[int, ...]], comm: Comm, *, owner: bool) -> 
     }
 
 
-def _move(
+def move(
     model: nn.Module,
     name: str,
     cut: Cut,
@@ -233,7 +238,7 @@ def _move(
         whole = values(name) if parameter.is_meta and values is not None else parameter.detach()
         mine = cut.of(whole.to("cpu", dtype))
     param, optim = wanted.param, wanted.optim
-    if cut.numel < SMALL:
+    if cut.numel < wanted.small:
         param = optim = "host"
     weight = make_row(tiers, param, cut.numel, dtype, name)
     _fill(weight, mine, ring)

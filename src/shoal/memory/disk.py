@@ -15,6 +15,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ from shoal.memory.tier import Block, Ledger
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from shoal.memory.mover import EmulatedLink
 
 __all__ = ["SECTOR", "DiskTier", "staging"]
 
@@ -47,6 +50,7 @@ class DiskTier(Ledger):
     Args:
         path: directory in which the file lies.
         capacity: budget in bytes.
+        links: hold reading and writing to a rate, whoever asks for it.
 
     Attributes:
         direct: whether transfers pass the cache by; False where the file system refuses it.
@@ -56,10 +60,16 @@ class DiskTier(Ledger):
         TierFullError: its disk has less room.
     """
 
-    def __init__(self, path: Path | str, capacity: int) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        capacity: int,
+        *,
+        links: tuple[EmulatedLink | None, EmulatedLink | None] = (None, None),
+    ) -> None:
         super().__init__("disk", capacity, SECTOR)
         self._map: mmap.mmap | None = None
-        self.path = Path(path)
+        self.path, self.links = Path(path), links
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.path).free
@@ -80,6 +90,28 @@ class DiskTier(Ledger):
                 f"disk: {self.path} cannot be written ({cause.strerror or cause}); "
                 "give another path"
             ) from cause
+
+    @classmethod
+    def of(
+        cls,
+        descriptor: int,
+        path: Path,
+        capacity: int,
+        *,
+        direct: bool,
+        links: tuple[EmulatedLink | None, EmulatedLink | None],
+    ) -> DiskTier:
+        """The file of another process, which keeps its books; blocks are read and written here."""
+        made = cls.__new__(cls)
+        Ledger.__init__(made, "disk", capacity, SECTOR)
+        made._map, made._fd, made.direct = None, descriptor, direct
+        made.path, made.links = path, links
+        return made
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file."""
+        return self._fd
 
     def _reopened(self, made: int, name: str) -> tuple[int, bool]:
         flags = os.O_RDWR | os.O_CLOEXEC
@@ -121,6 +153,8 @@ class DiskTier(Ledger):
     def _whole(self, block: Block, data: Tensor, offset: int, *, writing: bool) -> None:
         size = min(self.rounded(block.nbytes) - offset, data.numel())
         view = memoryview(data.numpy())[:size]  # type: ignore[arg-type]
+        link = self.links[writing]
+        through = 0.0 if link is None else link.book(size)
         done = 0
         try:
             while done < size:
@@ -146,6 +180,8 @@ class DiskTier(Ledger):
                 f"disk: {self.path}: {block.tag} cannot be {'written' if writing else 'read'} "
                 f"({cause.strerror or cause})"
             ) from cause
+        if link is not None:
+            time.sleep(max(0.0, through - time.perf_counter()))
 
     def close(self) -> None:
         """Give the file back to the disk."""

@@ -136,6 +136,11 @@ class Home:
         self._norms[first // ROW : first // ROW + len(norms)] = norms
 
     @property
+    def weight_bytes(self) -> int:
+        """Of this rank's elements."""
+        return self.cut.numel * self.dtype.itemsize
+
+    @property
     def squares(self) -> Tensor:
         """Sum of the squares of this rank's elements of the gradient, fp64."""
         if self.fresh:

@@ -24,6 +24,7 @@ __all__ = [
     "disk_bandwidth",
     "efficiency",
     "needs",
+    "peak_flops",
     "sizes",
 ]
 
@@ -35,6 +36,8 @@ _SECTOR = 4096
 _MOST_STAGED = 4 * 2**20
 # Staging buffers of parameters, of gradients with the one they are added to, of the update.
 INCOMING, OUTGOING, UPDATING = 4, 3, 3
+# Bounce buffers of what is swapped to a disk, each way, and their bytes.
+BOUNCED, BOUNCE = 4, 2 * 2**20
 # Logits that the loss holds at a time (see shoal.model.loss).
 _LOGITS = 2**24
 # Token ids, tables of the rotation and other small things.
@@ -248,3 +251,11 @@ def disk_bandwidth(machine: Machine) -> float:
         if tier.name in ("disk", "nvme", "ssd") and tier.read_bandwidth:
             return tier.read_bandwidth
     return 1e9
+
+
+def peak_flops(work: Work, machine: Machine) -> float:
+    """Operations per second of a rank's matrix products."""
+    device = machine.device
+    rates = {**device.peak_flops, **device.matmul_flops}
+    found = rates.get(work.job.precision) or rates.get("fp32") or 1e11
+    return found / (work.job.parallel.world if device.kind == "cpu" else 1)

@@ -36,6 +36,7 @@ from shoal.memory.waiting import Waiting
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm, Pending
     from shoal.memory.mover import Ticket
+    from shoal.memory.swapping import Swapping
     from shoal.memory.tiers import Place, Ring, Tiers
 
 __all__ = ["Stream"]
@@ -111,6 +112,7 @@ class Stream:
         self.comm = comm if comm is not None and comm.world > 1 else None
         self._incoming, self._outgoing, self._scratch = incoming, outgoing, scratch
         self._prefetch_numel = prefetch_numel
+        self._waiting: Waiting | Swapping | None
         self._waiting = Waiting(tiers, self._spare) if act == "host" else None
         self.waited_s = 0.0
         """Seconds for which passes waited for parameters."""

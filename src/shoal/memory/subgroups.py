@@ -105,9 +105,13 @@ class SubGroups:
         self.scales: list[Tensor] = []
         """What gradients are multiplied by before they are used."""
 
+    def pieces_of(self, home: Home) -> Iterator[tuple[int, int]]:
+        """First element and number of elements of a parameter's sub-groups."""
+        return chunks(home.cut.numel, self._numel)
+
     def _pieces(self) -> Iterator[_Piece]:
         for home in self.homes:
-            for first, count in chunks(home.cut.numel, self._numel):
+            for first, count in self.pieces_of(home):
                 yield _Piece(home, first, count)
 
     def step(self, factor: float) -> None:

@@ -47,6 +47,11 @@ class Ring:
         """A free piece, uint8; waits for one."""
         return self._slots.get()
 
+    @property
+    def free(self) -> int:
+        """Pieces that nobody has."""
+        return self._slots.qsize()
+
     def put(self, slot: Tensor) -> None:
         """Give a piece back."""
         self._slots.put(slot)
@@ -108,20 +113,23 @@ class DiskRow:
         numel: elements.
         dtype: of them.
         tag: what they are.
+
+    Attributes:
+        block: where they lie.
     """
 
     on_disk = True
 
     def __init__(self, tier: DiskTier, numel: int, dtype: torch.dtype, tag: str) -> None:
         self._tier, self._numel, self._dtype = tier, numel, dtype
-        self._block: Block = tier.alloc(numel * dtype.itemsize, tag)
+        self.block: Block = tier.alloc(numel * dtype.itemsize, tag)
 
     def take(self, first: int, count: int, slot: Tensor | None) -> Tensor:
         """Read into ``slot``."""
         assert slot is not None
         size = self._dtype.itemsize
         rounded = -(-count * size // SECTOR) * SECTOR
-        self._tier.read(self._block, slot[:rounded], first * size)
+        self._tier.read(self.block, slot[:rounded], first * size)
         self._tier.stats.bytes_out += count * size
         return slot[: count * size].view(self._dtype)
 
@@ -131,12 +139,12 @@ class DiskRow:
         assert values.data_ptr() == slot.data_ptr()
         size = self._dtype.itemsize
         rounded = -(-values.nbytes // SECTOR) * SECTOR
-        self._tier.write(self._block, slot[:rounded], first * size)
+        self._tier.write(self.block, slot[:rounded], first * size)
         self._tier.stats.bytes_in += values.nbytes
 
     def shown(self) -> Tensor:
         """The block, mapped."""
-        return self._tier.mapped(self._block).view(self._dtype)
+        return self._tier.mapped(self.block).view(self._dtype)
 
 
 class Tiers:
@@ -150,6 +158,7 @@ class Tiers:
         path: directory of the disk's file.
         links: mover -> what holds it to a rate; movers are read, up, down and write.
         strict: operators may only use what lies on the device.
+        disk_links: hold reading and writing of the disk to a rate, whoever asks for it.
 
     Raises:
         MachineError: the path cannot be written.
@@ -166,6 +175,7 @@ class Tiers:
         path: Path | None = None,
         links: Mapping[str, EmulatedLink] | None = None,
         strict: bool = True,
+        disk_links: tuple[EmulatedLink | None, EmulatedLink | None] = (None, None),
     ) -> None:
         links = links or {}
         self.device = MemoryTier("device", device_bytes, device)
@@ -176,7 +186,7 @@ class Tiers:
         self.disk: DiskTier | None = None
         if disk_bytes:
             assert path is not None
-            self.disk = DiskTier(path, disk_bytes)
+            self.disk = DiskTier(path, disk_bytes, links=disk_links)
         self.scope = DeviceScope(self.device, strict=strict)
         where = str(self.device.device)
 

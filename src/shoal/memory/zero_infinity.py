@@ -18,7 +18,7 @@ from shoal.core.sizes import Size, human_bytes
 from shoal.cost.arithmetic import flops_per_token, parameters
 from shoal.cost.host_link import copy_bytes_per_s
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
-from shoal.memory.needs import HOST_OF_A_GPU, Needs, disk_bandwidth, efficiency, needs
+from shoal.memory.needs import HOST_OF_A_GPU, Needs, disk_bandwidth, efficiency, needs, peak_flops
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +129,7 @@ class ZeroInfinity:
         need = self._needs(work)
         bandwidth = disk_bandwidth(machine)
         shown = flops_per_token(work.shape, work.job.seq_len) * work.job.global_batch
-        shown *= work.job.seq_len / work.job.parallel.world / _peak(work, machine)
+        shown *= work.job.seq_len / work.job.parallel.world / peak_flops(work, machine)
         fetched = need.fetched / bandwidth
         seconds = (need.read + need.written) / bandwidth
         if machine.device.kind != "cpu":
@@ -180,7 +180,7 @@ class ZeroInfinity:
             ("parameters and gradients", tokens, self.param),
             ("optimizer states", tokens / 4, self.optim),
         ):
-            share = efficiency(intensity, disk_bandwidth(machine), _peak(work, machine))
+            share = efficiency(intensity, disk_bandwidth(machine), peak_flops(work, machine))
             if tier == "disk" and share < self.min_efficiency:
                 found.append(
                     f"offload: with {what} on disk at most {share:.0%} of a step computes, below "
@@ -217,14 +217,6 @@ class ZeroInfinity:
             path=Path(self.path) if self.path else place,
         )
         return offloaded(model, comm, optimizer, wanted, device=device, values=values)
-
-
-def _peak(work: Work, machine: Machine) -> float:
-    """Operations per second of a rank's matrix products."""
-    device = machine.device
-    rates = {**device.peak_flops, **device.matmul_flops}
-    found = rates.get(work.job.precision) or rates.get("fp32") or 1e11
-    return found / (work.job.parallel.world if device.kind == "cpu" else 1)
 
 
 def refuse(job: TrainJob, name: str) -> None:

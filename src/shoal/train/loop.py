@@ -29,6 +29,7 @@ from shoal.train.peft.job import FineTuned
 from shoal.train.peft.run.mezo import ZerothOrder
 from shoal.train.watch.selfcheck import check_arithmetic
 from shoal.train.watch.watched import phase
+from shoal.train.protocols import UpdatesEarly
 
 if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
@@ -187,6 +188,9 @@ class Trainer:
                     self._look_at, lambda x: self.comm.all_reduce(x, tag="look").wait()
                 )
             self.handle.before_step(step, self.total_steps)
+        factor = self.schedule.factor(step, self.total_steps)
+        if isinstance(self.updater, UpdatesEarly):
+            self.updater.begin(factor)
         loss_sum = engine.backward(rows, self.microbatch, count, record=record)
         if self.handle is not None:
             self._penalise()
@@ -201,7 +205,6 @@ class Trainer:
         norm = engine.grad_norm()
         if self.job.grad_clip:
             engine.sharded.scale_gradients((self.job.grad_clip / (norm + 1e-6)).clamp(max=1.0))
-        factor = self.schedule.factor(step, self.total_steps)
         pending.wait()
         total, stops = shared.tolist()
         loss = total / count

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from shoal.ir import Estimate, Machine, Plan, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Launcher", "LrSchedule", "Optimizer", "Updater"]
+__all__ = ["Launcher", "LrSchedule", "Optimizer", "Updater", "UpdatesEarly"]
 
 
 class Updater(Protocol):
@@ -26,6 +26,15 @@ class Updater(Protocol):
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take over a state with the same names and shapes."""
+        ...
+
+
+@runtime_checkable
+class UpdatesEarly(Protocol):
+    """An updater that has used a gradient before the backward pass is over."""
+
+    def begin(self, factor: float) -> None:
+        """A step begins, whose update has this factor of the learning rate."""
         ...
 
 

@@ -1,0 +1,283 @@
+"""[79] Fuyou: does an optimizer that works during the backward pass make a step shorter?
+
+Source: Liao et al., Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning on a Single
+GPU (Fuyou), 2024.
+
+A decoder of 50 million parameters in a device of 96 MiB, all of its state on a disk that reads and
+writes 400 MB/s, whoever asks. The baseline is ZeRO-Infinity: its optimizer works after the backward
+pass, and what autograd saves waits on the host. Both models are alive and take turns. Then Fuyou
+trains with nine amounts of swapped activations, none (all of it is computed again) and all among
+them, and its own choice is held against the best of them. The A/A run trains ZeRO-Infinity in
+Fuyou's place. The quick run is a small model on the disk as it is, and has no clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from shoal.claims.experiments.fuyou_runs import Regime
+    from shoal.ir.comm import Comm
+
+__all__ = ["FuyouClaim"]
+
+_MIB = 2**20
+_BASELINE = "ZeRO-Infinity: the optimizer after the backward pass, activations on the host"
+
+
+@part
+class FuyouClaim:
+    """Steps beside ZeRO-Infinity's, amounts of swapping, bits and budgets.
+
+    Args:
+        device_mib: budget of the device.
+        host_mib: budget of the host.
+        disk_rate: emulated bytes per second of the disk, each way.
+        width: of the model.
+        tokens: of a step.
+        pairs: rounds, of two steps each.
+        amounts: of swapped bytes that are measured.
+    """
+
+    device_mib: int = 96
+    host_mib: int = 160
+    disk_rate: float = 400e6
+    width: int = 1024
+    tokens: int = 512
+    pairs: int = 5
+    amounts: int = 9
+
+    rows: ClassVar[tuple[int, ...]] = (79,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.speedup("step", 1.3, _BASELINE, evidence="mechanism", paper="3.4x for 13B"),
+        Metric(
+            name="chosen_amount",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=1.10,
+            baseline="the best of nine amounts",
+            evidence="mechanism",
+            timing=True,
+        ),
+        Metric(
+            name="model_error",
+            unit="1",
+            statistic="relative_error",
+            comparison="<=",
+            threshold=0.20,
+            baseline="measured steps",
+            evidence="mechanism",
+            timing=True,
+        ),
+        Metric.counted(
+            "host_over_budget", "<=", 1.0, _BASELINE, statistic="max", evidence="mechanism"
+        ),
+        Metric.counted(
+            "baseline_over_budget", ">=", 1.0, "the budget", statistic="min", evidence="mechanism",
+            quick=False,
+        ),
+        Metric.counted(
+            "peak_over_estimate", "<=", 1.0, _BASELINE, statistic="max", evidence="mechanism"
+        ),
+        Metric.counted(
+            "differing_bits", "<=", 0.0, "torch.optim.AdamW", statistic="max",
+            evidence="mechanism",
+        ),
+    )  # fmt: skip
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("device_mib", "host_mib", "tokens", "pairs"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.fuyou.{name}", value, expected="1 or more")
+        require(self.amounts >= 2, "claim.fuyou.amounts", self.amounts, expected="2 or more")
+        require(self.disk_rate > 0, "claim.fuyou.disk_rate", self.disk_rate, expected="above 0")
+        require(
+            self.width >= 128 and self.width % 64 == 0,
+            "claim.fuyou.width",
+            self.width,
+            expected="a multiple of 64 from 128",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """It needs torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        import torch
+
+        from shoal.parallel.thread_comm import run_ranks
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return run_ranks(
+                1, lambda comm: self._run(context, comm, quick=quick, as_baseline=as_baseline)
+            )[0]
+        finally:
+            torch.set_num_threads(threads)
+
+    def _run(self, context: Context, comm: Comm, *, quick: bool, as_baseline: bool) -> Samples:
+        from shoal.claims.experiments import fuyou_runs as runs
+
+        place = context.work_dir
+        method: Literal["zero_infinity", "fuyou"] = "zero_infinity" if as_baseline else "fuyou"
+        small = self._small(context, place)
+        metrics, details = self._counted(comm, small, method, steps=6 if quick else 10)
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        regime = runs.Regime(
+            runs.wide_lm(self.width, 4, self.tokens),
+            self.tokens,
+            self.device_mib * _MIB,
+            self.host_mib * _MIB,
+            self.disk_rate,
+            place,
+            context.seed,
+        )
+        profile = self._race(context, comm, regime, method, metrics, details)
+        amounts, more = context.remember("amounts", lambda: self._amounts(context, comm, regime))
+        metrics.update(amounts)
+        details.update(more)
+        return Samples(metrics=metrics, profile=profile, details=details)
+
+    def _small(self, context: Context, place: Path) -> Regime:
+        """A model whose every bit is compared, on the disk as it is."""
+        from shoal.claims.experiments import fuyou_runs as runs
+
+        config = runs.wide_lm(128, 3, 1024)
+        return runs.Regime(config, 1024, 256 * _MIB, 28 * _MIB, None, place, context.seed)
+
+    def _counted(
+        self,
+        comm: Comm,
+        regime: Regime,
+        method: Literal["zero_infinity", "fuyou"],
+        *,
+        steps: int,
+    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+        """Bits and peaks of a small model."""
+        from shoal.claims.experiments import fuyou_runs as runs
+
+        with contextlib.closing(runs.Training(regime, comm, method)) as training:
+            differ = runs.differing(regime, training, steps)
+            peaks = training.made.tiers.peaks()
+        told = regime.told()
+        return {
+            "differing_bits": Paired(method=(float(differ),)),
+            "host_over_budget": Paired(method=(peaks["host"] / regime.host_bytes,)),
+            "peak_over_estimate": Paired(method=tuple(peaks[t] / told[t] for t in told)),
+        }, {"small": {tier: [float(peaks[tier]), told[tier]] for tier in told}}
+
+    def _race(
+        self,
+        context: Context,
+        comm: Comm,
+        regime: Regime,
+        method: Literal["zero_infinity", "fuyou"],
+        metrics: dict[str, Paired],
+        details: dict[str, JsonValue],
+    ) -> str:
+        """Steps of both in turns, and the peaks of the host."""
+        from shoal.claims.experiments import fuyou_runs as runs
+
+        found: dict[str, list[float]] = {"method": [], "baseline": []}
+        with (
+            contextlib.closing(runs.Training(regime, comm, "zero_infinity")) as baseline,
+            contextlib.closing(runs.Training(regime, comm, method)) as training,
+        ):
+            context.progress("first steps", 0.05)
+            ways = {"method": training, "baseline": baseline}
+            for way in ways.values():
+                way.run(3)
+            for turn in range(self.pairs):
+                context.progress("steps in turns", 0.1 + 0.4 * turn / self.pairs)
+                for name in sorted(ways, reverse=bool(turn % 2)):
+                    found[name].append(ways[name].run(2))
+            peaks, theirs = training.made.tiers.peaks(), baseline.made.tiers.peaks()
+        told = regime.told()
+        metrics["step"] = Paired(method=tuple(found["method"]), baseline=tuple(found["baseline"]))
+        metrics["host_over_budget"] = Paired(
+            method=(*metrics["host_over_budget"].method, peaks["host"] / regime.host_bytes)
+        )
+        metrics["baseline_over_budget"] = Paired(method=(theirs["host"] / regime.host_bytes,))
+        metrics["peak_over_estimate"] = Paired(
+            method=(
+                *metrics["peak_over_estimate"].method,
+                *(peaks[tier] / told[tier] for tier in told),
+            )
+        )
+        details["peaks"] = {tier: float(peak) for tier, peak in peaks.items()}
+        details["baseline_peaks"] = {tier: float(peak) for tier, peak in theirs.items()}
+        details["told"] = {tier: float(most) for tier, most in told.items()}
+        words = 4.0 * sum(p.numel() for p in baseline.made.model.parameters())
+        return (
+            f"the optimizer reads and writes {3 * words / 1e6:.0f} MB a step, which takes the disk "
+            f"{3 * words / self.disk_rate:.2f} s each way, beside {2 * words / 1e6:.0f} MB of "
+            "parameters for the passes"
+        )
+
+    def _amounts(
+        self, context: Context, comm: Comm, regime: Regime
+    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+        """Steps with evenly spread amounts, as foretold and measured; then the choice again."""
+        from shoal.claims.experiments import fuyou_runs as runs
+
+        with contextlib.closing(runs.Training(regime, comm, "fuyou")) as training:
+            training.run(3)
+            made = training.fuyou
+            assert made.chosen is not None
+            assert made.ordered is not None
+            chosen, everything = made.chosen.swapped, made.ordered.nbytes[-1]
+
+            def measured(amount: float) -> tuple[float, float]:
+                told = made.use(amount).seconds
+                training.run(1)
+                return told, training.run(2)
+
+            curve: list[tuple[float, float, float]] = []
+            for number in range(self.amounts):
+                context.progress("amounts", 0.5 + 0.3 * number / self.amounts)
+                amount = everything * number / (self.amounts - 1)
+                told, seconds = measured(amount)
+                curve.append((float(made.chosen.swapped), told, seconds))
+            best = min(curve, key=lambda point: point[2])[0]
+            pairs: dict[float, list[float]] = {0: [], 1: []}
+            for turn in range(self.pairs):
+                context.progress("the choice", 0.8 + 0.2 * turn / self.pairs)
+                for which in (0, 1) if turn % 2 else (1, 0):
+                    made.use((chosen, best)[which])
+                    pairs[which].append(training.run(2))
+            last = made.use(chosen)
+        metrics = {
+            "chosen_amount": Paired(method=tuple(pairs[0]), baseline=tuple(pairs[1])),
+            "model_error": Paired(
+                method=tuple(point[1] for point in curve),
+                baseline=tuple(point[2] for point in curve),
+            ),
+        }
+        details: dict[str, JsonValue] = {
+            "curve": [
+                {"swapped": swapped, "told_s": told, "step_s": seconds}
+                for swapped, told, seconds in curve
+            ],
+            "chosen": float(chosen),
+            "best_of_nine": best,
+            "binds": list(last.binds),
+            "forward_s": dict(last.forward_s),
+            "backward_s": dict(last.backward_s),
+        }
+        return metrics, details

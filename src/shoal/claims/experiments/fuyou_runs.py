@@ -1,0 +1,218 @@
+"""Training over one emulated disk, with the optimizer after the backward pass or during it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from shoal.core.random import generator
+from shoal.ir import TrainJob, Work
+from shoal.machine.described import load
+from shoal.memory.build import Wanted, offloaded
+from shoal.memory.fuyou import Fuyou
+from shoal.memory.fuyou_model import FuyouModel, WantedSwap, fuyou_model
+from shoal.memory.fuyou_needs import predicted
+from shoal.memory.shared import SharedLink
+from shoal.model.config import ModelConfig
+from shoal.model.initialise import empty
+from shoal.parallel.measure_passes import Cheap
+from shoal.train.optimizers.adamw import AdamW
+
+if TYPE_CHECKING:
+    from shoal.ir.comm import Comm
+    from shoal.memory.offloaded import OffloadedModel
+
+__all__ = ["Regime", "Training", "differing", "resident", "wide_lm"]
+
+VOCAB = 256
+_LR = 1e-3
+_SUB_GROUP, _PREFETCH = 2**19, 10**7
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What all policies have in common.
+
+    Args:
+        config: of the model.
+        tokens: of a step.
+        device_bytes: budget of the device.
+        host_bytes: budget of the host.
+        disk_rate: bytes per second that the disk reads, and that it writes; None for its own.
+        place: directory of its file.
+        seed: of the tokens.
+    """
+
+    config: ModelConfig
+    tokens: int
+    device_bytes: int
+    host_bytes: int
+    disk_rate: float | None
+    place: Path
+    seed: int
+
+    def links(self) -> tuple[SharedLink | None, SharedLink | None]:
+        """Of a disk that is no faster than it is told to be, for all processes together."""
+        rate = self.disk_rate
+        return (None, None) if rate is None else (SharedLink(rate), SharedLink(rate))
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step."""
+        source = generator(self.seed, purpose="fuyou", step=step)
+        whole = torch.from_numpy(source.integers(0, VOCAB, (1, self.tokens + 1)))
+        return whole[:, :-1].clone(), whole[:, 1:].clone()
+
+    def told(self) -> dict[str, float]:
+        """Bytes by tier that Fuyou says beforehand."""
+        part = Fuyou(
+            device_budget=self.device_bytes,
+            host_budget=self.host_bytes,
+            sub_group_numel=_SUB_GROUP,
+            prefetch_numel=_PREFETCH,
+        )
+        job = TrainJob(
+            seq_len=self.tokens,
+            global_batch=1,
+            microbatch=1,
+            precision="fp32",
+            grad_clip=0,
+            steps=1,
+        )
+        work = Work(shape=self.config.shape(), job=job)
+        return predicted(part, work, load("laptop")).estimate.memory_bytes
+
+
+def wide_lm(hidden: int, layers: int, tokens: int) -> ModelConfig:
+    """A byte-level decoder; of four layers and 1,024 wide it has 50 million parameters."""
+    return ModelConfig(
+        name=f"wide-lm-{hidden}",
+        family="llama",
+        vocab_size=VOCAB,
+        hidden=hidden,
+        num_layers=layers,
+        num_heads=hidden // 64,
+        num_kv_heads=hidden // 64,
+        head_dim=64,
+        ffn_hidden=hidden * 8 // 3 // 64 * 64,
+        max_position=tokens,
+    )
+
+
+class Training:
+    """A model in training under one policy; to be closed.
+
+    Args:
+        regime: of all.
+        comm: of one rank.
+        policy: whose optimizer works after the backward pass, or during it.
+        swap: of Fuyou.
+    """
+
+    def __init__(
+        self,
+        regime: Regime,
+        comm: Comm,
+        policy: Literal["zero_infinity", "fuyou"],
+        *,
+        swap: Literal["auto", "all", "none"] | int = "auto",
+    ) -> None:
+        self.regime = regime
+        self.made: OffloadedModel
+        rule, values = AdamW(lr=_LR, fused=False), Cheap(regime.config).whole
+        model = empty(regime.config)
+        if policy == "fuyou":
+            wanted = WantedSwap(
+                device_bytes=regime.device_bytes,
+                host_bytes=regime.host_bytes,
+                sub_group_numel=_SUB_GROUP,
+                prefetch_numel=_PREFETCH,
+                swap=swap,
+                swap_bytes=2**30,
+                path=regime.place,
+                disk_links=regime.links(),
+            )
+            self.made = fuyou_model(model, comm, rule, wanted, device="cpu", values=values)
+        else:
+            # The host has all the room it asks for: how much is the question.
+            after = Wanted(
+                device_bytes=regime.device_bytes,
+                host_bytes=2**40,
+                param="disk",
+                optim="disk",
+                act="host",
+                sub_group_numel=_SUB_GROUP,
+                prefetch_numel=_PREFETCH,
+                owner=False,
+                path=regime.place,
+                disk_links=regime.links(),
+            )
+            self.made = offloaded(model, comm, rule, after, values=values)
+        self.step = 0
+        self.losses: list[float] = []
+
+    @property
+    def fuyou(self) -> FuyouModel:
+        """The model, which is Fuyou's."""
+        assert isinstance(self.made, FuyouModel)
+        return self.made
+
+    def run(self, steps: int) -> float:
+        """Seconds of a step, of so many, until all that they update is on the disk."""
+        made, regime = self.made, self.regime
+        begin = time.perf_counter()
+        for _ in range(steps):
+            x, y = regime.batch(self.step)
+            self.step += 1
+            if isinstance(made, FuyouModel):
+                made.begin(1.0)
+            with made.passes("train", x, y):
+                loss = made.model.loss_sum(x, y) / regime.tokens  # type: ignore[operator]
+                loss.backward()
+                self.losses.append(float(loss.detach()))
+                del loss
+            made.step(1.0)
+        if isinstance(made, FuyouModel):
+            made.stream.consumer.drain()
+        return (time.perf_counter() - begin) / steps
+
+    def values(self) -> dict[str, Tensor]:
+        """Every parameter as it is now."""
+        return {name: held.tensor.clone() for name, held in self.made.held().items()}
+
+    def close(self) -> None:
+        """End it."""
+        self.made.close()
+
+
+def resident(regime: Regime, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters of PyTorch with everything in memory."""
+    model, weights = empty(regime.config), Cheap(regime.config)
+    for name in [name for name, _ in model.named_parameters()]:
+        owner, _, leaf = name.rpartition(".")
+        whole = torch.nn.Parameter(weights.whole(name).clone())
+        setattr(model.get_submodule(owner), leaf, whole)
+    updater = AdamW(lr=_LR, fused=False).build(dict(model.named_parameters()))
+    losses = []
+    for step in range(steps):
+        x, y = regime.batch(step)
+        loss = model.loss_sum(x, y) / regime.tokens
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(loss.detach()))
+        updater.step(1.0)
+        for parameter in model.parameters():
+            parameter.grad = None
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def differing(regime: Regime, training: Training, steps: int) -> int:
+    """Losses and numbers of parameters that are not those of PyTorch after so many steps."""
+    losses, expected = resident(regime, steps)
+    training.run(steps)
+    found = training.values()
+    differ = sum(a != b for a, b in zip(losses, training.losses, strict=True))
+    return differ + sum(int((found[name] != value).sum()) for name, value in expected.items())
