@@ -94,7 +94,7 @@ def ways(
     parts = table("offload")
     if only is not None:
         parts.load(only)
-    choices = [] if only else [None]
+    choices: list[Choice | None] = [] if only else [None]
     for name in parts if only is None else (only,):
         known = options_of(parts.load(name))
         given = {

@@ -38,6 +38,8 @@ from shoal.machine.host import memory_available
 
 __all__ = ["Slot", "SnapshotProcess", "main"]
 
+# Steps down in the system's order of processes.
+_NICE = 10
 _SLOTS = 2
 
 
@@ -464,6 +466,8 @@ def main() -> int:
 
     Its first line says what to be; the others are requests of the one who started the process.
     """
+    # What trainers leave of the processors is enough: they are not waited for between two steps.
+    os.nice(_NICE)
     given = json.loads(sys.stdin.readline())
     process = SnapshotProcess(given["run"], bytes.fromhex(given["secret"]), int(given["rank"]))
     port, serve = process.listen(given["host"])
