@@ -274,7 +274,9 @@ def test_nf4_is_the_published_one() -> None:
     # The quantiles of a normal distribution, as the paper's appendix makes them.
     from scipy.stats import norm
 
-    from shoal.train.peft.run.nf4 import CODEBOOK, NF4Linear, dequantise, to_nf4
+    from shoal.kernel.formats import weight_format
+    from shoal.kernel.formats.normal import CODEBOOK
+    from shoal.train.peft.run.nf4 import NF4Linear, dequantise, to_nf4
 
     offset = 0.9677083
     high = norm.ppf(torch.linspace(offset, 0.5, 9)[:-1].numpy())
@@ -292,6 +294,9 @@ def test_nf4_is_the_published_one() -> None:
     assert not list(layer.parameters()), "no plain weight is kept"
     error = (layer.dense() - linear.weight).norm() / linear.weight.norm()
     assert error < 0.1
+    # But for the scales, which are quantised once more, it is the format of the kernels.
+    stored = weight_format("nf4-g64").quantize(linear.weight)
+    assert (layer.codes.view(256, -1) == stored.tensors["codes"]).float().mean() > 0.97
 
 
 def test_loftq_begins_nearer_to_the_base_than_qlora() -> None:
