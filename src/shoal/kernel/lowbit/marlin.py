@@ -94,7 +94,7 @@ def checked(weight: Packed, fmt: str, n: int, k: int) -> None:
 
 
 def blocks(weight: Packed) -> Blocks:
-    """A matrix of format ``int4`` or ``nf4``, repacked; the same object while its codes live unchanged.
+    """A matrix of ``int4`` or ``nf4``, repacked; the same object while its codes live unchanged.
 
     Raises:
         KernelError: its groups cannot be cut in segments.

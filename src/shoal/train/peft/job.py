@@ -195,7 +195,7 @@ def with_biases(model: Transformer) -> Transformer | None:
     if family != config.family:
         given |= {"attention_bias", "output_bias"}
     for layer, key in layers:
-        if key in given and layer.bias is None:
+        if key in given and getattr(layer, "bias", None) is None:
             zeros = torch.zeros(layer.out_features, dtype=layer.weight.dtype)
             layer.register_parameter("bias", nn.Parameter(zeros, requires_grad=False))
     update = {"family": family, **dict.fromkeys(given, True)}
