@@ -31,7 +31,7 @@ _TOGETHER = ("lora", "rslora", "lora_fa", "dylora", "adalora", "vera")
 _ORDER = (
     "lora", "dora", "adalora", "rslora", "qlora", "loftq", "lora_fa", "dylora", "parallel_adapter",
     "mam", "unipelt", "adapter", "krona", "compacter", "adapter_drop", "ssf", "vera", "bitfit",
-    "ladder", "fishmask", "pafi", "prefix", "ia3", "prompt", "diff_pruning", "mezo",
+    "ladder", "fishmask", "pafi", "prefix", "ia3", "prompt", "diff_pruning", "offsite", "mezo",
 )  # fmt: skip
 
 # Bytes of a weight of the blocks, where the base is not kept in fp32.
@@ -142,6 +142,8 @@ def _why(name: str, merged: bool, tenants: int) -> str:
     """What speaks for a method that fits."""
     if name in _WEIGHT_BYTES:
         return "the base takes a quarter of bf16"
+    if name == "offsite":
+        return "needs no more than some blocks of the base while it trains"
     if name == "mezo":
         return "no gradients at all, and thousands of steps"
     if name in _KEPT:

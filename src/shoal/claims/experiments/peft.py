@@ -51,8 +51,8 @@ _ADAPTERS = 16
 # Method -> options and learning rates, of which the grids of those that are judged have three.
 _METHODS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     FULL: ({}, (1e-3, 3e-3, 1e-2)),
-    "lora": ({"r": 4, "targets": _EVERY}, (3e-3, 6e-3, 1.2e-2)),
-    "dora": ({"r": 3, "targets": _EVERY}, (3e-3, 6e-3, 1.2e-2)),
+    "lora": ({"r": 4, "targets": _EVERY}, (6e-3, 1.2e-2, 2.4e-2)),
+    "dora": ({"r": 3, "targets": _EVERY}, (6e-3, 1.2e-2, 2.4e-2)),
     "adalora": ({"r": 4, "target": 3, "targets": _EVERY}, (6e-3, 1.2e-2, 2.4e-2)),
     "vera": ({"r": 128, "targets": _EVERY}, (1e-2, 3e-2)),
     "ia3": ({}, (1e-2, 3e-2)),
@@ -311,7 +311,7 @@ class PeftClaim:
         context.progress("training on documentation", 0.02)
         torch.set_num_threads(_AT_A_TIME)
         found = texts(context.data)
-        make_base(self.setting, found, context.work_dir, context.seed)
+        before = make_base(self.setting, found, context.work_dir, context.seed)
         torch.set_num_threads(1)
         with POOLS.build({"name": "local", "workers": _AT_A_TIME}).open() as pool:
             run = functools.partial(pool.submit, tune, context.work_dir, self.setting)
@@ -342,7 +342,7 @@ class PeftClaim:
             tests = {name: [tried[name, best[name]]] for name in _METHODS}
             for (name, _), future in again.items():
                 tests[name].append(future.result())
-        drops = {name: [one.before - one.test for one in some] for name, some in tests.items()}
+        drops = {name: [before - one.test for one in some] for name, some in tests.items()}
         gains = {
             name: float(np.mean([d / f for d, f in zip(some, drops[FULL], strict=False)]))
             for name, some in drops.items()
@@ -350,6 +350,7 @@ class PeftClaim:
         }
         details: dict[str, JsonValue] = {
             "domain": found.domain,
+            "untuned": before,
             "gains": dict(gains),
             "drops": {name: list(some) for name, some in drops.items()},
             "rates": dict(best),

@@ -92,14 +92,12 @@ class Tuned:
     """What came of it, losses in nats a byte.
 
     Args:
-        before: of the untuned model on the part that judges.
         choose: of the best step, on the part that chooses.
         test: of that step, on the part that judges.
         step: it.
         trained: parameters.
     """
 
-    before: float
     choose: float
     test: float
     step: int
@@ -268,8 +266,12 @@ def _train(
             look(step + 1)
 
 
-def make_base(setting: Setting, found: Texts, place: Path, seed: int) -> None:
-    """Train the base, and leave it and the texts in a directory for :func:`tune`."""
+def make_base(setting: Setting, found: Texts, place: Path, seed: int) -> float:
+    """Train the base, and leave it and the texts in a directory for :func:`tune`.
+
+    Returns:
+        Its loss on the part that judges, nats a byte.
+    """
     from safetensors.torch import save_file
 
     model = mini_model(setting, seed)
@@ -279,6 +281,7 @@ def make_base(setting: Setting, found: Texts, place: Path, seed: int) -> None:
     save_file({name: value.detach() for name, value in model.named_parameters()}, place / _BASE)
     for name, text in found.parts.items():
         np.save(place / _DATA.format(name), text)
+    return _loss(setting, model, found.parts["test"], _TEST_ROWS)
 
 
 def tune(place: Path, setting: Setting, tuning: Tuning) -> Tuned:
@@ -290,7 +293,6 @@ def tune(place: Path, setting: Setting, tuning: Tuning) -> Tuned:
     data = {name: np.load(place / _DATA.format(name)) for name in ("train", "choose", "test")}
     model = mini_model(setting, 0)
     model.load_state_dict(load_file(place / _BASE), strict=False)
-    before = _loss(setting, model, data["test"], _TEST_ROWS)
     handle: Any = None
     trained = list(model.parameters())
     if tuning.method != FULL:
@@ -319,7 +321,6 @@ def tune(place: Path, setting: Setting, tuning: Tuning) -> Tuned:
     if "kept" in best:
         model.load_state_dict(best["kept"])
     return Tuned(
-        before=before,
         choose=best["choose"],
         test=_loss(setting, model, data["test"], _TEST_ROWS),
         step=best.get("step", 0),

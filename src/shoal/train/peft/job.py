@@ -24,7 +24,7 @@ __all__ = ["FineTuned", "check_finetune", "export", "fingerprint"]
 
 
 # Methods whose passes cannot be made again, or that see no documents.
-_NO_RECOMPUTE = ("ladder",)
+_NO_RECOMPUTE = ("ladder", "offsite")
 _NO_DOCUMENTS = ("mezo",)
 
 # Path in a block -> the key of a configuration that says that there is a bias.
@@ -79,7 +79,7 @@ def check_finetune(job: TrainJob) -> None:
         )
     if name in _NO_RECOMPUTE and (job.recompute != "none" or job.layers):
         raise PlanError(
-            f"recompute with finetune = {name}: no activations of the base are kept; leave it out"
+            f"recompute with finetune = {name}: its blocks are not the base's; leave it out"
         )
     if name in _NO_DOCUMENTS and job.packing.name != "stream":
         raise PlanError(
