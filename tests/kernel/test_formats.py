@@ -29,6 +29,7 @@ TEXTS = [
     "int4-g8-2:4",
     "int3-channel-2:4",
     "float3_e1m1-channel",
+    "nf4-g8",
 ]
 
 

@@ -113,6 +113,18 @@ def check_w4a8(case: tuple[Packed, torch.Tensor, torch.Tensor | None, str]) -> N
     close(found, wanted)
 
 
+@pytest.mark.parametrize("text", ["nf4-g64", "nf4-channel"])
+@pytest.mark.parametrize("m", [1, 5, 33])
+def test_nf4_is_looked_up_as_int4_is(engine: str, text: str, m: int) -> None:
+    packed = packed_of(70, 192, text)
+    x = torch.randn(m, 192, generator=torch.Generator().manual_seed(m)).bfloat16()
+    found = W4A16().prepare(call_of(packed, m), packed)(x)
+    wanted = x.double() @ weight_format(text).dequantize(packed).double().T
+    assert apart(found, wanted) < 4e-3  # numbers and results are bf16
+    assert "more exact" in (W4A16().refuses(call_of(packed, m, "fp32")) or "")
+    assert "do not mean" in (W4A8().refuses(call_of(packed, m, activations="int8")) or "")
+
+
 @pytest.mark.parametrize("text", ["int4-g128", "int4-g32", "int4-2:4", "int4-channel"])
 @pytest.mark.parametrize("m", [1, 2, 3, 7, 16, 19, 50])
 def test_w4a8_sums_are_exact_integers(engine: str, text: str, m: int) -> None:

@@ -54,6 +54,19 @@ def test_budget_merging_and_tenants(machine: Machine) -> None:
         advise(job(), machine, tenants=0)
 
 
+def test_a_share_and_methods_of_ones_own(machine: Machine) -> None:
+    wide = Choice(name="lora", options={"r": 256, "targets": "*_proj"})
+    thin, wide_one = (
+        next(one for one in advise(job(), machine, share=0.03, methods=[Choice(name="lora"), wide])
+             if one.method == wanted)
+        for wanted in (Choice(name="lora"), wide)
+    )  # fmt: skip
+    assert thin.fits and not wide_one.fits
+    assert "trains" in wide_one.reason
+    with pytest.raises(PlanError, match="share"):
+        advise(job(), machine, share=2)
+
+
 def test_the_estimate_feels_the_method(machine: Machine) -> None:
     shape = resolve("Llama-3-8B")
 

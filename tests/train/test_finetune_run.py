@@ -13,10 +13,12 @@ from safetensors.torch import load_file  # noqa: E402
 from shoal.checkpoint.store import Store  # noqa: E402
 from shoal.core.errors import CheckpointError, ConfigError, PlanError  # noqa: E402
 from shoal.core.meter import read_events  # noqa: E402
+from shoal.core.parts import table  # noqa: E402
 from shoal.ir import Plan  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
+from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.train.peft import files  # noqa: E402
-from shoal.train.peft.job import check_finetune  # noqa: E402
+from shoal.train.peft.job import check_finetune, with_biases  # noqa: E402
 from shoal.train.run import execute  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402
 
@@ -103,9 +105,57 @@ def test_a_run_goes_on_with_its_own_base_and_method_only(
         execute(plan.model_copy(update={"job": job}), tmp_path / "run", resume=True)
 
 
+@pytest.mark.parametrize(
+    ("family", "targets", "becomes"),
+    [
+        ("llama", None, "llama"),
+        ("llama", "*.v_proj", "llama"),
+        ("qwen2", "*.o_proj", "llama"),
+        ("qwen2", "*.q_proj", "qwen2"),
+        ("qwen3", "*.self_attn.*", "qwen3"),
+        ("qwen3", None, None),
+        ("parallel", "*.mlp.*", "parallel"),
+    ],
+)
+def test_biases_go_into_a_directory_that_has_room_for_them(
+    family: str, targets: str | None, becomes: str | None, tmp_path: Path
+) -> None:
+    more = {"qwen2": {"attention_bias": True}, "qwen3": {"qk_norm": True}}
+    config = ModelConfig(
+        vocab_size=32, hidden=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
+        ffn_hidden=48, max_position=64, family=family, **more.get(family, {})
+    )  # fmt: skip
+    model = random(config)
+    handle = table("peft").build({"name": "bitfit"}).inject(model, targets)
+    with torch.no_grad():
+        for place, value in enumerate(handle.trainable().values()):
+            value.fill_(0.1 + 0.01 * place)
+    x = torch.arange(24).view(2, 12)
+    learned = model(x)
+    merged = with_biases(handle.keep_merged())
+    if becomes is None:
+        assert merged is None
+        return
+    huggingface.write(tmp_path / "whole", merged)
+    again = huggingface.read(tmp_path / "whole", torch.float32)
+    assert again.config.family == becomes
+    torch.testing.assert_close(again(x), learned, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_what_no_directory_holds_stays_beside_the_base(
+    make_plan: Make, base: Path, tmp_path: Path
+) -> None:
+    execute(tuned(make_plan, base, finetune="bitfit"), tmp_path / "run")
+    assert (tmp_path / "run" / "adapter" / files.WEIGHTS).is_file()
+    assert not (tmp_path / "run" / "export").exists()
+
+
 def test_what_does_not_go_together_is_refused(make_plan: Make, base: Path) -> None:
     for changes in ({"parallel": {"tp": 2}}, {"shard": "zero2", "parallel": {"dp": 2}},
-                    {"compile": True}):  # fmt: skip
+                    {"compile": True}, {"checkpoint": {"dump": "deepspeed"}},
+                    {"offload": {"name": "zero_infinity", "device_budget": "64MiB"}}):  # fmt: skip
         with pytest.raises(PlanError, match="with finetune = lora"):
             check_finetune(tuned(make_plan, base, **changes).job)
     with pytest.raises(ConfigError, match=r"lora\.r = 0"):

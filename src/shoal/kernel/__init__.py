@@ -82,6 +82,7 @@ WEIGHT_FORMATS = PartTable(
         "float": "shoal.kernel.formats.floating:Float",
         "bipolar": "shoal.kernel.formats.bipolar:Bipolar",
         "bfp": "shoal.kernel.formats.bfp:Bfp",
+        "nf": "shoal.kernel.formats.normal:Nf",
     },
 )
 

@@ -11,6 +11,7 @@ sections 3 and 5.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ _TOGETHER = ("lora", "rslora", "lora_fa", "dylora", "adalora", "vera")
 _ORDER = (
     "lora", "dora", "adalora", "rslora", "qlora", "loftq", "lora_fa", "dylora", "parallel_adapter",
     "mam", "unipelt", "adapter", "krona", "compacter", "adapter_drop", "ssf", "vera", "bitfit",
-    "ladder", "fishmask", "pafi", "prefix", "ia3", "prompt", "diff_pruning", "mezo",
+    "ladder", "fishmask", "pafi", "prefix", "ia3", "prompt", "diff_pruning", "offsite", "mezo",
 )  # fmt: skip
 
 # Bytes of a weight of the blocks, where the base is not kept in fp32.
@@ -79,6 +80,8 @@ def advise(
     budget_bytes: float | None = None,
     must_merge: bool = False,
     tenants: int = 1,
+    share: float | None = None,
+    methods: Sequence[Choice] | None = None,
 ) -> list[Advice]:
     """All methods for a job, best first.
 
@@ -88,22 +91,24 @@ def advise(
         budget_bytes: of one device; that of the machine if not given.
         must_merge: what is served must cost no more than the model.
         tenants: adapters that will be served on one base.
+        share: of the parameters that may be trained, at most.
+        methods: with their options; every method with its defaults if not given.
 
     Raises:
         PlanError: the job splits the model.
     """
+    require(share is None or 0 < share <= 1, "share", share, expected="in (0, 1]", error=PlanError)
     require(tenants >= 1, "tenants", tenants, expected="1 or more", error=PlanError)
     shape = resolve(job.model)
     budget = budget_bytes or machine.device.main_memory.capacity_bytes
     every = float(parameters(shape))
     pricer = Pricer(machine)
     found: list[Advice] = []
-    for name in table("peft"):
-        part: Any = table("peft").build(name)
+    for method in methods or [Choice(name=name) for name in table("peft")]:
+        name = method.name
+        part: Any = table("peft").build(method)
         trained = float(part.parameters(shape))
-        tuned = job.model_copy(
-            update={"finetune": Choice(name=name), "microbatch": job.microbatch or 1}
-        )
+        tuned = job.model_copy(update={"finetune": method, "microbatch": job.microbatch or 1})
         memory = pricer.memory(Work(shape=shape, job=tuned))
         memory["weights"] *= _WEIGHT_BYTES.get(name, 4.0) / 4.0
         memory["activations"] *= _KEPT.get(name, 1.0)
@@ -112,13 +117,15 @@ def advise(
         reasons = []
         if sum(memory.values()) > budget:
             reasons.append(f"needs {sum(memory.values()) / 2**30:.1f} GiB")
+        if share is not None and trained > share * every:
+            reasons.append(f"trains {100 * trained / every:.3g} %")
         if must_merge and not part.mergeable:
             reasons.append("cannot be merged")
         if tenants > 1 and name not in _TOGETHER:
             reasons.append(f"{tenants} of them are not served on one base")
         found.append(
             Advice(
-                method=Choice(name=name),
+                method=method,
                 trained=trained,
                 share=trained / every,
                 memory_bytes=memory,
@@ -135,6 +142,8 @@ def _why(name: str, merged: bool, tenants: int) -> str:
     """What speaks for a method that fits."""
     if name in _WEIGHT_BYTES:
         return "the base takes a quarter of bf16"
+    if name == "offsite":
+        return "needs no more than some blocks of the base while it trains"
     if name == "mezo":
         return "no gradients at all, and thousands of steps"
     if name in _KEPT:

@@ -41,7 +41,7 @@ _MODULES = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.d
 # Runs of rows that are multiplied one by one; more of them are multiplied together.
 _MOST_RUNS = 3
 # A run of so many rows is multiplied by itself: the products of others would be wasted work.
-_LONG = 32
+_LONG = 8
 
 
 @dataclass
@@ -59,12 +59,12 @@ class _Rows:
     mask: Tensor | None = None
     spread: dict[int, Tensor] = field(default_factory=dict)
 
-    def own(self, rank: int) -> Tensor:
-        """The mask, a column for each rank of each slot."""
+    def own(self, ranks: int) -> Tensor:
+        """The mask, a column for each rank of each site of each slot."""
         assert self.mask is not None
-        if rank not in self.spread:
-            self.spread[rank] = self.mask.repeat_interleave(rank, 1)
-        return self.spread[rank]
+        if ranks not in self.spread:
+            self.spread[ranks] = self.mask.repeat_interleave(ranks, 1)
+        return self.spread[ranks]
 
 
 @dataclass
@@ -80,6 +80,11 @@ class _Stack:
     down: Tensor
     ups: list[tuple[int, int, Tensor]]
     rank: int
+
+    def __post_init__(self) -> None:
+        # Views that every step wants.
+        self.every_down = self.down.flatten(0, 1).t()
+        self.every_up = [up.flatten(0, 1) for _, _, up in self.ups]
 
 
 class _Layered(nn.Module):
@@ -109,19 +114,25 @@ class _Layered(nn.Module):
         for start, stop, slot in rows.runs:
             _add(out[start:stop], x[start:stop] @ stack.down[slot].t(), stack, slot)
         if rows.single is not None:
-            every = len(rows.single) == len(x)
-            some = x if every else x[rows.single]
-            inner = some @ stack.down.flatten(0, 1).t()  # [N, S * sites * R]
-            sites = len(stack.ups)
-            inner = inner.view(len(some), -1, sites, stack.rank)
-            own = rows.own(stack.rank)
-            for place, (start, stop, up) in enumerate(stack.ups):
-                product = inner[:, :, place].reshape(len(some), -1) * own
-                if every:
-                    out[:, start:stop].addmm_(product, up.flatten(0, 1))
-                else:
-                    out[rows.single, start:stop] += product @ up.flatten(0, 1)
+            self._mixed(out, x, rows, stack)
         return out
+
+    def _mixed(self, out: Tensor, x: Tensor, rows: _Rows, stack: _Stack) -> None:
+        """Add to single rows what is theirs of the products of all adapters."""
+        assert rows.single is not None
+        every = len(rows.single) == len(x)
+        some = x if every else x[rows.single]
+        sites = len(stack.ups)
+        inner = torch.mm(some, stack.every_down)  # [N, S * sites * R]
+        inner.mul_(rows.own(sites * stack.rank))
+        for place, (start, stop, _) in enumerate(stack.ups):
+            own = inner
+            if sites > 1:
+                own = inner.view(len(some), -1, sites, stack.rank)[:, :, place].flatten(1)
+            if every:
+                out[:, start:stop].addmm_(own, stack.every_up[place])
+            else:
+                out[rows.single, start:stop] += own @ stack.every_up[place]
 
 
 def _add(out: Tensor, inner: Tensor, stack: _Stack, slot: int) -> None:
@@ -198,6 +209,7 @@ class AdapterBank:
         self._open: Counter[str] = Counter()
         self._loads = 0
         self._layers: dict[str, _Layered] = {}
+        self._known: tuple[list[tuple[int, int]], _Rows] | None = None
         last = len(model.blocks) - 1
         for layer, block in enumerate(model.blocks):
             for path in _MODULES:
@@ -305,6 +317,7 @@ class AdapterBank:
     def _stack(self) -> None:
         """Lay the matrices of all adapters beside each other, module by module."""
         self._slots = {key: slot for slot, key in enumerate(self._pairs)}
+        self._known = None
         by_owner: dict[str, dict[str, list[tuple[int, Site, Tensor, Tensor]]]] = {}
         for key, pairs in self._pairs.items():
             for site, down, up in pairs.values():
@@ -338,10 +351,13 @@ class AdapterBank:
         self.rows = self.needed = None
         if not any(chunk.request.adapter for chunk in chunks):
             return False
-        self.rows = self._rows(
-            [(self._slots.get(chunk.request.adapter or "", -1), chunk.length) for chunk in chunks]
-        )
-        self.needed = self.rows
+        given = [
+            (self._slots.get(chunk.request.adapter or "", -1), chunk.length) for chunk in chunks
+        ]
+        # From one step of decoding to the next it is mostly the same.
+        if self._known is None or self._known[0] != given:
+            self._known = given, self._rows(given)
+        self.needed = self.rows = self._known[1]
         return True
 
     def select(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> None:

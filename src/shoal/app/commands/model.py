@@ -179,7 +179,7 @@ def quantize(
         typer.Option(
             "--format",
             help="Weight format: int4-g128, int4-channel, int4-2:4, uint3-g64, float3_e1m1-g128, "
-            "bipolar2-g128, bfp8-g32 and the like.",
+            "bipolar2-g128, bfp8-g32, nf4-g64 and the like.",
         ),
     ] = "int4-g128",
     method: Annotated[str, typer.Option(help="rtn, gptq or awq.")] = "gptq",

@@ -410,8 +410,12 @@ def show_report(report: Report, directory: Path) -> None:
         numeric=" rrr",
     )
     typer.echo(f"report: {directory / 'report.html'}")
+    if (directory / "adapter").is_dir():
+        typer.echo(f"adapter: {directory / 'adapter'} (shoal serve BASE --adapter NAME=DIR)")
     if (directory / "export").is_dir():
         typer.echo(f"model:  {directory / 'export'} (a Hugging Face directory)")
+    elif (directory / "adapter").is_dir():
+        typer.echo("model:  none: no directory of this family holds what was learned, merged")
 
 
 train.__doc__ = f"{train.__doc__}\n{EXAMPLES}"

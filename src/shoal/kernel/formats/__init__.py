@@ -9,6 +9,7 @@ A text is a name with its bits, and what shares a scale::
     float3_e1m1-g128    sign, exponent and mantissa
     bipolar2-g128       sums of plus and minus powers of two
     bfp8-g32            mantissas that share an exponent
+    nf4-g64             16 numbers at the quantiles of a normal distribution
 
 Without what shares a scale, it is the channel.
 """
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["weight_format"]
 
 _EXAMPLES = (
-    "int4-g128, int4-channel, int4-2:4, uint3-g64, float3_e1m1-g128, bipolar2-g128, bfp8-g32"
+    "int4-g128, int4-channel, int4-2:4, uint3-g64, float3_e1m1-g128, bipolar2-g128, bfp8-g32, "
+    "nf4-g64"
 )
 
 

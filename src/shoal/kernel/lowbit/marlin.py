@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.core.errors import KernelError
 from shoal.kernel.formats import weight_format
+from shoal.kernel.formats.normal import CODEBOOK, Nf
 from shoal.kernel.lowbit.marlin_cpu import library, segment_of
 from shoal.kernel.protocols import Packed
 from shoal.kernel.tensors import finite
@@ -43,12 +44,14 @@ class Blocks:
         shape: (N, K).
         segment: weights of a segment.
         sparse: two of four are kept.
+        values: what codes mean in bf16, twice: 64 bytes, from the first of a line of the cache.
     """
 
     memory: Tensor
     shape: tuple[int, int]
     segment: int
     sparse: bool
+    values: Tensor
 
     def header(self, bias: Tensor | None) -> ctypes.Array[ctypes.c_int64]:
         """What the native functions are told: struct Blocks of native/lowbit.h."""
@@ -65,6 +68,7 @@ class Blocks:
             slices,
             record,
             int(self.sparse),
+            self.values.data_ptr(),
         )
         return (ctypes.c_int64 * len(values))(*values)
 
@@ -90,7 +94,7 @@ def checked(weight: Packed, fmt: str, n: int, k: int) -> None:
 
 
 def blocks(weight: Packed) -> Blocks:
-    """A matrix of format ``int4``, repacked; the same object while its codes live unchanged.
+    """A matrix of ``int4`` or ``nf4``, repacked; the same object while its codes live unchanged.
 
     Raises:
         KernelError: its groups cannot be cut in segments.
@@ -142,7 +146,15 @@ def _repacked(weight: Packed) -> Blocks:
     scales = F.pad(each, (0, 0, 0, slices * _WIDE - n)).view(slices, _WIDE, segments)
     # Scales are two bytes each, behind the codes.
     memory[..., code_bytes:] = scales.transpose(1, 2).contiguous().view(torch.uint8)
-    return Blocks(memory, (n, k), s, stored.keeps_half)
+    return Blocks(memory, (n, k), s, stored.keeps_half, _values(stored))
+
+
+def _values(stored: object) -> Tensor:
+    """What the 16 codes of a format mean in bf16, twice."""
+    meant = CODEBOOK if isinstance(stored, Nf) else range(-8, 8)
+    room = _roomy(64)
+    room.copy_(torch.tensor([*meant, *meant], dtype=torch.bfloat16).view(torch.uint8))
+    return room
 
 
 def _roomy(*shape: int) -> Tensor:

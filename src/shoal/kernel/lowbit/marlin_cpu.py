@@ -20,6 +20,7 @@ from shoal.kernel.base import BaseKernel
 from shoal.kernel.calls import LinearLowbit
 from shoal.kernel.formats import weight_format
 from shoal.kernel.formats.integer import Int
+from shoal.kernel.formats.normal import Nf
 from shoal.kernel.native.tiles import has_tiles
 from shoal.kernel.protocols import Packed, Ready
 
@@ -54,11 +55,21 @@ def segment_of(k: int, group: int) -> int:
     return next(s for s in _SEGMENTS if group % s == 0)
 
 
-def refuses_format(call: LinearLowbit) -> str | None:
-    """Why the call's weights cannot be cut in segments of 4-bit codes, or None."""
+def refuses_format(call: LinearLowbit, *, normal: bool = False) -> str | None:
+    """Why the call's weights cannot be cut in segments of 4-bit codes, or None.
+
+    Args:
+        call: what is asked for.
+        normal: ``nf4`` is read as well.
+    """
     try:
         stored = weight_format(call.format)
-        if not isinstance(stored, Int) or stored.width != 4:
+        if isinstance(stored, Nf):
+            if not normal:
+                return "computes with integers, which the codes of nf4 do not mean"
+            if call.dtype != "bf16":
+                return f"has the numbers of nf4 in bf16, which {call.dtype} is more exact than"
+        elif not isinstance(stored, Int) or stored.width != 4:
             return "reads int4 with groups, channels or 2:4 only"
         segment_of(call.k, stored.group_of(call.k))
     except KernelError as cause:
@@ -118,11 +129,15 @@ class W4A16(_Marlin):
     """Codes become bf16 by a table; sums of a segment are fp32 and then scaled.
 
     Sums are taken in one order, whatever the number of rows or threads: a row has the same
-    bits in any company. fp32 rows are computed as the sum of three bf16 rows, exactly.
+    bits in any company. fp32 rows are computed as the sum of three bf16 rows, exactly. ``nf4`` is
+    read where rows are bf16.
     """
 
     backend: ClassVar[str] = "cpp_w4a16"
     symbol: ClassVar[str] = "w4a16"
+
+    def _refuses(self, call: LinearLowbit) -> str | None:
+        return refuses_format(call, normal=True)
 
 
 class _Rounding(BaseKernel):

@@ -63,7 +63,7 @@ struct W4A16 : Avx<W4A16> {
   template <int MB>
   void tile(const uint8_t* w, const uint8_t* record, int64_t block, int64_t g, float* out,
             int64_t ahead) {
-    const __m512i table = values_table();
+    const __m512i table = values_table(b);
     const char* x = room + (block * b.nseg + g) * b.seg * MB * 2;
     const int64_t eights = b.seg / 8;
     for (int o = 0; o < 2; o++) {

@@ -24,6 +24,7 @@ struct Blocks {
   const uint8_t* at;
   const float* bias;
   int64_t n, k, seg, nseg, chunk, nchunk, slices, record, sparse;
+  const uint16_t* values;             // what codes mean in bf16, twice
 };
 
 constexpr int64_t WIDE = 32;          // outputs of a slice
@@ -83,14 +84,8 @@ inline __m512 scales(const Blocks& b, const uint8_t* record, int o) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(record + b.record - 64 + o * 32)));
 }
 
-// -8 .. 7 in bf16, twice: the index has a fifth bit that means nothing.
-inline __m512i values_table() {
-  alignas(64) static const uint16_t table[32] = {
-      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
-      0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-      0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-  return _mm512_load_si512(table);
-}
+// The values of codes twice: the index has a fifth bit that means nothing.
+inline __m512i values_table(const Blocks& b) { return _mm512_load_si512(b.values); }
 
 // ---- rows as bf16 lines: [block][32 inputs][R][32], inputs k and k + 4 of each 8 side by side.
 

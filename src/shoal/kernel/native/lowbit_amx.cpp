@@ -171,7 +171,7 @@ struct W4A16 : Amx<W4A16, 2> {
 
   void unpack_step(const uint8_t* from, char* to, int64_t step, int64_t ahead,
                    int64_t half) const {
-    const __m512i table = values_table();
+    const __m512i table = values_table(b);
     // Shifts to the right by 4, 8 and 12 that another port computes than the look-ups.
     const __m512i by[3] = {_mm512_set1_epi16(1 << 12), _mm512_set1_epi16(1 << 8),
                            _mm512_set1_epi16(1 << 4)};

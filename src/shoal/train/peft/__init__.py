@@ -36,6 +36,7 @@ PEFTS = PartTable(
         "ladder": "shoal.train.peft.ladder:Ladder",
         "mam": "shoal.train.peft.mam:Mam",
         "unipelt": "shoal.train.peft.unipelt:UniPelt",
+        "offsite": "shoal.train.peft.offsite:Offsite",
         "mezo": "shoal.train.peft.mezo:MeZO",
     },
 )

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.core.errors import CheckpointError, ModelError, PlanError
+from shoal.core.errors import CheckpointError, PlanError
 from shoal.core.parts import table
 
 if TYPE_CHECKING:
@@ -24,8 +24,22 @@ __all__ = ["FineTuned", "check_finetune", "export", "fingerprint"]
 
 
 # Methods whose passes cannot be made again, or that see no documents.
-_NO_RECOMPUTE = ("ladder",)
+_NO_RECOMPUTE = ("ladder", "offsite")
 _NO_DOCUMENTS = ("mezo",)
+
+# Path in a block -> the key of a configuration that says that there is a bias.
+_BIASES = {
+    "attention.qkv_proj": "attention_bias",
+    "attention.o_proj": "output_bias",
+    "mlp.gate_up_proj": "ffn_bias",
+    "mlp.down_proj": "ffn_bias",
+}
+# Family -> keys that are true together in its directories.
+_HELD = {
+    "llama": (("attention_bias", "output_bias"), ("ffn_bias",)),
+    "parallel": (("attention_bias", "output_bias"), ("ffn_bias",)),
+    "qwen3": (("attention_bias", "output_bias"),),
+}
 
 
 def check_finetune(job: TrainJob) -> None:
@@ -52,9 +66,20 @@ def check_finetune(job: TrainJob) -> None:
                 f"whole on every rank; give {key} = {plain!r}, and parallel.dp for more ranks"
             )
     name = job.finetune.name
+    if job.offload is not None:
+        raise PlanError(
+            f"offload = {job.offload.name} with finetune = {name}: gradients and moments of a few "
+            "parameters need no other place; leave it out, or give qlora for a smaller base"
+        )
+    if job.checkpoint.dump is not None:
+        raise PlanError(
+            f"checkpoint.dump = {job.checkpoint.dump} with finetune = {name}: a dump holds whole "
+            "models, and the base stands still; leave it out: the run writes the adapter, and the "
+            "merged model where there is one, for other tools"
+        )
     if name in _NO_RECOMPUTE and (job.recompute != "none" or job.layers):
         raise PlanError(
-            f"recompute with finetune = {name}: no activations of the base are kept; leave it out"
+            f"recompute with finetune = {name}: its blocks are not the base's; leave it out"
         )
     if name in _NO_DOCUMENTS and job.packing.name != "stream":
         raise PlanError(
@@ -100,7 +125,10 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
-    """Write the newest checkpoint as an adapter directory, and merged where the method can be.
+    """Write the newest checkpoint as an adapter directory, and merged where that is possible.
+
+    It is not where the method cannot be merged, or leaves biases that directories of the model's
+    family have no room for.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -133,44 +161,43 @@ def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
     if handle.mergeable:
         merged = handle.keep_merged()
         assert isinstance(merged, Transformer)
-        merged = with_biases(merged)
-        huggingface.write(directory.export, merged, tokenizer)
+        whole = with_biases(merged)
+        if whole is not None:
+            huggingface.write(directory.export, whole, tokenizer)
 
 
-def with_biases(model: Transformer) -> Transformer:
+def with_biases(model: Transformer) -> Transformer | None:
     """A model some of whose layers have got a bias, with a configuration that says so.
 
-    Raises:
-        ModelError: its family has no such biases, so no directory can hold it.
+    Returns:
+        The model; None where directories of its family have no room for such biases.
     """
     import torch
     from torch import nn
 
     config = model.config
-    keys = {
-        "attention.qkv_proj": "attention_bias",
-        "attention.o_proj": "output_bias",
-        "mlp.gate_up_proj": "ffn_bias",
-        "mlp.down_proj": "ffn_bias",
-    }
     layers = [
         (module, key)
         for block in model.blocks
         for name, module in block.named_modules()
-        for path, key in keys.items()
+        for path, key in _BIASES.items()
         if name == path and isinstance(module, nn.Linear)
     ]
-    odd = [key for layer, key in layers if (layer.bias is not None) != getattr(config, key)]
+    odd = {key for layer, key in layers if (layer.bias is not None) != getattr(config, key)}
     if not odd:
         return model
-    if config.family != "llama":
-        raise ModelError(
-            f"family {config.family}: its directories hold no biases of all layers; keep the "
-            "adapter beside the model"
-        )
-    for layer, _ in layers:
-        if getattr(layer, "bias", None) is None:
+    # Llama computes what Qwen2 does, and its directories hold every bias.
+    family = "llama" if config.family == "qwen2" else config.family
+    held = [keys for keys in _HELD.get(family, ()) if odd & set(keys)]
+    given = {key for keys in held for key in keys}
+    if odd - given:
+        return None
+    if family != config.family:
+        given |= {"attention_bias", "output_bias"}
+    for layer, key in layers:
+        if key in given and getattr(layer, "bias", None) is None:
             zeros = torch.zeros(layer.out_features, dtype=layer.weight.dtype)
             layer.register_parameter("bias", nn.Parameter(zeros, requires_grad=False))
-    model.config = config.model_copy(update=dict.fromkeys(keys.values(), True))
+    update = {"family": family, **dict.fromkeys(given, True)}
+    model.config = config.model_copy(update=update)
     return model

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,26 @@ from shoal.core.errors import ModelError, require
 from shoal.core.parts import Choice, table
 from shoal.core.random import generator
 
-__all__ = ["candidates", "probe", "search"]
+__all__ = ["Found", "candidates", "probe", "search"]
 
 _BATCH = 8
 _LR = 5e-3
 _HELD = 4
+
+
+@dataclass(frozen=True)
+class Found:
+    """How far a candidate came.
+
+    Args:
+        method: with its options.
+        gain: how much held-out loss fell in its last training, nats a token.
+        steps: of that.
+    """
+
+    method: Choice
+    gain: float
+    steps: int
 
 
 def candidates(
@@ -48,7 +64,7 @@ def probe(
     steps: int = 50,
     seq_len: int = 128,
     seed: int = 0,
-    data: str = "stdlib",
+    data: Choice | str = "stdlib",
 ) -> dict[str, float]:
     """How much held-out loss falls in some steps of each method, in nats a token.
 
@@ -74,9 +90,12 @@ def search(
     steps: int = 10,
     seq_len: int = 128,
     seed: int = 0,
-    data: str = "stdlib",
-) -> Choice:
-    """The best of many, by successive halving: the better half goes on with twice the steps.
+    data: Choice | str = "stdlib",
+) -> list[Found]:
+    """Candidates by successive halving: the better half goes on with twice the steps.
+
+    Returns:
+        All of them, the best first: those that came as far by what they gained.
 
     Raises:
         ModelError: the directory has no tokenizer.
@@ -85,15 +104,21 @@ def search(
     require(len(methods) >= 1, "methods", len(methods), expected="at least one")
     gain = _trainer(directory, seq_len, seed, data)
     left = list(methods)
-    while len(left) > 1:
-        scores = [gain(method, steps) for method in left]
-        order = np.argsort(scores)[::-1]
-        left = [left[int(place)] for place in order[: (len(left) + 1) // 2]]
+    out: list[Found] = []
+    while True:
+        tried = [Found(method, gain(method, steps), steps) for method in left]
+        tried.sort(key=lambda one: -one.gain)
+        keep = (len(tried) + 1) // 2 if len(tried) > 1 else 0
+        out = tried[keep:] + out
+        left = [one.method for one in tried[:keep]]
+        if len(left) < 2:
+            return tried[:keep] + out
         steps *= 2
-    return left[0]
 
 
-def _trainer(directory: Path, seq_len: int, seed: int, data: str) -> Callable[[Choice, int], float]:
+def _trainer(
+    directory: Path, seq_len: int, seed: int, data: Choice | str
+) -> Callable[[Choice, int], float]:
     """Method and steps -> what it gains, from the model of a directory each time."""
     from shoal.corpora.tokens import prepare
     from shoal.model import huggingface

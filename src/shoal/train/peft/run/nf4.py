@@ -1,10 +1,9 @@
-"""NF4: weights in four bits, at the quantiles of a normal distribution.
+"""A base in NF4 with its scales quantised once more.
 
-A block of weights is divided by its largest absolute value, and each becomes the nearest of 16
-numbers. The blocks' scales, less their mean, are 8-bit integers with one fp32 scale for 256.
+The codes are those of the weight format ``nf4`` (:mod:`shoal.kernel.formats.normal`). The blocks'
+scales, less their mean, are 8-bit integers with one fp32 scale for 256.
 
-Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023, section 3 and
-appendix E, where the 16 numbers are.
+Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023, section 3.
 """
 
 from __future__ import annotations
@@ -16,19 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
+from shoal.kernel.formats.normal import nearest_codes, numbers
 
 if TYPE_CHECKING:
     from shoal.train.peft.run.handle import Handle
     from shoal.train.peft.run.sites import Site
 
-__all__ = ["CODEBOOK", "NF4Linear", "dequantise", "loftq", "quantise", "to_nf4"]
-
-CODEBOOK = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+__all__ = ["NF4Linear", "dequantise", "loftq", "quantise", "to_nf4"]
 
 # Scales that share one of their own.
 _SCALES = 256
@@ -47,16 +40,13 @@ def to_nf4(weight: Tensor, block: int) -> dict[str, Tensor]:
     """
     cut = weight.detach().float().reshape(-1, block)
     largest = cut.abs().amax(1)
-    table = torch.tensor(CODEBOOK, device=weight.device)
-    between = (table[1:] + table[:-1]) / 2
     mean = largest.mean()
     shifted = F.pad(largest - mean, (0, -len(largest) % _SCALES)).view(-1, _SCALES)
     steps = shifted.abs().amax(1) / 127
     rounded = torch.round(shifted / torch.where(steps > 0, steps, 1.0).unsqueeze(1))
     scales = rounded.to(torch.int8).view(-1)[: len(largest)]
     used = _scales(scales, steps, mean)
-    normal = cut / torch.where(used > 0, used, 1.0).unsqueeze(1)
-    codes = torch.bucketize(normal, between).to(torch.uint8).view(-1, 2)
+    codes = nearest_codes(cut / torch.where(used > 0, used, 1.0).unsqueeze(1)).view(-1, 2)
     return {
         "codes": codes[:, 0] | codes[:, 1] << 4,
         "scales": scales,
@@ -72,7 +62,7 @@ def _scales(scales: Tensor, steps: Tensor, mean: Tensor) -> Tensor:
 def dequantise(packed: dict[str, Tensor], shape: tuple[int, int]) -> Tensor:
     """The weight [O, I] in fp32."""
     codes = packed["codes"]
-    table = torch.tensor(CODEBOOK, device=codes.device)
+    table, _ = numbers(codes.device)
     both = torch.stack([codes & 15, codes >> 4], 1).view(-1)
     scales = _scales(packed["scales"], packed["steps"], packed["mean"])
     values = table[both.int()].view(len(scales), -1)

@@ -1,0 +1,83 @@
+"""Off-site tuning: blocks at the ends are trained beside a thinned-out middle.
+
+Source: Xiao et al., Offsite-Tuning: Transfer Learning without Full Model, 2023, sections 3.2 and
+3.3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.ir import ModelShape
+    from shoal.train.peft.protocols import PeftHandle
+
+__all__ = ["Offsite"]
+
+
+@part
+class Offsite:
+    """The first and last blocks are trained; of those between, an emulator keeps some.
+
+    Whoever has the data needs no more than the ends and the emulator, and whoever has the model
+    no data: merging puts the trained ends around all blocks. A fresh one changes the output, for
+    blocks are missing, and merging changes it again.
+
+    Differs: the emulator is thinned out evenly, and not distilled.
+
+    Args:
+        first: blocks at the beginning that are trained.
+        last: blocks at the end that are trained.
+        keep: share of the blocks between that the emulator keeps.
+    """
+
+    first: int = 1
+    last: int = 1
+    keep: float = 0.5
+    name: ClassVar[str] = "offsite"
+    mergeable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name, value in (("first", self.first), ("last", self.last)):
+            require(value >= 0, f"finetune.offsite.{name}", value, expected="0 or more")
+        require(
+            self.first + self.last >= 1,
+            "finetune.offsite.first",
+            self.first,
+            expected="1 or more where last is 0, or nothing is trained",
+        )
+        require(
+            0 <= self.keep < 1,
+            "finetune.offsite.keep",
+            self.keep,
+            expected="a share in [0, 1), as nothing is left out at 1",
+        )
+
+    def parameters(self, shape: ModelShape) -> float:
+        """Those of the blocks at the ends."""
+        from shoal.cost.arithmetic import parameters
+
+        ends = min(self.first + self.last, shape.num_layers - 1)
+        rest = shape.model_copy(update={"num_layers": shape.num_layers - ends})
+        return float(parameters(shape) - parameters(rest))
+
+    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> PeftHandle:
+        """See :class:`~shoal.train.peft.protocols.PeftMethod`.
+
+        Raises:
+            ConfigError: there is nothing to target, or no block between the ends.
+        """
+        from shoal.train.peft.run.offsite import Emulated
+
+        require(
+            targets is None,
+            "finetune.offsite.targets",
+            targets,
+            expected="none: the method works on whole blocks",
+        )
+        return Emulated(model, self)
