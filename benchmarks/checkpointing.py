@@ -81,7 +81,8 @@ class Ours:
     """A mode of ours."""
 
     def __init__(self, place: Path, mode: Any) -> None:
-        self.saver = SAVE_MODES.build(mode).build(Store(place, keep=2), Alone())
+        self.store = Store(place, keep=1)
+        self.saver = SAVE_MODES.build(mode).build(self.store, Alone())
         self.before_update = self.saver.before_update
 
     def save(self, step: int, tensors: dict[str, torch.Tensor]) -> None:

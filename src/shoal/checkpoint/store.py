@@ -273,7 +273,8 @@ class Store:
             )
         self.require_room(draft.step, needed)
         image = image_of(pieces)
-        written = write_image(draft, rank, image, straight(Source(image, pieces)))
+        source = Source(image, pieces)
+        written = write_image(draft, rank, image, straight(source), source.checksums)
         draft.put(vote_name(rank), written.model_dump_json().encode())
         return draft.token()
 

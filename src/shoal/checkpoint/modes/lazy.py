@@ -85,12 +85,15 @@ class Ring:
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.chunks = max(_LEAST_CHUNKS, -(-nbytes // CHUNK_BYTES))
-        self._memory = host_memory(self.chunks * CHUNK_BYTES, pinned=pinned)
+        self._pinned = pinned
+        self._memory: Tensor | None = None
         self._free = threading.Semaphore(self.chunks)
         self._next = 0
 
     def take(self) -> Tensor:
-        """The next chunk, when it is free."""
+        """The next chunk, when it is free; the first call makes them all, behind training."""
+        if self._memory is None:
+            self._memory = host_memory(self.chunks * CHUNK_BYTES, pinned=self._pinned)
         self._free.acquire()
         first = self._next * CHUNK_BYTES
         self._next = (self._next + 1) % self.chunks
@@ -240,7 +243,7 @@ class LazySaver:
         capture = Capture(source, ring, ticket)
         self._captures = [c for c in self._captures if not c.ticket.done()]
         self._captures.append(capture)
-        self._background.submit(ticket, planned.image, capture, plain)
+        self._background.submit(ticket, planned.image, capture, plain, source.checksums)
         self._work.put(capture.copy)
         return ticket
 
