@@ -315,7 +315,9 @@ class Store:
         if not victims:
             return
         self.storage.forget(newest)
-        self.open(newest, verify=self.storage.reads_back)
+        saved = self.open(newest, verify=False)
+        if self.storage.reads_back:
+            saved.read_back()
         for step in victims:
             self.storage.remove(step)
 
