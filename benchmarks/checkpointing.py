@@ -49,7 +49,7 @@ SHAPE = ModelConfig(
 TABLE = RESULTS.parent / "checkpoints" / "modes.json"
 STEPS_BETWEEN = 10
 # A short step gives the copy little to hide behind; a long one is what a save at every step needs.
-STALL_TOKENS, EVERY_TOKENS = 32, 1024
+STALL_TOKENS, EVERY_TOKENS = 32, 2048
 # Rounds of ways whose steps are told and not judged.
 TOLD_ROUNDS = 2
 MODES = tuple(SAVE_MODES)
