@@ -288,8 +288,13 @@ class Store:
         if free is not None and needed > free:
             raise self._full(step, needed, free)
 
-    def commit(self, draft: Draft, world: int, meta: dict[str, Any]) -> None:
+    def commit(
+        self, draft: Draft, world: int, meta: dict[str, Any]
+    ) -> tuple[dict[str, float], ...]:
         """Make a checkpoint of what every rank has written and reported.
+
+        Returns:
+            For every rank, phase -> seconds as it has reported them.
 
         Raises:
             CheckpointError: a rank has reported nothing, or ranks disagree.
@@ -307,6 +312,7 @@ class Store:
             ranks.append(parse(RankIndex, json.loads(vote), where=f"{self.where}: {name}"))
             draft.drop(name)
         self.storage.commit(draft, merge(draft.step, meta, ranks).encode())
+        return tuple(one.phases_s for one in ranks)
 
     def retain(self, newest: int) -> None:
         """Delete what is beyond ``keep``, after the new one was read back from the disk."""

@@ -381,7 +381,11 @@ def _tell_saves(rank: _Rank) -> None:
             blocked_s=ticket.blocked_s,
             phases_s=ticket.phases_s,
             bytes=ticket.bytes,
+            ranks_s=list(ticket.ranks_s),
         )
+        for number, phases in enumerate(ticket.ranks_s):
+            for name, seconds in phases.items():
+                rank.meter.gauge("checkpoint_phase_s", seconds, rank=str(number), phase=name)
 
 
 def _end_saves(rank: _Rank) -> None:
