@@ -1,33 +1,38 @@
 """How long training waits for a checkpoint: our modes beside torch.distributed.checkpoint.
 
-Usage: python benchmarks/checkpointing.py [stall|every|load]
+Usage: python benchmarks/checkpointing.py [stall] [every] [--quick] [--dry]
 
-One process trains 100 million parameters with AdamW (1.2 GB of state); all methods save the same
-tensors to the same disk in one run, turn by turn.
+One process trains 110 million parameters with AdamW (1.3 GB of state); all methods save the same
+tensors to the same disk in one run, turn by turn, and what a turn has saved is removed after it.
+``stall`` takes three minutes, ``every`` four; ``--quick`` makes one round of each and records
+nothing, and so does ``--dry``.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
+import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from common import Row, record
+from common import RESULTS, Row, record, require_quiet
 
 from shoal.checkpoint import SAVE_MODES
 from shoal.checkpoint.peers import Alone
 from shoal.checkpoint.store import Store
+from shoal.core.files import write_json
 from shoal.core.measure import bootstrap
+from shoal.machine.fingerprint import fingerprint, versions
 from shoal.model.config import ModelConfig
 from shoal.train import zoo
 
@@ -41,11 +46,22 @@ SHAPE = ModelConfig(
     ffn_hidden=2048,
     max_position=512,
 )
+TABLE = RESULTS.parent / "checkpoints" / "modes.json"
 STEPS_BETWEEN = 10
+# A short step gives the copy little to hide behind; a long one is what a save at every step needs.
+STALL_TOKENS, EVERY_TOKENS = 32, 2048
+# Rounds of ways whose steps are told and not judged.
+TOLD_ROUNDS = 2
+MODES = tuple(SAVE_MODES)
+PEERS = ("dcp.save", "dcp.async_save")
 
 
 class Trained:
-    """A model, its optimizer and a batch of random tokens."""
+    """A model, its optimizer and a batch of random tokens.
+
+    Args:
+        tokens: of a step.
+    """
 
     def __init__(self, tokens: int) -> None:
         torch.manual_seed(0)
@@ -77,184 +93,273 @@ class Trained:
         return found
 
 
-class Ours:
-    """A mode of ours."""
+class Method(Protocol):
+    """A way of saving, at work."""
 
-    def __init__(self, place: Path, mode: Any) -> None:
-        self.saver = SAVE_MODES.build(mode).build(Store(place, keep=2), Alone())
-        self.before_update = self.saver.before_update
+    before_update: Callable[[], Any]
 
     def save(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
         """Begin."""
-        self.ticket = self.saver.save(step, tensors, {})
 
     def drain(self) -> None:
         """Wait for what is under way."""
-        self.ticket.wait()
-        self.saver.finished()
 
     def close(self) -> None:
         """End."""
+
+
+class Nothing:
+    """Saves nothing."""
+
+    def __init__(self) -> None:
+        self.before_update: Callable[[], Any] = lambda: None
+
+    def save(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Nothing."""
+
+    def drain(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Ours:
+    """A mode of ours, which keeps the newest checkpoint.
+
+    Args:
+        place: where.
+        mode: its name.
+    """
+
+    def __init__(self, place: Path, mode: str) -> None:
+        self.place = place
+        self.saver = SAVE_MODES.build(mode).build(Store(place, keep=1), Alone())
+        self.before_update: Callable[[], Any] = self.saver.before_update
+        self.ticket: Any = None
+
+    def save(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+        """See :class:`Method`."""
+        self.ticket = self.saver.save(step, tensors, {})
+
+    def drain(self) -> None:
+        """See :class:`Method`."""
+        self.ticket.wait()
+        self.saver.finished()
+        clear(self.place)
+
+    def close(self) -> None:
+        """See :class:`Method`."""
         self.saver.close()
 
 
 class Dcp:
-    """torch.distributed.checkpoint, which keeps the newest two as well."""
+    """torch.distributed.checkpoint, which keeps the newest checkpoint as well.
+
+    Args:
+        place: where.
+        asynchronous: whether it is ``async_save``.
+    """
 
     def __init__(self, place: Path, *, asynchronous: bool) -> None:
         self.place, self.asynchronous = place, asynchronous
         self.future: Any = None
-        self.saved: list[Path] = []
         self.before_update: Callable[[], Any] = lambda: None
 
     def save(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Begin."""
+        """See :class:`Method`; it flushes its files, as we do."""
         import torch.distributed.checkpoint as dcp
 
-        self.drain()
+        self._wait()
+        clear(self.place, but=str(step - 1))
         path = self.place / str(step)
-        self.saved.append(path)
         if self.asynchronous:
             self.future = dcp.async_save(tensors, checkpoint_id=path)
         else:
             dcp.save(tensors, checkpoint_id=path)
-            # What save returns before is in the page cache; ours is on the disk.
-        for old in self.saved[:-2]:
-            shutil.rmtree(old)
-        self.saved = self.saved[-2:]
 
-    def drain(self) -> None:
-        """Wait for what is under way."""
+    def _wait(self) -> None:
         if self.future is not None:
             self.future.result()
             self.future = None
 
+    def drain(self) -> None:
+        """See :class:`Method`."""
+        self._wait()
+        clear(self.place)
+
     def close(self) -> None:
-        """End."""
-        self.drain()
+        """See :class:`Method`."""
+        self._wait()
+
+
+def clear(place: Path, but: str = "") -> None:
+    """Give the disk back."""
+    for path in place.iterdir() if place.exists() else ():
+        if path.name != but:
+            shutil.rmtree(path)
 
 
 @contextlib.contextmanager
-def methods(names: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def methods(*names: str) -> Iterator[dict[str, Method]]:
     """Methods by name, each with a directory of its own."""
-    with tempfile.TemporaryDirectory(prefix="shoal-checkpointing-") as root:
-        made: dict[str, Any] = {}
-        for name, mode in names.items():
-            place = Path(root) / name.replace(" ", "-")
-            if name.startswith("dcp"):
-                made[name] = Dcp(place, asynchronous="async" in name)
-            else:
-                made[name] = Ours(place, mode)
-        try:
-            yield made
-        finally:
-            for one in made.values():
-                one.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="shoal-checkpointing-") as root,
+        contextlib.ExitStack() as undo,
+    ):
+        made: dict[str, Method] = {}
+        for name in names:
+            place = Path(root) / name
+            one: Method = Nothing()
+            if name in PEERS:
+                one = Dcp(place, asynchronous="async" in name)
+            elif name in MODES:
+                one = Ours(place, name)
+            undo.callback(one.close)
+            made[name] = one
+        yield made
 
 
-def stall(rounds: int = 2) -> list[Row]:
-    """Seconds for which one save holds training up, every 10 steps."""
-    modes = [mode for mode in SAVE_MODES if mode != "blocking"]
-    names = {"dcp.save": None, "dcp.async_save": None} | {m: m for m in modes}
-    trained = Trained(tokens=32)
+def stall(rounds: int) -> tuple[list[Row], dict[str, Any]]:
+    """Seconds for which a save holds training up, and by which it makes ten steps longer."""
+    names = (*PEERS, *MODES)
+    trained = Trained(STALL_TOKENS)
     size = sum(t.nbytes for t in trained.tensors().values())
     waited: dict[str, list[float]] = {name: [] for name in names}
-    with methods(names) as made:
+    lost: dict[str, list[float]] = {name: [] for name in names}
+    with methods("none", *names) as made:
         for number in range(rounds + 1):
-            for name in sorted(made, key=lambda n: hash((number, n))):
-                method = made[name]
+            spent: dict[str, float] = {}
+            # The first round makes plans, memory and threads.
+            steps = STEPS_BETWEEN if number else 1
+            for name, method in made.items() if number % 2 else reversed(made.items()):
                 trained.before_update = method.before_update
                 begin = time.perf_counter()
                 method.save(number + 1, trained.tensors())
-                spent = time.perf_counter() - begin
-                spent += sum(trained.step() for _ in range(STEPS_BETWEEN))
+                held = time.perf_counter() - begin
+                held += sum(trained.step() for _ in range(steps))
+                spent[name] = time.perf_counter() - begin
                 method.drain()
-                if number:  # the first one makes plans, pools and threads
-                    waited[name].append(spent)
-    for name, seconds in waited.items():
-        print(
-            f"{name:16s} {1e3 * statistics.median(seconds):8.1f} ms", [f"{s:.3f}" for s in seconds]
-        )
+                if number and name in waited:
+                    waited[name].append(held)
+            if number:
+                for name in names:
+                    lost[name].append(spent[name] - spent["none"])
+    for name in names:
+        print(f"{name:16s} waits {told(waited[name])}  loses {told(lost[name])}", flush=True)
     rows = []
-    for mode in modes:
+    for mode in MODES:
         for peer, threshold in (("dcp.save", 10.0), ("dcp.async_save", 3.0)):
+            if mode == "blocking":
+                continue
             ratios = [a / b for a, b in zip(waited[peer], waited[mode], strict=True)]
-            found = bootstrap(ratios)
-            rows.append(
-                Row(
-                    name=f"checkpoint stall: {peer} over {mode}",
-                    value=statistics.median(ratios),
-                    unit="x",
-                    comparison=">=",
-                    threshold=threshold,
-                    note=f"{size / 1e9:.2f} GB of state, saved every {STEPS_BETWEEN} steps, keep 2",
-                    low=found.low,
-                    high=found.high,
-                    samples={peer: waited[peer], mode: waited[mode]},
-                )
-            )
-    return rows
+            note = f"{size / 1e9:.2f} GB of state, saved every {STEPS_BETWEEN} steps"
+            samples = {peer: waited[peer], mode: waited[mode]}
+            name = f"checkpoint stall: {peer} over {mode}"
+            rows.append(row(name, ratios, ">=", threshold, note, samples))
+    table = {
+        name: {"stall_s": statistics.median(waited[name]), "lost_s": statistics.median(lost[name])}
+        for name in names
+    }
+    return rows, {"state_bytes": size, "steps_between": STEPS_BETWEEN, "methods": table}
 
 
-def every(rounds: int = 3, steps: int = 2) -> list[Row]:
+def every(rounds: int, steps: int = 2) -> tuple[list[Row], dict[str, Any]]:
     """Time of steps with a checkpoint after every one, over that of steps without."""
-    names = {m: m for m in SAVE_MODES if m != "blocking"}
-    trained = Trained(tokens=1024)
-    spent: dict[str, list[float]] = {name: [] for name in ("none", *names)}
-    with methods(names) as made:
+    trained = Trained(EVERY_TOKENS)
+    judged = ("none", "snapshot", "lazy")
+    names = (*judged, "blocking", "dcp.async_save")
+    spent: dict[str, list[float]] = {name: [] for name in names}
+    with methods(*names) as made:
         for number in range(rounds + 1):
-            for name in spent:
-                method = made.get(name)
-                trained.before_update = method.before_update if method else (lambda: None)
-                begin = time.perf_counter()
-                for step in range(steps):
+            for name, method in made.items() if number % 2 else reversed(made.items()):
+                if name not in judged and number > TOLD_ROUNDS:
+                    continue
+                trained.before_update = method.before_update
+                # From one save under way to another, as in the middle of a run.
+                for step in range(steps + 1 if number else 1):
+                    if step == 1:
+                        begin = time.perf_counter()
                     trained.step()
-                    if method:
-                        method.save(number * steps + step + 1, trained.tensors())
-                seconds = time.perf_counter() - begin
-                if method:
-                    trained.before_update()
-                    method.drain()
+                    method.save(step + 1, trained.tensors())
                 if number:
-                    spent[name].append(seconds / steps)
+                    spent[name].append((time.perf_counter() - begin) / steps)
+                method.before_update()
+                method.drain()
     for name, seconds in spent.items():
-        print(f"{name:16s} {statistics.median(seconds):8.3f} s", [f"{s:.3f}" for s in seconds])
-    rows = []
-    for mode in names:
-        ratios = [a / b for a, b in zip(spent[mode], spent["none"], strict=True)]
-        found = bootstrap(ratios)
-        rows.append(
-            Row(
-                name=f"a checkpoint every step: {mode} over none",
-                value=statistics.median(ratios),
-                unit="x",
-                comparison="<=",
-                threshold=1.1,
-                note="1.2 GB of state, 1,024 tokens a step",
-                low=found.low,
-                high=found.high,
-                samples={"none": spent["none"], mode: spent[mode]},
-            )
-        )
-    return rows
+        print(f"{name:16s} {told(seconds)}", flush=True)
+    rows, table = [], {}
+    for name in names[1:]:
+        ratios = [a / b for a, b in zip(spent[name], spent["none"], strict=False)]
+        table[name] = {"every_step_x": statistics.median(ratios)}
+        if name in judged:
+            note = f"1.3 GB of state, {EVERY_TOKENS:,} tokens a step"
+            samples = {"none": spent["none"], name: spent[name]}
+            what = f"a checkpoint every step: {name} over none"
+            rows.append(row(what, ratios, "<=", 1.1, note, samples))
+    step_s = statistics.median(spent["none"])
+    return rows, {"tokens": EVERY_TOKENS, "step_s": step_s, "methods": table}
 
 
-PARTS: dict[str, Callable[[], list[Row]]] = {"stall": stall, "every": every}
+def told(seconds: list[float]) -> str:
+    """A median and what it is of."""
+    return f"{statistics.median(seconds):.3f} s [{', '.join(f'{s:.3f}' for s in seconds)}]"
+
+
+def row(
+    name: str,
+    ratios: list[float],
+    comparison: str,
+    threshold: float,
+    note: str,
+    samples: dict[str, list[float]],
+) -> Row:
+    """A median of paired ratios."""
+    found = bootstrap(ratios)
+    return Row(
+        name=name,
+        value=statistics.median(ratios),
+        unit="x",
+        comparison=comparison,
+        threshold=threshold,
+        note=note,
+        low=found.low,
+        high=found.high,
+        samples=samples,
+    )
+
+
+PARTS = {"stall": stall, "every": every}
 
 
 def main() -> None:
     """Measure what is asked for, or all of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--dry", action="store_true")
+    given = parser.parse_args()
     warnings.simplefilter("ignore")
+    if not (given.quick or given.dry):
+        require_quiet()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows: list[Row] = []
-    for name in [w for w in sys.argv[1:] if w in PARTS] or PARTS:
-        rows += PARTS[name]()
+    table: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    for name in given.parts or PARTS:
+        found, part = PARTS[name](1 if given.quick else given.rounds)
+        rows += found
+        table[name] = part
         gc.collect()
     dist.destroy_process_group()
-    for row in rows:
-        print(f"{row.name}: {row.value:.2f} {row.unit} ({'holds' if row.holds else 'misses'})")
-    if "--dry" not in sys.argv:
-        record(rows)
+    if given.quick or given.dry:
+        for one in rows:
+            print(f"{one.name}: {one.value:.2f} {one.unit} ({one.comparison} {one.threshold:g})")
+        return
+    TABLE.parent.mkdir(exist_ok=True)
+    stamp = {"machine": fingerprint(), "versions": versions(), "date": time.strftime("%Y-%m-%d")}
+    write_json(TABLE, table | stamp)
+    record(rows)
 
 
 if __name__ == "__main__":

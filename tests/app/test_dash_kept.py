@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from dash_home import client_of, make_run, settings, step, write_events  # noqa: E402
 
-from shoal.app.dash.kept import checkpoints  # noqa: E402
+from shoal.app.dash.kept import checkpoints, slowest  # noqa: E402
 from shoal.app.dash.runs import Events  # noqa: E402
 from shoal.checkpoint.store import Store  # noqa: E402
 from shoal.cost.score import Score  # noqa: E402
@@ -102,3 +103,19 @@ def test_the_page_of_a_run(root: Path, tmp_path: Path) -> None:
     assert "<h2>Checkpoints</h2>" in page and "not kept" in page and "250 ms" in page
     assert "<title>Memory by tier</title>" in page and "device 3 MiB, disk 8 MiB" in page
     assert "<b>" not in page.split("Memory by tier")[1].split("</figure>")[0]
+
+
+def test_phases_of_every_rank_are_shown_and_the_slowest_is_marked(root: Path) -> None:
+    ranks = [
+        {"plan": 0.001, "copy": 0.25, "write": 1.5},
+        {"plan": 0.002, "copy": 0.125, "write": 1.0},
+    ]
+    write_events(root, {"time": 9.0, "kind": "checkpoint", "step": 30, "ranks_s": ranks}, more=True)
+    newest = saves_of(root)[0]
+    assert newest.ranks_s == tuple(ranks)
+    assert slowest(newest) == {"plan": 1, "copy": 0, "write": 0}
+    home = settings(root.parents[1], runs=(root.parent,))
+    address = re.search(r'href="/runs/([^"/]+)"', client_of(home).get("/runs").text)
+    assert address is not None
+    page = client_of(home).get(f"/runs/{address[1]}").text
+    assert "by rank" in page and page.count("<strong>") >= 3

@@ -340,3 +340,21 @@ def test_a_tensor_larger_than_the_buffer_goes_through_or_is_refused(
         pytest.raises(CheckpointError, match="'w': 200000 bytes do not fit into the host buffer"),
     ):
         saver.save(1, large, META)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "blocking"])
+def test_rank_0_knows_what_every_rank_took(mode: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def work(peers: ThreadPeers) -> list[dict[str, float]]:
+        given = {"w": Piece(torch.ones(500), (1500,), (500 * peers.rank,))}
+        with saving(mode, store, peers) as saver:
+            ticket = saver.save(1, given, META)
+            saver.before_update()
+        ticket.wait(30)
+        return list(ticket.ranks_s)
+
+    first, *others = on_ranks(3, work)
+    assert len(first) == 3 and others == [[], []]
+    assert all(set(phases) == {"plan", "copy", "write"} for phases in first)
+    assert all(min(phases.values()) > 0 for phases in first)

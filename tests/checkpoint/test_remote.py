@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import socket
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -216,3 +220,102 @@ def test_s3_that_fails_mid_upload_is_told_and_the_old_one_stays(
     saver.close()
     assert store.steps() == (1, 3)
     assert torch.equal(store.open(1).tensor("model.w"), tensors(1)["model.w"])
+
+
+class Wire(threading.Thread):
+    """A wire to a server that breaks in the middle of an upload.
+
+    Args:
+        port: of the server.
+
+    Attributes:
+        fault: "", "cut" for connections that end, or "silent" for those on which nothing comes.
+        after: bytes of a connection that still arrive.
+    """
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self.server, self.fault, self.after = port, "", 2**20
+        self.broken = 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self.ends: list[socket.socket] = []
+        self.carriers: list[threading.Thread] = []
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self.listener.accept()
+                server = socket.create_connection(("127.0.0.1", self.server))
+                self.ends += [client, server]
+                for ends, up in (((client, server), True), ((server, client), False)):
+                    carrier = threading.Thread(target=self.carry, args=(*ends, up))
+                    self.carriers.append(carrier)
+                    carrier.start()
+
+    def carry(self, source: socket.socket, target: socket.socket, up: bool) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                passed += len(data)
+                if not (up and self.fault and passed > self.after):
+                    target.sendall(data)
+                    continue
+                self.broken += 1
+                if self.fault == "cut":
+                    break
+        end(source)
+        end(target)
+
+    def stop(self) -> None:
+        end(self.listener)
+        self.join()
+        for one in self.ends:
+            end(one)
+        for carrier in self.carriers:
+            carrier.join()
+        for one in (self.listener, *self.ends):
+            one.close()
+
+
+def end(one: socket.socket) -> None:
+    """End a connection; whoever waits on it wakes up."""
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "mode"), [("cut", "lazy"), ("silent", "blocking")])
+def test_s3_that_stops_mid_upload_is_told_in_bounded_time(
+    fault: str, mode: str, s3: tuple[str, Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, _ = s3
+    host = os.environ["AWS_ENDPOINT_URL"]
+    wire = Wire(int(host.rpartition(":")[2]))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{wire.port}")
+    # Clients are kept by their options, of which the endpoint is none.
+    clients = pytest.importorskip("s3fs").S3FileSystem
+    clients.clear_instance_cache()
+    monkeypatch.setattr(remote, "_PART_BYTES", 5 * 2**20)
+    large = {"model.w": torch.randn(4_000_000)}  # four parts
+    store = Store(f"{address}/{fault}-{mode}-wire")
+    saver = SAVE_MODES.build(mode).build(store, Alone())
+    saver.save(1, large, META).wait(60)
+    wire.fault = fault
+    begin = time.monotonic()
+    try:
+        ticket = saver.save(2, large, META)
+        saver.before_update()
+        with pytest.raises(CheckpointError, match="step 2 cannot be saved"):
+            ticket.wait(60)
+    finally:
+        wire.fault = ""
+    # Some seconds of silence for each of two tries, of two clients on top of each other.
+    assert wire.broken and time.monotonic() - begin < 30
+    saver.save(3, large, META).wait(60)
+    saver.close()
+    assert store.steps() == (1, 3)
+    assert torch.equal(store.open(3).tensor("model.w"), large["model.w"])
+    wire.stop()
+    clients.clear_instance_cache()

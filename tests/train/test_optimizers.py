@@ -1,8 +1,11 @@
+from collections.abc import Collection
+
 import pytest
 import torch
 
 from shoal.core.errors import CheckpointError, ConfigError
 from shoal.core.parts import table
+from shoal.train.optimizers import torch_state
 
 
 def parameters() -> dict[str, torch.Tensor]:
@@ -126,3 +129,28 @@ def test_state_of_another_optimizer_is_refused() -> None:
 def test_bad_options(choice: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         table("optimizer").build(choice)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
+def test_an_update_in_groups_is_the_same_update(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_state, "_PART_BYTES", 100)
+    plain, grouped = parameters(), parameters()
+    one = table("optimizer").build(name).build(plain)
+    other = table("optimizer").build(name).build(grouped)
+    for step in range(3):
+        gradients(plain, step)
+        gradients(grouped, step)
+        before = {key: value.detach().clone() for key, value in grouped.items()}
+        told: list[str] = []
+
+        def ready(names: Collection[str], before: dict[str, torch.Tensor] = before) -> None:
+            assert all(torch.equal(grouped[n], before[n]) for n in names)
+            told.extend(names)  # noqa: B023
+
+        one.step(0.5)
+        other.step(0.5, ready)  # type: ignore[call-arg]
+        assert sorted(told) == sorted(grouped)
+    for key, entries in one.state().items():
+        assert torch.equal(plain[key], grouped[key])
+        for entry, value in entries.items():
+            assert torch.equal(value, other.state()[key][entry])

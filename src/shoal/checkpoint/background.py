@@ -88,7 +88,12 @@ class Background:
         self._abandoned = threading.Event()
 
     def submit(
-        self, ticket: SaveTicket, image: Image, chunks: Iterable[Chunk], meta: Mapping[str, Any]
+        self,
+        ticket: SaveTicket,
+        image: Image,
+        chunks: Iterable[Chunk],
+        meta: Mapping[str, Any],
+        checksums: Mapping[str, int] | None = None,
     ) -> None:
         """Write an image; called by all ranks for the same saves.
 
@@ -97,11 +102,12 @@ class Background:
             image: this rank's file.
             chunks: its bytes; read in a thread of this object.
             meta: plain data, already checked.
+            checksums: see :func:`~shoal.checkpoint.image.write_image`.
         """
         draft = self.store.storage.draft(ticket.step, self._session.attempt())
         self._tickets.append(ticket)
         ticket.bytes = image.size
-        self._writers.submit(self._write, ticket, draft, image, chunks, dict(meta))
+        self._writers.submit(self._write, ticket, draft, image, chunks, dict(meta), checksums)
 
     def finished(self) -> list[SaveTicket]:
         """See :class:`~shoal.checkpoint.protocols.Saver`."""
@@ -129,6 +135,7 @@ class Background:
         image: Image,
         chunks: Iterable[Chunk],
         meta: dict[str, Any],
+        checksums: Mapping[str, int] | None,
     ) -> None:
         failures: list[ShoalError] = []
         rank = self.peers.rank
@@ -136,7 +143,10 @@ class Background:
             with self.store.noting(failures, ticket.step, image.size):
                 self.store.require_room(ticket.step, image.size)
                 draft.prepare()
-                vote = ticket.timed(lambda: write_image(draft, rank, image, chunks), phase="write")
+                vote = ticket.timed(
+                    lambda: write_image(draft, rank, image, chunks, checksums), phase="write"
+                )
+                vote = vote.model_copy(update={"phases_s": ticket.own_phases()})
                 draft.put(vote_name(rank), vote.model_dump_json().encode())
         except Exception as cause:  # a thread has nobody to raise to: the ticket tells
             failures.append(CheckpointError(f"step {ticket.step}: {type(cause).__name__}: {cause}"))
@@ -169,7 +179,7 @@ class Background:
             with self.store.noting(failures, ticket.step):
                 if not failures:
                     ticket.timed(lambda: self._await_votes(draft), phase="votes")
-                    ticket.timed(
+                    ticket.ranks_s = ticket.timed(
                         lambda: self.store.commit(draft, self.peers.world, meta), phase="commit"
                     )
             if failures:

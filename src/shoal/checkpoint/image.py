@@ -118,7 +118,13 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return found
 
 
-def write_image(draft: Draft, rank: int, image: Image, chunks: Iterable[Chunk]) -> RankIndex:
+def write_image(
+    draft: Draft,
+    rank: int,
+    image: Image,
+    chunks: Iterable[Chunk],
+    checksums: Mapping[str, int] | None = None,
+) -> RankIndex:
     """Write the file of one rank, and return when it is durable.
 
     Args:
@@ -126,20 +132,22 @@ def write_image(draft: Draft, rank: int, image: Image, chunks: Iterable[Chunk]) 
         rank: whose file it is.
         image: what it holds.
         chunks: the file from its first byte to its last, without gaps.
+        checksums: key -> CRC32C, there when the last chunk was given; taken of the chunks if not
+            given.
 
     Raises:
         OSError: the file system refuses.
     """
     sink = draft.create(file_name(rank), image.size)
-    checksums = {slot.key: 0 for slot in image.slots}
-    waiting = iter(image.slots)
+    taken = {slot.key: 0 for slot in image.slots}
+    waiting = iter(image.slots if checksums is None else ())
     slot = next(waiting, None)
     try:
         for at, data in chunks:
             end = at + len(data)
             while slot is not None and slot.start < end:
                 low, high = max(slot.start, at), min(slot.stop, end)
-                checksums[slot.key] = crc32c(data[low - at : high - at], checksums[slot.key])
+                taken[slot.key] = crc32c(data[low - at : high - at], taken[slot.key])
                 if slot.stop > end:
                     break
                 slot = next(waiting, None)
@@ -148,4 +156,4 @@ def write_image(draft: Draft, rank: int, image: Image, chunks: Iterable[Chunk]) 
     except BaseException:
         sink.abandon()
         raise
-    return image.index(rank, checksums)
+    return image.index(rank, taken if checksums is None else checksums)

@@ -145,11 +145,13 @@ class RankIndex(Value):
         rank: its number.
         file: its file.
         parts: its pieces.
+        phases_s: phase -> seconds that its share of the save took.
     """
 
     rank: NonNegativeInt
     file: StoredFile
     parts: tuple[Part, ...]
+    phases_s: dict[str, float] = {}
 
 
 class Index(Value):

@@ -33,6 +33,7 @@ class SaveTicket:
         blocked_s: cause -> seconds for which training waited: plan, copy, write, before_update,
             back_pressure.
         phases_s: phase -> seconds in the background: write, commit, retain.
+        ranks_s: on rank 0, of a save that goes on behind: for every rank, phase -> seconds.
         bytes: what this rank wrote.
         fresh_plan: the layout was new.
         error: why it failed, once it has.
@@ -42,6 +43,7 @@ class SaveTicket:
         self.step = step
         self.blocked_s: dict[str, float] = {}
         self.phases_s: dict[str, float] = {}
+        self.ranks_s: tuple[dict[str, float], ...] = ()
         self.bytes = 0
         self.fresh_plan = False
         self.error: ShoalError | None = None
@@ -62,6 +64,15 @@ class SaveTicket:
             return call()
         finally:
             self.phases_s[phase] = self.phases_s.get(phase, 0.0) + time.perf_counter() - begin
+
+    def own_phases(self) -> dict[str, float]:
+        """Seconds of this rank's share so far: plan, copy, write."""
+        blocked, behind = self.blocked_s, self.phases_s
+        return {
+            "plan": blocked.get("plan", 0.0),
+            "copy": blocked.get("copy", 0.0) + behind.get("copy", 0.0),
+            "write": blocked.get("write", 0.0) + behind.get("write", 0.0),
+        }
 
     def blocked(self, cause: str, seconds: float) -> None:
         """Training waited."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.index import StoredPiece, Tensor, read_index
 from shoal.checkpoint.pieces import TORCH_NAMES
+from shoal.checkpoint.readback import unlike
 from shoal.checkpoint.storage import Folder, LocalFolder
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, CorruptError, nearest, require
@@ -131,6 +132,24 @@ class Saved:
         """
         for problem in self.problems():
             raise CorruptError(f"{problem}{self._advice()}")
+
+    def read_back(self) -> None:
+        """Compare every piece with what the disk has now, past copies in memory.
+
+        Raises:
+            CorruptError: a piece that is not what was written, by tensor and file.
+        """
+        if not isinstance(self.path, Path):
+            return self.verify()
+        held: dict[str, list[tuple[int, int, str, StoredPiece]]] = {f: [] for f in self.index.files}
+        for name, entry in self.index.tensors.items():
+            for piece in entry.pieces:
+                place = self._places[piece.file][piece.key or name]
+                held[piece.file].append((place.start, place.stop, name, piece))
+        for file, pieces in held.items():
+            for name, piece in unlike(self.path / file, pieces):
+                raise CorruptError(f"{self._describe(name, piece)}{self._advice()}")
+        return None
 
     def problems(self) -> Iterator[str]:
         """Every piece that is not what was written, by tensor and file."""

@@ -8,6 +8,7 @@ import mmap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from shoal.checkpoint.checksum import copy_crc32c, crc32c
 from shoal.core.errors import CheckpointError
 from shoal.memory.disk import SECTOR
 
@@ -39,7 +40,7 @@ def host_memory(nbytes: int, *, pinned: bool = False) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         block.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(block, dtype=torch.uint8)
-    memory[::SECTOR] = 0
+    ctypes.memset(memory.data_ptr(), 0, size)  # by one thread, which leaves the interpreter alone
     return memory[:size]
 
 
@@ -49,6 +50,9 @@ class Source:
     Args:
         image: what lies where in the file.
         chosen: its pieces by key. They must not change before they are captured.
+
+    Attributes:
+        checksums: key -> CRC32C of what was copied of a piece so far.
     """
 
     def __init__(self, image: Image, chosen: Mapping[str, Chosen]) -> None:
@@ -56,10 +60,11 @@ class Source:
         self._tensors = [chosen[slot.key].piece.tensor.detach() for slot in image.slots]
         self._versions = [_version(tensor) for tensor in self._tensors]
         self._stops = [slot.stop for slot in image.slots]
-        self._flat: tuple[int, Tensor] | None = None
+        self._flat: dict[int, Tensor] = {}
+        self.checksums = {slot.key: 0 for slot in image.slots}
 
     def fill(self, at: int, out: Tensor) -> None:
-        """Copy the bytes of the file from ``at`` on.
+        """Copy the bytes of the file from ``at`` on; those of a piece in their order.
 
         Args:
             at: first byte.
@@ -77,25 +82,45 @@ class Source:
             if slot.start >= end:
                 break
             low, high = max(slot.start, at), min(slot.stop, end)
-            flat = self._bytes(number)
-            part = flat[low - slot.start : high - slot.start]
+            part = self._bytes(number)[low - slot.start : high - slot.start]
+            place = out[low - at : high - at]
+            before = self.checksums[slot.key]
             if part.device.type == "cpu":
                 # Not a copy by torch, which would take threads from those who train.
-                ctypes.memmove(out.data_ptr() + low - at, part.data_ptr(), high - low)
+                after = copy_crc32c(place.numpy(), part.numpy(), before)
             else:
-                out[low - at : high - at].copy_(part)
+                place.copy_(part)
+                after = crc32c(place.numpy(), before)
+            self.checksums[slot.key] = after
             if slot.stop <= end:
+                self._flat.pop(number, None)
                 self._unchanged(number)
             number += 1
+
+    def fetch(self, memory: Tensor) -> None:
+        """Copy the whole file out of a device, and return when it is there.
+
+        Args:
+            memory: uint8, pinned, as long as the file.
+        """
+        import torch
+
+        head = len(self.image.header)
+        ctypes.memmove(memory.data_ptr(), self.image.header, head)
+        with torch.no_grad():
+            for slot, tensor in zip(self.image.slots, self._tensors, strict=True):
+                place = memory[slot.start : slot.stop].view(tensor.dtype).view(tensor.shape)
+                place.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
 
     def _bytes(self, number: int) -> Tensor:
         """A tensor's bytes; one that is not contiguous is made so once."""
         import torch
 
-        if self._flat is None or self._flat[0] != number:
-            flat = self._tensors[number].contiguous().reshape(-1).view(torch.uint8)
-            self._flat = number, flat
-        return self._flat[1]
+        if number not in self._flat:
+            tensor = self._tensors[number].contiguous()
+            self._flat[number] = tensor.reshape(-1).view(torch.uint8)
+        return self._flat[number]
 
     def _unchanged(self, number: int) -> None:
         if _version(self._tensors[number]) != self._versions[number]:

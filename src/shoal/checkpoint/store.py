@@ -273,7 +273,8 @@ class Store:
             )
         self.require_room(draft.step, needed)
         image = image_of(pieces)
-        written = write_image(draft, rank, image, straight(Source(image, pieces)))
+        source = Source(image, pieces)
+        written = write_image(draft, rank, image, straight(source), source.checksums)
         draft.put(vote_name(rank), written.model_dump_json().encode())
         return draft.token()
 
@@ -287,8 +288,13 @@ class Store:
         if free is not None and needed > free:
             raise self._full(step, needed, free)
 
-    def commit(self, draft: Draft, world: int, meta: dict[str, Any]) -> None:
+    def commit(
+        self, draft: Draft, world: int, meta: dict[str, Any]
+    ) -> tuple[dict[str, float], ...]:
         """Make a checkpoint of what every rank has written and reported.
+
+        Returns:
+            For every rank, phase -> seconds as it has reported them.
 
         Raises:
             CheckpointError: a rank has reported nothing, or ranks disagree.
@@ -306,6 +312,7 @@ class Store:
             ranks.append(parse(RankIndex, json.loads(vote), where=f"{self.where}: {name}"))
             draft.drop(name)
         self.storage.commit(draft, merge(draft.step, meta, ranks).encode())
+        return tuple(one.phases_s for one in ranks)
 
     def retain(self, newest: int) -> None:
         """Delete what is beyond ``keep``, after the new one was read back from the disk."""
@@ -314,7 +321,9 @@ class Store:
         if not victims:
             return
         self.storage.forget(newest)
-        self.open(newest, verify=self.storage.reads_back)
+        saved = self.open(newest, verify=False)
+        if self.storage.reads_back:
+            saved.read_back()
         for step in victims:
             self.storage.remove(step)
 

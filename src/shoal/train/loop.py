@@ -25,6 +25,7 @@ from shoal.parallel.actor import prefetch
 from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
 from shoal.parallel.protocols import Held
+from shoal.train.optimizers.torch_state import TorchUpdater
 from shoal.train.peft.job import FineTuned
 from shoal.train.peft.run.mezo import ZerothOrder
 from shoal.train.watch.selfcheck import check_arithmetic
@@ -142,6 +143,9 @@ class Trainer:
         schedule = check_split(job, shape)
         self.engine = Engine(job, schedule, self.tuned or weights, comm, device=device, place=place)
         self.before_update: Callable[[], None] = lambda: None
+        self.before_group: Callable[[Collection[str]], None] | None = None
+        """Called with names as they are saved before these tensors change, where the update is
+        made in groups; without it ``before_update`` comes first."""
         self.handle = None if self.tuned is None else self.tuned.handle
         if self.handle is not None and self.handle.penalty() is not None:
             # What is added to the loss gives gradients after the last backward pass.
@@ -213,9 +217,8 @@ class Trainer:
                 f"step {step}: the loss is {loss}; lower optimizer.lr "
                 f"(now {self.peak_lr:g}) or use precision: fp32"
             )
-        self.before_update()
+        self._update(factor)
         with phase(self.comm, "update"):
-            self.updater.step(factor)
             if self.handle is not None:
                 self.handle.after_update(step, self.total_steps)
         engine.sharded.publish()
@@ -227,6 +230,28 @@ class Trainer:
             seconds=time.perf_counter() - begin,
             stop=stops > 0,
         )
+
+    def _update(self, factor: float) -> None:
+        """Update what this rank owns; what is still being saved is waited for, group by group."""
+        before = self.before_group
+        if before is None or not isinstance(self.updater, TorchUpdater):
+            self.before_update()
+            with phase(self.comm, "update"):
+                self.updater.step(factor)
+            return
+        state = self.updater.state()
+
+        def ready(names: Collection[str]) -> None:
+            changing = []
+            for name in names:
+                saved = self.engine.saved_as(name)
+                kept = state.get(name, {})
+                changing += [f"model.{saved}", *(f"optimizer.{saved}.{key}" for key in kept)]
+            before(changing)
+
+        with phase(self.comm, "update"):
+            self.updater.step(factor, ready)
+        self.before_update()  # publishing changes what is not owned here
 
     def _look_at(self, step: int) -> None:
         """Gradients of a batch, which nobody steps by."""
@@ -353,6 +378,7 @@ def held_by(engine: Engine, updater: Updater) -> dict[str, list[Piece]]:
 def _held(
     engine: Engine, updater: Updater, wanted: Callable[[str], bool]
 ) -> dict[str, list[Piece]]:
+    """By name; what an update changes together lies together, in the order of the weights."""
     found: dict[str, list[Piece]] = {}
     for name, boxes in engine.held().items():
         if wanted(name):
@@ -365,7 +391,15 @@ def _held(
             boxes = [Held(value, (), ())] if whole else engine.boxes({name: value})[name]
             saved = f"optimizer.{engine.saved_as(name)}.{key}"
             found[saved] = _pieces(boxes) if whole else found.get(saved, []) + _pieces(boxes)
-    return found
+    order = {name: number for number, name in enumerate(engine.held())}
+    return dict(sorted(found.items(), key=lambda item: order.get(_weight_of(item[0]), len(order))))
+
+
+def _weight_of(saved: str) -> str:
+    """The weight that a saved tensor is, or is the state of."""
+    if saved.startswith("model."):
+        return saved.removeprefix("model.")
+    return saved.removeprefix("optimizer.").rpartition(".")[0]
 
 
 @torch.no_grad()

@@ -187,7 +187,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
             )
             # After an error nothing more is committed; after a good end nothing is under way.
             undo.callback(saver.close, abandon=True)
-            trainer.before_update = saver.before_update
+            trainer.before_update = trainer.before_group = saver.before_update
             memory = None
             if job.checkpoint.memory is not None:
                 memory = undo.enter_context(contextlib.closing(snapshots_of(trainer)))
@@ -381,7 +381,11 @@ def _tell_saves(rank: _Rank) -> None:
             blocked_s=ticket.blocked_s,
             phases_s=ticket.phases_s,
             bytes=ticket.bytes,
+            ranks_s=list(ticket.ranks_s),
         )
+        for number, phases in enumerate(ticket.ranks_s):
+            for name, seconds in phases.items():
+                rank.meter.gauge("checkpoint_phase_s", seconds, rank=str(number), phase=name)
 
 
 def _end_saves(rank: _Rank) -> None:
@@ -510,7 +514,7 @@ def _replan(rank: _Rank, replanner: Replanner, step: int, seconds: float) -> Non
     begin = time.perf_counter()
     rank.saver.before_update()
     rank.trainer, sent = switch(rank.trainer, change.job, rank.tokens, rank.comm)
-    rank.trainer.before_update = rank.saver.before_update
+    rank.trainer.before_update = rank.trainer.before_group = rank.saver.before_update
     rank.undo.enter_context(contextlib.closing(rank.trainer))
     replanner.changed(change.job)
     if rank.chief:

@@ -15,10 +15,12 @@ from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, ShoalError
 from shoal.core.svg import Chart, Series
 
-__all__ = ["Save", "checkpoints", "memory_by_tier"]
+__all__ = ["Save", "checkpoints", "memory_by_tier", "slowest"]
 
 # Newest saves that a page lists.
 MOST = 50
+# Ranks of which a page tells.
+MOST_RANKS = 1024
 _MIB = 2**20
 
 
@@ -34,6 +36,7 @@ class Save:
         state: complete, damaged, failed, or not kept.
         told: what is wrong.
         mode: how it was saved, as the event says.
+        ranks_s: for every rank, phase -> seconds of its share.
     """
 
     step: int
@@ -43,6 +46,18 @@ class Save:
     state: str = "not kept"
     told: str = ""
     mode: str = ""
+    ranks_s: tuple[dict[str, float], ...] = ()
+
+
+def slowest(save: Save) -> dict[str, int]:
+    """Phase -> the rank that it took longest; nothing for a rank alone."""
+    if len(save.ranks_s) < 2:
+        return {}
+    phases = save.ranks_s[0]
+    return {
+        name: max(range(len(save.ranks_s)), key=lambda rank: save.ranks_s[rank].get(name, 0.0))
+        for name in phases
+    }
 
 
 def checkpoints(root: Path | None, events: Events) -> list[Save]:
@@ -64,13 +79,16 @@ def checkpoints(root: Path | None, events: Events) -> list[Save]:
         event = stalls.get(step, {})
         stall = _stall(event)
         mode = str(event.get("mode", ""))[:40]
+        ranks = _ranks(event)
         if step not in folders:
             failed = event.get("kind") == "checkpoint_failed"
             told = str(event.get("message", ""))[:500] if failed else ""
-            found.append(Save(step, stall, None, 0, "failed" if failed else "not kept", told, mode))
+            found.append(
+                Save(step, stall, None, 0, "failed" if failed else "not kept", told, mode, ranks)
+            )
             continue
         state, told, nbytes, files = _looked_at(folders[step], _stamp(folders[step]))
-        found.append(Save(step, stall, nbytes, files, state, told, mode))
+        found.append(Save(step, stall, nbytes, files, state, told, mode, ranks))
     return found
 
 
@@ -80,6 +98,16 @@ def _stall(event: dict[str, Any]) -> float | None:
     causes = blocked.values() if isinstance(blocked, dict) else [event.get("seconds")]
     total = math.fsum(map(number, causes))
     return total if math.isfinite(total) else None
+
+
+def _ranks(event: dict[str, Any]) -> tuple[dict[str, float], ...]:
+    """Seconds of every rank by phase, as far as the event tells them."""
+    told = event.get("ranks_s")
+    if not isinstance(told, list) or not all(isinstance(one, dict) for one in told):
+        return ()
+    return tuple(
+        {str(name)[:20]: number(value) for name, value in one.items()} for one in told[:MOST_RANKS]
+    )
 
 
 def _stamp(folder: Path) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode
 
 from shoal.app.dash import charts
-from shoal.app.dash.kept import checkpoints
+from shoal.app.dash.kept import checkpoints, slowest
 from shoal.app.dash.runs import FILES, Events, Found, Runs, number, open_inside
 from shoal.app.dash.watch import WINDOW_S, Watch
 from shoal.claims.catalogue import catalogue
@@ -217,7 +217,8 @@ def run(runs: Runs, found: Found) -> dict[str, Any]:
         "start": events.start,
         "resumed": max(0, events.starts - 1),
         "charts": charts.of_run(events, plan_.value),
-        "saves": checkpoints(entry.path, events),
+        "saves": (saves := checkpoints(entry.path, events)),
+        "slowest": slowest(saves[0]) if saves else {},
         "plan": plan_.value,
         "compared": [] if report.value is None else _compared(_so_far(report.value, found.live)),
         "troubles": _troubles(found, events, plan_.error or report.error),

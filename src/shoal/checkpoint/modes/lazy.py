@@ -85,12 +85,15 @@ class Ring:
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.chunks = max(_LEAST_CHUNKS, -(-nbytes // CHUNK_BYTES))
-        self._memory = host_memory(self.chunks * CHUNK_BYTES, pinned=pinned)
+        self._pinned = pinned
+        self._memory: Tensor | None = None
         self._free = threading.Semaphore(self.chunks)
         self._next = 0
 
     def take(self) -> Tensor:
-        """The next chunk, when it is free."""
+        """The next chunk, when it is free; the first call makes them all, behind training."""
+        if self._memory is None:
+            self._memory = host_memory(self.chunks * CHUNK_BYTES, pinned=self._pinned)
         self._free.acquire()
         first = self._next * CHUNK_BYTES
         self._next = (self._next + 1) % self.chunks
@@ -108,9 +111,12 @@ class Capture:
         source: what is copied.
         ring: where to.
         ticket: of the save.
+        given: names of all tensors; those that another rank writes may change at any time.
     """
 
-    def __init__(self, source: Source, ring: Ring, ticket: SaveTicket) -> None:
+    def __init__(
+        self, source: Source, ring: Ring, ticket: SaveTicket, given: Collection[str] = ()
+    ) -> None:
         self.source = source
         self.ring = ring
         self.ticket = ticket
@@ -119,9 +125,10 @@ class Capture:
         self._moved = threading.Condition()
         self._dropped = self._lent = self._ended = False
         slots = source.image.slots
-        self._ends: dict[str, int] = {}
+        self._ends = dict.fromkeys(given, 0)
         for slot in slots:
             self._ends[slot.name] = max(slot.stop, self._ends.get(slot.name, 0))
+        self._size = source.image.size
 
     def copy(self) -> None:
         """Copy everything; runs in the copier's thread."""
@@ -156,9 +163,9 @@ class Capture:
     def wait(self, names: Collection[str] | None) -> None:
         """Return when these tensors, or all, are copied or given up."""
         if names is None:
-            end = self.source.image.size
-        else:
-            end = max((self._ends.get(name, 0) for name in names), default=0)
+            end = self._size
+        else:  # one that nobody has heard of may be anything
+            end = max((self._ends.get(name, self._size) for name in names), default=0)
         if self._captured >= end:
             return
         begin, reserved = time.perf_counter(), self._reserved()
@@ -237,10 +244,10 @@ class LazySaver:
         ring = self._ring_for(planned.image)
         source = Source(planned.image, planned.chosen(pieces))
         ticket.blocked("plan", time.perf_counter() - begin)
-        capture = Capture(source, ring, ticket)
+        capture = Capture(source, ring, ticket, pieces)
         self._captures = [c for c in self._captures if not c.ticket.done()]
         self._captures.append(capture)
-        self._background.submit(ticket, planned.image, capture, plain)
+        self._background.submit(ticket, planned.image, capture, plain, source.checksums)
         self._work.put(capture.copy)
         return ticket
 

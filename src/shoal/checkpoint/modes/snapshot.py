@@ -9,16 +9,19 @@ Source: Wan et al., ByteCheckpoint, 2024, section 4.2 (ping-pong pinned memory p
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.background import Background
 from shoal.checkpoint.modes.cost import estimate, saved_bytes, seconds_of
 from shoal.checkpoint.plan import Planner
 from shoal.checkpoint.protocols import SaveTicket
-from shoal.checkpoint.source import CHUNK_BYTES, host_memory
+from shoal.checkpoint.source import CHUNK_BYTES, Source, host_memory
 from shoal.checkpoint.store import plain_meta
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -28,11 +31,14 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.image import Chunk, Image
     from shoal.checkpoint.peers import Peers
-    from shoal.checkpoint.pieces import Chosen, Given
+    from shoal.checkpoint.pieces import Given
     from shoal.checkpoint.store import Store
     from shoal.ir import Estimate, Machine, Work
 
 __all__ = ["Snapshot"]
+
+# Training waits, so its cores are free; more than a few do not make memory any faster.
+_THREADS = min(4, os.cpu_count() or 1)
 
 
 @part
@@ -78,22 +84,31 @@ class _Pool:
             self._memory = host_memory(nbytes, pinned=self._pinned)
         return self._memory
 
-    def fill(self, image: Image, chosen: Mapping[str, Chosen]) -> Pooled:
-        """Copy the pieces to where they lie in the file."""
-        import torch
-
-        memory = self.reserve(image.size)
+    def fill(self, source: Source, threads: ThreadPoolExecutor) -> Pooled:
+        """Copy the pieces to where they lie in the file; runs of them in several threads."""
+        memory = self.reserve(source.image.size)[: source.image.size]
         self.free.clear()
-        head = len(image.header)
-        memory[:head] = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)
-        with torch.no_grad():
-            for slot in image.slots:
-                tensor = chosen[slot.key].piece.tensor.detach()
-                place = memory[slot.start : slot.stop].view(tensor.dtype).view(tensor.shape)
-                place.copy_(tensor, non_blocking=self._pinned)
-            if self._pinned:
-                torch.cuda.current_stream().synchronize()
-        return Pooled(self, memory[: image.size])
+        if self._pinned:
+            source.fetch(memory)
+            return Pooled(self, memory, None)
+        runs = _runs(source.image, _THREADS)
+        try:
+            list(threads.map(lambda run: source.fill(run[0], memory[run[0] : run[1]]), runs))
+        except BaseException:
+            self.free.set()
+            raise
+        return Pooled(self, memory, source.checksums)
+
+
+def _runs(image: Image, count: int) -> list[tuple[int, int]]:
+    """Parts of the file of about equal size that cut no piece."""
+    cuts = [0]
+    for number in range(1, count):
+        ideal = number * image.size // count
+        starts = (slot.start for slot in image.slots)
+        nearest = min(starts, key=lambda at: abs(at - ideal), default=0)
+        cuts.append(max(cuts[-1], nearest))
+    return [(a, b) for a, b in itertools.pairwise([*cuts, image.size]) if b > a]
 
 
 class Pooled:
@@ -102,11 +117,13 @@ class Pooled:
     Args:
         pool: whose they are.
         memory: they.
+        checksums: of its pieces, if they were taken.
     """
 
-    def __init__(self, pool: _Pool, memory: Tensor) -> None:
+    def __init__(self, pool: _Pool, memory: Tensor, checksums: Mapping[str, int] | None) -> None:
         self._pool = pool
         self._memory = memory
+        self.checksums = checksums
 
     def __iter__(self) -> Iterator[Chunk]:
         data = self._memory.numpy()
@@ -131,6 +148,7 @@ class SnapshotSaver:
     def __init__(self, store: Store, peers: Peers, pools: int, *, pinned: bool) -> None:
         self._background = Background(store, peers)
         self._planner = Planner(peers)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-copy")
         self._pools = [_Pool(pinned=pinned) for _ in range(pools)]
         self._turn = 0
 
@@ -153,9 +171,9 @@ class SnapshotSaver:
             for other in self._pools:  # made now, and not when training is under way
                 if other.free.is_set():
                     other.reserve(planned.image.size)
-        pooled = pool.fill(planned.image, chosen)
+        pooled = pool.fill(Source(planned.image, chosen), self._threads)
         ticket.blocked("copy", time.perf_counter() - free_at)
-        self._background.submit(ticket, planned.image, pooled, plain)
+        self._background.submit(ticket, planned.image, pooled, plain, pooled.checksums)
         return ticket
 
     def before_update(self, names: Collection[str] | None = None) -> None:
@@ -168,3 +186,4 @@ class SnapshotSaver:
     def close(self, *, abandon: bool = False) -> None:
         """See :class:`~shoal.checkpoint.protocols.Saver`."""
         self._background.close(abandon=abandon)
+        self._threads.shutdown()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import CheckpointError
@@ -18,6 +18,23 @@ def local(tensor: Any) -> Tensor:
     """The local part of a DTensor, or the tensor itself."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
+
+
+# Long enough for the kernel that updates it, short enough to begin while others are copied.
+_PART_BYTES = 2**25
+
+
+def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The groups in parts of some parameters each, in their order."""
+    for group in groups:
+        part: list[Tensor] = []
+        for parameter in group["params"]:
+            part.append(parameter)
+            if sum(local(p).nbytes for p in part) >= _PART_BYTES:
+                yield {**group, "params": part}
+                part = []
+        if part:
+            yield {**group, "params": part}
 
 
 class TorchUpdater:
@@ -36,12 +53,28 @@ class TorchUpdater:
         self._names = dict(names)
         self._peak = [[group["lr"] for group in o.param_groups] for o in self._optimizers]
 
-    def step(self, factor: float) -> None:
-        """Update every parameter from its gradient."""
+    def step(self, factor: float, ready: Callable[[Collection[str]], None] | None = None) -> None:
+        """Update every parameter from its gradient.
+
+        Args:
+            factor: scales the learning rate.
+            ready: called with names of parameters before those and their state change; one
+                call for all of an update that is not made in groups.
+        """
         for optimizer, peaks in zip(self._optimizers, self._peak, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
-            optimizer.step()
+            if ready is None:
+                optimizer.step()
+                continue
+            whole = optimizer.param_groups
+            try:
+                for part in _parts(whole):
+                    ready([self._names[p] for p in part["params"]])
+                    optimizer.param_groups = [part]
+                    optimizer.step()
+            finally:
+                optimizer.param_groups = whole
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Parameter name -> state name -> local tensor."""

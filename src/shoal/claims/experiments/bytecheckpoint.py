@@ -1,0 +1,203 @@
+"""[102] ByteCheckpoint: how long does a save hold ranks up, and who writes and reads what?
+
+Four real processes hold the same 600 MB of weights and moments, as data-parallel ranks do. In
+turns they save with mode ``snapshot``, whose ranks write disjoint shares behind training, and with
+``torch.distributed.checkpoint.save``; both flush their files. What is saved is removed again.
+
+- ``stall_avoided``: of the time for which DCP holds the ranks up, the share that is not there; 10
+  times shorter is 0.9.
+- ``whole_save``: until the checkpoint is durable, on all ranks.
+- ``balance``: bytes of the rank that writes most, over those of the one that writes least.
+- ``planning_avoided``: of the time of a first plan, the share that the next one does without; a
+  fifth of the time is 0.8.
+
+The baseline saves with DCP in place of the mode, writes replicas on the first rank, and plans every
+time anew.
+
+Source: Wan et al., ByteCheckpoint: A Unified Checkpointing System for Large Foundation Model
+Development, 2024.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+__all__ = ["ByteCheckpointClaim"]
+
+_RANKS = "shoal.claims.experiments.bytecheckpoint_ranks"
+_WORLD = 4
+_DCP = "torch.distributed.checkpoint.save"
+
+
+LOADING: tuple[Metric, ...] = (
+    Metric.counted(
+        "read_bytes",
+        "within",
+        1.0,
+        "every replica reads all that it wants",
+        statistic="max",
+        upper=1.1,
+        unit="x",
+        evidence="mechanism",
+    ),
+)
+"""Of loading: bytes that four replicas read together, over those that are stored."""
+
+
+@part
+class ByteCheckpointClaim:
+    """Stall, time, balance and planning of saves by four ranks.
+
+    Args:
+        samples: of each way to save.
+        saves: of which a sample is the sum.
+        width: of the model; 1024 gives 600 MB of state.
+    """
+
+    samples: int = 12
+    saves: int = 2
+    width: int = 1024
+
+    rows: ClassVar[tuple[int, ...]] = (102,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="stall_avoided",
+            unit="1",
+            statistic="value",
+            comparison=">=",
+            threshold=0.9,
+            baseline=_DCP,
+            evidence="mechanism",
+            timing=True,
+            paper="stalls 54 times shorter on average",
+        ),
+        Metric.speedup(
+            "whole_save",
+            1.5,
+            _DCP,
+            evidence="mechanism",
+            paper="saving up to 9.96 times faster than DCP and MCP",
+        ),
+        Metric.counted(
+            "balance",
+            "<=",
+            1.2,
+            "replicas are written by the first rank",
+            statistic="max",
+            unit="x",
+        ),
+        Metric(
+            name="planning_avoided",
+            unit="1",
+            statistic="value",
+            comparison=">=",
+            threshold=0.8,
+            baseline="every save is planned anew",
+            evidence="mechanism",
+            timing=True,
+        ),
+        *LOADING,
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "saves"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.bytecheckpoint.{name}", value, expected="1 or more")
+        require(
+            64 <= self.width <= 4096 and self.width % 64 == 0,
+            "claim.bytecheckpoint.width",
+            self.width,
+            expected="a multiple of 64 up to 4096",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """Four processes of torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        loaded, skipped = self._load(context, quick=quick, as_baseline=as_baseline)
+        metrics = {"balance": self._balance(as_baseline), **loaded}
+        if quick:
+            return Samples(metrics=metrics, skipped=skipped)
+        context.progress("saving in turns", 0.1)
+        times = self._times(context, as_baseline)
+        pairs = list(zip(times["ours"], times["theirs"], strict=True))
+        plans = list(zip(times["fresh"], times["known"], strict=True))
+        metrics |= {
+            "stall_avoided": Paired(method=tuple(1 - one[0] / other[0] for one, other in pairs)),
+            "whole_save": Paired(
+                method=tuple(ours[1] for ours, _ in pairs),
+                baseline=tuple(theirs[1] for _, theirs in pairs),
+            ),
+            "planning_avoided": Paired(method=tuple(1 - known / fresh for fresh, known in plans)),
+        }
+        details: dict[str, JsonValue] = {
+            "seconds": {name: times[name] for name in ("ours", "theirs", "fresh", "known")},
+            "bytes_of_ranks": times["bytes"],
+        }
+        return Samples(metrics=metrics, details=details, skipped=skipped)
+
+    def _load(
+        self, context: Context, *, quick: bool, as_baseline: bool
+    ) -> tuple[dict[str, Paired], dict[str, str]]:
+        """Samples of :data:`LOADING`, and why those that are missing are."""
+        return {}, {metric.name: "saving alone is measured here" for metric in LOADING}
+
+    def _balance(self, as_baseline: bool) -> Paired:
+        """Planned for models of several shapes, whose tensors divide as badly as they like."""
+        from shoal.claims.experiments.bytecheckpoint_ranks import shares, state
+
+        ratios = []
+        for width, layers in ((64, 1), (64, 3), (128, 2)):
+            found = shares(state(_config(width, layers)), _WORLD, balanced=not as_baseline)
+            ratios.append(max(found) / max(1, min(found)))
+        return Paired(method=tuple(ratios))
+
+    def _times(self, context: Context, as_baseline: bool) -> dict[str, Any]:
+        """Of every save the slowest rank's; bytes of every rank."""
+        from shoal.parallel.processes import run_processes
+
+        root = context.work_dir / ("baseline" if as_baseline else "saves")
+        given = {
+            "config": _config(self.width, 3),
+            "root": str(root),
+            "samples": min(self.samples, 3) if as_baseline else self.samples,
+            "saves": 1 if as_baseline else self.saves,
+            "mode": "dcp" if as_baseline else "snapshot",
+        }
+        ranks = run_processes(f"{_RANKS}:time_saves", _WORLD, given, timeout_s=500.0)
+        found: dict[str, Any] = {"bytes": [rank["bytes"] for rank in ranks]}
+        for name in ("ours", "theirs"):
+            found[name] = [
+                [max(seconds) for seconds in zip(*sample, strict=True)]
+                for sample in zip(*(rank[name] for rank in ranks), strict=True)
+            ]
+        for name in ("fresh", "known"):
+            found[name] = [max(all_) for all_ in zip(*(rank[name] for rank in ranks), strict=True)]
+        return found
+
+
+def _config(width: int, layers: int) -> dict[str, Any]:
+    """A model that is wide for its depth."""
+    return {
+        "family": "llama",
+        "vocab_size": 6 * width,
+        "hidden": width,
+        "num_layers": layers,
+        "num_heads": width // 64,
+        "num_kv_heads": width // 64,
+        "head_dim": 64,
+        "ffn_hidden": width * 8 // 3,
+        "max_position": 128,
+    }

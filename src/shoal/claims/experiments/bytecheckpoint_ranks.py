@@ -1,0 +1,177 @@
+"""What the ranks of claim [102] ByteCheckpoint do: save, wait, plan."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from shoal.checkpoint import SAVE_MODES
+from shoal.checkpoint.peers import Alone, CommPeers
+from shoal.checkpoint.plan import Planner
+from shoal.checkpoint.store import MODEL, OPTIMIZER, Store
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.checkpoint.peers import Peers
+    from shoal.checkpoint.protocols import Saver
+    from shoal.parallel.protocols import Comm
+
+__all__ = ["shares", "state", "time_saves"]
+
+
+def state(config: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights of a fresh model and two moments of each, the same on every rank."""
+    from shoal.model.config import ModelConfig
+    from shoal.train import zoo
+
+    found: dict[str, Tensor] = {}
+    for name, parameter in zoo.random(ModelConfig.model_validate(config)).named_parameters():
+        weight = parameter.detach()
+        found[MODEL + name] = weight
+        found[f"{OPTIMIZER}{name}.exp_avg"] = weight * 0.1
+        found[f"{OPTIMIZER}{name}.exp_avg_sq"] = weight * weight
+        found[f"{OPTIMIZER}{name}.step"] = torch.tensor(1.0)
+    return found
+
+
+class Ours:
+    """A mode of ours.
+
+    Args:
+        comm: all ranks.
+        place: where.
+        mode: its name.
+    """
+
+    def __init__(self, comm: Comm, place: Path, mode: str) -> None:
+        self.place = place
+        # All are kept, and removed by who measures: reading back is no part of a save.
+        store = Store(place, keep=1_000_000)
+        saver: Saver = SAVE_MODES.build(mode).build(store, CommPeers(comm))
+        self.saver = saver
+        self.bytes = 0
+
+    def save(self, step: int, held: dict[str, Tensor]) -> tuple[float, float]:
+        """Seconds for which the caller waits, and until the checkpoint is there."""
+        begin = time.perf_counter()
+        ticket = self.saver.save(step, held, {})
+        self.saver.before_update()
+        blocked = time.perf_counter() - begin
+        ticket.wait()
+        self.bytes = ticket.bytes
+        self.saver.finished()
+        return blocked, time.perf_counter() - begin
+
+
+class Dcp:
+    """``torch.distributed.checkpoint.save``, which flushes its files as well.
+
+    Args:
+        place: where.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def save(self, step: int, held: dict[str, Tensor]) -> tuple[float, float]:
+        """See :class:`Ours`."""
+        begin = time.perf_counter()
+        save(dict(held), checkpoint_id=str(self.place / str(step)))
+        seconds = time.perf_counter() - begin
+        return seconds, seconds
+
+
+def time_saves(
+    comm: Comm, *, config: dict[str, Any], root: str, samples: int, saves: int, mode: str
+) -> dict[str, Any]:
+    """Seconds of saves by a mode of ours and by DCP, in turns, and of plans.
+
+    Args:
+        comm: all ranks, each of which holds the whole state.
+        config: the model.
+        root: where saves are written and removed.
+        samples: of each.
+        saves: of which a sample is the sum.
+        mode: of ours; ``dcp`` for DCP in its stead.
+
+    Returns:
+        This rank's seconds ``blocked`` and ``whole`` by who saved, ``plan`` of a new layout and
+        of one that is known, and the ``bytes`` that it wrote.
+    """
+    held = state(config)
+    folder = Path(root)
+    theirs = Dcp(folder / "theirs")
+    ours = Dcp(folder / "ours") if mode == "dcp" else Ours(comm, folder / "ours", mode)
+    found: dict[str, Any] = {"ours": [], "theirs": [], "fresh": [], "known": []}
+    step = 0
+    for sample in range(samples + 1):  # the first makes memory, threads and plans
+        order = (("ours", ours), ("theirs", theirs))
+        for name, method in order[:: -1 if sample % 2 else 1]:
+            total = [0.0, 0.0]
+            for _ in range(saves if sample else 1):
+                step += 1
+                comm.barrier()
+                begin = time.perf_counter()
+                blocked, _ = method.save(step, held)
+                comm.barrier()
+                total[0] += blocked
+                total[1] += time.perf_counter() - begin
+                if comm.rank == 0:
+                    for path in method.place.iterdir():
+                        shutil.rmtree(path)
+                comm.barrier()
+            if sample:
+                found[name].append(total)
+        if sample:
+            fresh, known = _plans(CommPeers(comm), held, 3 * saves, cached=mode != "dcp")
+            found["fresh"].append(fresh)
+            found["known"].append(known)
+    found["bytes"] = ours.bytes if isinstance(ours, Ours) else 0
+    if isinstance(ours, Ours):
+        ours.saver.close()
+    return found
+
+
+def _plans(
+    peers: Peers, held: dict[str, Tensor], times: int, *, cached: bool
+) -> tuple[float, float]:
+    """Seconds of planning a layout that is new, and the same layout again."""
+    fresh = known = 0.0
+    for _ in range(times):
+        planner = Planner(peers)
+        begin = time.perf_counter()
+        planner.plan(held)
+        between = time.perf_counter()
+        (planner if cached else Planner(peers)).plan(held)
+        fresh += between - begin
+        known += time.perf_counter() - between
+    return fresh, known
+
+
+def shares(held: dict[str, Tensor], world: int, *, balanced: bool) -> list[int]:
+    """Bytes that each of some ranks with the same tensors writes.
+
+    Args:
+        held: what all hold.
+        world: how many there are.
+        balanced: by plan; else the first rank writes what all hold.
+    """
+    if not balanced:
+        return [sum(t.nbytes for t in held.values())] + [0] * (world - 1)
+
+    class Same(Alone):
+        """The first of ranks that all say the same."""
+
+        def __init__(self) -> None:
+            self.world = world
+
+        def gather(self, data: bytes) -> list[bytes]:
+            return [data] * world
+
+    return list(Planner(Same()).plan(held).bytes_of_ranks)

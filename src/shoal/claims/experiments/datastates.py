@@ -1,0 +1,189 @@
+"""[36] DataStates-LLM: what does a save at every step cost, if the copy is made during the next?
+
+A process trains with one thread of two cores, because whoever copies needs a core of its own, and
+saves 600 MB after every step to a disk that takes 300 MB/s: the real disk, with waits added. In
+turns it saves with ``torch.save``, which blocks; with mode ``snapshot``, which copies everything
+first and writes behind, as ``async_save`` of torch.distributed.checkpoint does; and with mode
+``lazy``, which copies during forward and backward of the next step.
+
+- ``blocking_avoided``: of the time for which ``torch.save`` holds a step up, the share that is not
+  there in mode ``lazy``; 10 times shorter is 0.9.
+- ``two_phase_avoided``: the same of mode ``snapshot``; half the time is 0.5.
+- ``end_to_end``: time of a step with its save, over that of one with ``torch.save``.
+- ``wrong_versions``: checkpoints that are not the state of their step bit for bit, on a disk far
+  slower than the steps are.
+
+The baseline saves with ``torch.save`` in place of mode ``lazy``; and it updates without waiting.
+
+Source: Maurya et al., DataStates-LLM: Lazy Asynchronous Checkpointing for Large Language Models,
+2024.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+__all__ = ["DataStatesClaim"]
+
+_RANK = "shoal.claims.experiments.datastates_rank"
+_BLOCKING, _TWO_PHASE, _LAZY = "torch.save", "snapshot", "lazy"
+_DISK_BYTES_PER_S = 300e6
+
+
+@part
+class DataStatesClaim:
+    """Twelve steps in each of three modes, and what was saved.
+
+    Args:
+        rounds: turns of each mode.
+        steps: of a turn.
+        width: of the model; 1024 gives 600 MB of state.
+        tokens: of a step; enough that the disk keeps up.
+    """
+
+    rounds: int = 3
+    steps: int = 4
+    width: int = 1024
+    tokens: int = 1024
+
+    rows: ClassVar[tuple[int, ...]] = (36,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="blocking_avoided",
+            unit="1",
+            statistic="value",
+            comparison=">=",
+            threshold=0.9,
+            baseline=_BLOCKING,
+            evidence="mechanism",
+            timing=True,
+            paper="checkpoint throughput up to 48 times higher",
+        ),
+        Metric(
+            name="two_phase_avoided",
+            unit="1",
+            statistic="value",
+            comparison=">=",
+            threshold=0.5,
+            baseline="a copy of everything first, written behind",
+            evidence="mechanism",
+            timing=True,
+            peer="torch.distributed.checkpoint.async_save",
+        ),
+        Metric(
+            name="end_to_end",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.7,
+            baseline=_BLOCKING,
+            evidence="mechanism",
+            timing=True,
+            paper="training 2.2 times faster at high frequency",
+        ),
+        Metric.counted("wrong_versions", "<=", 0.0, "updates that wait for nothing"),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "steps", "tokens"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.datastates.{name}", value, expected="1 or more")
+        require(
+            64 <= self.width <= 4096 and self.width % 64 == 0,
+            "claim.datastates.width",
+            self.width,
+            expected="a multiple of 64 up to 4096",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """A process of torch, and a core for who copies."""
+        from shoal.core.measure import num_cores
+
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        if num_cores() < 2:
+            return "one core: nobody is free to copy while it computes"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        metrics = {"wrong_versions": self._versions(context, as_baseline)}
+        if quick:
+            return Samples(metrics=metrics)
+        context.progress("saving after every step, in turns", 0.1)
+        found = self._times(context, as_baseline)
+        lazy = found[_BLOCKING if as_baseline else _LAZY]
+        blocking, two_phase = found[_BLOCKING], found[_TWO_PHASE]
+
+        def avoided(other: dict[str, list[float]]) -> Paired:
+            pairs = zip(lazy["blocked"], other["blocked"], strict=True)
+            return Paired(method=tuple(1 - mine / theirs for mine, theirs in pairs))
+
+        metrics |= {
+            "blocking_avoided": avoided(blocking),
+            "two_phase_avoided": avoided(two_phase),
+            "end_to_end": Paired(method=tuple(lazy["step"]), baseline=tuple(blocking["step"])),
+        }
+        held_up = two_phase["blocked"][: len(found["peer"])]
+        peers = {
+            "two_phase_avoided": Paired(
+                method=tuple(1 / seconds for seconds in held_up),
+                baseline=tuple(1 / seconds for seconds in found["peer"]),
+            )
+        }
+        details: dict[str, JsonValue] = {"seconds": found}
+        return Samples(metrics=metrics, peers=peers, details=details)
+
+    def _times(self, context: Context, as_baseline: bool) -> dict[str, Any]:
+        from shoal.parallel.processes import run_processes
+
+        modes = [_BLOCKING, _TWO_PHASE] + ([] if as_baseline else [_LAZY])
+        given = {
+            "config": _config(self.width, 3),
+            "tokens": self.tokens,
+            "root": str(context.work_dir / ("baseline" if as_baseline else "saves")),
+            "rounds": 1 if as_baseline else self.rounds,
+            "steps": min(self.steps, 2) if as_baseline else self.steps,
+            "bytes_per_s": _DISK_BYTES_PER_S,
+            "modes": modes,
+            "peer": True,
+        }
+        found: dict[str, Any] = run_processes(
+            f"{_RANK}:time_modes", 1, given, threads=1, timeout_s=500.0
+        )[0]
+        return found
+
+    def _versions(self, context: Context, as_baseline: bool) -> Paired:
+        from shoal.claims.experiments.datastates_rank import wrong_versions
+
+        wrong = wrong_versions(
+            config=_config(128, 2),
+            root=context.work_dir / f"versions-{as_baseline}",
+            steps=8,
+            bytes_per_s=30e6,
+            guarded=not as_baseline,
+        )
+        return Paired(method=(float(wrong),))
+
+
+def _config(width: int, layers: int) -> dict[str, Any]:
+    """A model that is wide for its depth."""
+    return {
+        "family": "llama",
+        "vocab_size": 6 * width,
+        "hidden": width,
+        "num_layers": layers,
+        "num_heads": width // 64,
+        "num_kv_heads": width // 64,
+        "head_dim": 64,
+        "ffn_hidden": width * 8 // 3,
+        "max_position": 128,
+    }
