@@ -76,6 +76,13 @@ class Saved:
         """Global shape of a tensor."""
         return self._entry(name).shape
 
+    def blank(self, name: str) -> torch.Tensor:
+        """A new tensor of the shape and dtype of a stored one, with anything in it."""
+        import torch
+
+        entry = self._entry(name)
+        return torch.empty(entry.shape, dtype=getattr(torch, TORCH_NAMES[entry.dtype]))
+
     def tensor(
         self,
         name: str,
