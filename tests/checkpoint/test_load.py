@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored import META, flip, save_on_ranks, split, tensors
 
-from shoal.checkpoint.checksum import combined, crc32c
+from shoal.checkpoint.checksum import combined, copied, crc32c
 from shoal.checkpoint.index import Index, StoredFile, StoredPiece, Tensor, digest
-from shoal.checkpoint.load import LoadReport, load_pieces
+from shoal.checkpoint.loading import LoadReport, load_pieces
 from shoal.checkpoint.reads import Wish, plan_reads
 from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.store import Piece, Store
@@ -73,7 +73,7 @@ def same(pieces: list[Piece], whole: torch.Tensor) -> bool:
 def test_any_number_of_ranks_loads_what_any_number_saved(
     tmp_path: Path, saved: int, loading: int, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.checkpoint.load.READ_BYTES", 512)
+    monkeypatch.setattr("shoal.checkpoint.loading.READ_BYTES", 512)
     saved_by(tmp_path, saved)
 
     def wanted(rank: int) -> dict[str, list[Piece]]:
@@ -95,7 +95,7 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
 def test_copies_are_read_once_and_in_equal_shares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.checkpoint.load.READ_BYTES", 256)
+    monkeypatch.setattr("shoal.checkpoint.loading.READ_BYTES", 256)
     saved_by(tmp_path, 2)
     size = sum(x.nbytes for x in WHOLE.values())
 
@@ -118,7 +118,7 @@ def test_copies_are_read_once_and_in_equal_shares(
 def test_a_flipped_bit_is_found_whoever_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, read_bytes: int
 ) -> None:
-    monkeypatch.setattr("shoal.checkpoint.load.READ_BYTES", read_bytes)
+    monkeypatch.setattr("shoal.checkpoint.loading.READ_BYTES", read_bytes)
     saved = saved_by(tmp_path, 1)
     piece = saved.index.tensors["model.w"].pieces[0]
     file = tmp_path / "step-00000001" / piece.file
@@ -253,6 +253,10 @@ def test_checksums_of_halves_make_that_of_the_whole(first: bytes, second: bytes)
         return crc32c(np.frombuffer(data, dtype=np.uint8))
 
     assert combined(of(first), of(second), len(second)) == of(first + second)
+    out = np.zeros(len(second) + 1, dtype=np.uint8)
+    data = np.frombuffer(second, dtype=np.uint8)
+    assert copied(data, out[1:].ctypes.data, of(first)) == of(first + second)
+    assert out.tobytes() == b"\0" + second
     assert of(b"123456789") == 0xE3069283
 
 

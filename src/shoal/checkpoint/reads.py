@@ -162,13 +162,14 @@ class ReadPlan:
         """What a rank takes out of a read, in an order that both ends know."""
         if rank not in read.ranks:
             return []
-        wishes = self._wishes[rank]
+        return [cut for segment in read.segments for cut in self.cuts_of(segment, rank)]
+
+    def cuts_of(self, segment: Segment, rank: int) -> list[Cut]:
+        """What a rank takes out of a segment, in the order of the file."""
         return [
             Cut(number, segment.name, at, box, common)
-            for segment in read.segments
-            if segment.name in wishes
             for at, box in segment.boxes()
-            for number, wish in wishes[segment.name]
+            for number, wish in self._wishes[rank].get(segment.name, ())
             for common in (box.intersect(wish),)
             if common is not None
         ]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from shoal.checkpoint.load import load_pieces
+from shoal.checkpoint.loading import load_pieces
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.saved import Saved
 from shoal.core.errors import ConfigError

@@ -11,17 +11,19 @@ Source: Wan et al., ByteCheckpoint, 2024, sections 3.3 and 4.1.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.checksum import combined, crc32c
+from shoal.checkpoint.checksum import combined, copied, crc32c
 from shoal.checkpoint.peers import Alone, CommPeers
 from shoal.checkpoint.pieces import TORCH_NAMES, Piece
 from shoal.checkpoint.reader import Range, bytes_in_turn
-from shoal.checkpoint.reads import READ_BYTES, Cut, Read, ReadPlan, Wish, plan_reads
+from shoal.checkpoint.reads import READ_BYTES, Cut, Read, ReadPlan, Segment, Wish, plan_reads
 from shoal.core.errors import CheckpointError, nearest
 from shoal.core.safetensors_header import ITEM_BYTES
 
@@ -52,7 +54,8 @@ class LoadReport:
         plan_s: seconds to agree who reads what.
         read_s: seconds for which reading was waited for.
         exchange_s: seconds for which other ranks were waited for.
-        copy_s: seconds of copying into place.
+        place_s: seconds of copying what others have read into place.
+        copy_s: seconds of checking and copying what this rank has read, in the threads that read.
         seconds: of the whole load.
     """
 
@@ -64,6 +67,7 @@ class LoadReport:
     plan_s: float = 0.0
     read_s: float = 0.0
     exchange_s: float = 0.0
+    place_s: float = 0.0
     copy_s: float = 0.0
     seconds: float = 0.0
 
@@ -190,6 +194,7 @@ class _Loading:
         self.rank = 0 if comm is None else comm.rank
         self.report = report
         self.seen = _Seen()
+        self._lock = threading.Lock()
 
     def run(self, *, verify: bool) -> None:
         """Read, keep, send and receive, round by round."""
@@ -198,10 +203,17 @@ class _Loading:
         own = self.plan.rounds[self.rank]
         ranges = [Range(read.file, read.start, read.stop) for read in own]
         pinned = any(target.device.type == "cuda" for target in self.targets)
-        look = self._look if verify else None
+
+        def arrived(number: int, data: torch.Tensor) -> None:
+            begin = time.perf_counter()
+            for segment in own[number].segments:
+                self._arrived(segment, own[number], data, verify=verify)
+            with self._lock:
+                self.report.copy_s += time.perf_counter() - begin
+
         with (
             torch.no_grad(),
-            bytes_in_turn(self.saved.folder, ranges, look, pinned=pinned) as arriving,
+            bytes_in_turn(self.saved.folder, ranges, arrived, pinned=pinned) as arriving,
         ):
             for number in range(self.plan.count):
                 read = self.plan.read(self.rank, number)
@@ -217,44 +229,67 @@ class _Loading:
                     data = torch.zeros(read.stop - read.start, dtype=torch.uint8)
                 self._round(number, read, data)
 
-    def _look(self, number: int, data: torch.Tensor) -> None:
-        """Compare what was read with its checksums, in the thread that read it."""
-        read = self.plan.rounds[self.rank][number]
-        for segment in read.segments:
-            name, piece = segment.name, segment.piece
-            if piece.crc32c is None:  # of an old version: only a whole piece has a checksum
-                good = self.saved.intact(name, piece)
-            else:
+    def _arrived(self, segment: Segment, read: Read, data: torch.Tensor, *, verify: bool) -> None:
+        """Take what this rank wants, and compare with the checksum, in the thread that read it."""
+        name, piece = segment.name, segment.piece
+        cuts = self.plan.cuts_of(segment, self.rank)
+        found = self._copied(segment, cuts, read, data) if verify else None
+        if found is None:
+            for cut in cuts:
+                self._put(cut, self._part(read, data, cut))
+        if not verify:
+            return
+        if piece.crc32c is None:  # of an old version: only a whole piece has a checksum
+            good = self.saved.intact(name, piece)
+        else:
+            if found is None:
                 low, high = segment.start - read.start, segment.stop - read.start
                 found = crc32c(data[low:high].numpy())
-                if not segment.whole:
-                    key = piece.key or name, piece.file
-                    self.seen.parts.append((name, *key, segment.first, segment.last, found))
-                    continue
-                good = found == piece.crc32c
-            if good:
-                self.saved.trust(name, piece)
-            else:
-                self.seen.damaged.append((name, piece.key or name, piece.file))
+            if not segment.whole:
+                key = piece.key or name, piece.file
+                self.seen.parts.append((name, *key, segment.first, segment.last, found))
+                return
+            good = found == piece.crc32c
+        if good:
+            self.saved.trust(name, piece)
+        else:
+            self.seen.damaged.append((name, piece.key or name, piece.file))
+
+    def _copied(
+        self, segment: Segment, cuts: Sequence[Cut], read: Read, data: torch.Tensor
+    ) -> int | None:
+        """Copy all of a segment to where it lies in one target, and return its checksum.
+
+        Nothing is done where some of it is not wanted, or lies elsewhere in other order.
+        """
+        ends = itertools.accumulate((self._bytes(cut) for cut in cuts), initial=segment.start)
+        if [*(cut.at for cut in cuts), segment.stop] != list(ends):
+            return None
+        places = [self._place(cut) for cut in cuts]
+        if not all(
+            place.device.type == "cpu"
+            and place.dtype == self._dtype(segment.name)
+            and place.is_contiguous()
+            for place in places
+        ):
+            return None
+        checksum = 0
+        for cut, place in zip(cuts, places, strict=True):
+            low = cut.at - read.start
+            raw = data[low : low + place.nbytes].numpy()
+            checksum = copied(raw, place.data_ptr(), checksum)
+        return checksum
 
     def _round(self, number: int, read: Read | None, data: torch.Tensor) -> None:
-        """Pass on what this rank has read; take what it wants of it and of what others read."""
-        pending, outs = None, []
-        if self.comm is not None and self._exchanged(number):
-            with _timed(self.report, "exchange_s"):
-                outs = [self._inbox(number, peer) for peer in range(self.comm.world)]
-                messages = self._messages(read, data)
-                self.report.sent_bytes += sum(message.numel() for message in messages)
-                pending = self.comm.all_to_all(outs, messages, tag=_TAG)
-        if read is not None:
-            with _timed(self.report, "copy_s"):
-                for cut in self.plan.cuts(read, self.rank):
-                    self._put(cut, self._part(read, data, cut))
-        if pending is None:
+        """Pass on what this rank has read, and take what it wants of what others have."""
+        if self.comm is None or not self._exchanged(number):
             return
         with _timed(self.report, "exchange_s"):
-            pending.wait()
-        with _timed(self.report, "copy_s"):
+            outs = [self._inbox(number, peer) for peer in range(self.comm.world)]
+            messages = self._messages(read, data)
+            self.report.sent_bytes += sum(message.numel() for message in messages)
+            self.comm.all_to_all(outs, messages, tag=_TAG).wait()
+        with _timed(self.report, "place_s"):
             for peer, inbox in enumerate(outs):
                 at = 0
                 for cut in self._cuts_from(number, peer):
@@ -312,8 +347,15 @@ class _Loading:
         return _as(raw, dtype).view(cut.box.shape)[cut.common.slices(cut.box)]
 
     def _put(self, cut: Cut, values: torch.Tensor) -> None:
+        import torch
+
+        with torch.no_grad():  # a thread of its own has a mode of its own
+            self._place(cut).copy_(values)
+
+    def _place(self, cut: Cut) -> torch.Tensor:
+        """Where a cut goes."""
         wish, target = self.plan.wish(self.rank, cut.wish), self.targets[cut.wish]
-        target[cut.common.slices(wish.box)].copy_(values)
+        return target.detach()[cut.common.slices(wish.box)]
 
     def _bytes(self, cut: Cut) -> int:
         return cut.common.volume * self._dtype(cut.name).itemsize
