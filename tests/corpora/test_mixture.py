@@ -27,7 +27,7 @@ def loader(rank: int = 0, world: int = 1, **options: int) -> MixtureLoader:
     return MixtureLoader(
         SOURCES,
         WEIGHTS,
-        **{"seq_len": 15, "batch": 2, "seed": 5, "end": END, **options},  # type: ignore[arg-type]
+        **{"seq_len": 15, "batch": 2, "seed": 5, "end": END, **options},
         rank=rank,
         world=world,
     )

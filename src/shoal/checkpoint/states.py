@@ -155,10 +155,10 @@ def pieces_of(tensor: Tensor) -> list[Piece]:
     )
     if tensor.device_mesh.get_coordinate() is None:
         return []  # this rank is not in its mesh
-    local = tensor.detach().to_local()
+    local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
     if not local.numel():
         return []
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return [Piece(local, tuple(tensor.shape), tuple(chunk.offsets))]
 
 
@@ -495,14 +495,13 @@ class LoaderSource:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside of what compiles it or sums its gradients."""
-    import torch
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     while True:
         if isinstance(module, DistributedDataParallel | DataParallel):
             module = module.module
-        elif isinstance(module, torch._dynamo.OptimizedModule):
-            module = module._orig_mod
+        elif "_orig_mod" in module._modules:  # asking for its class would load the compiler
+            module = module.get_submodule("_orig_mod")
         else:
             return module
 

@@ -34,7 +34,7 @@ class ShoalContents:
 
     def __init__(self, saved: Saved) -> None:
         self.saved = saved
-        self.path = Path(saved.path)
+        self.path: Path | str = saved.path
         self.step = saved.step
         self.names = saved.names
         self.shape = saved.shape
