@@ -360,7 +360,9 @@ class TreeState:
 
     def loaded(self, plain: Any) -> None:
         """See :class:`StateSource`."""
-        kept = plain or {"values": {}, "paths": {}}
+        own = isinstance(plain, Mapping) and plain.keys() == {"values", "paths"}
+        # What an optimizer has kept goes in as it is.
+        kept = plain if own else {"values": plain or {}, "paths": {}}
         known = {name: path for name, (path, _) in self._leaves().items()}
         for name, value in [*kept["values"].items(), *self._new.items()]:
             _put(self._tree, known.get(name) or kept["paths"].get(name) or name.split("."), value)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from shoal.checkpoint.loading import load_pieces
+from shoal.checkpoint.loading import LoadReport, load_pieces
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.saved import Saved
 from shoal.core.errors import ConfigError
@@ -319,15 +319,19 @@ class Trainer:
         return found
 
     @torch.no_grad()
-    def load(self, saved: Stored) -> None:
+    def load(self, saved: Stored) -> LoadReport | None:
         """Take over weights and optimizer state, whatever split saved them; all ranks call it.
+
+        Returns:
+            What it has cost this rank, where it was a checkpoint of our own.
 
         Raises:
             CheckpointError: something is missing or damaged.
         """
-        fill(self.engine, self.updater, saved, self.comm)
+        report = fill(self.engine, self.updater, saved, self.comm)
         if self.handle is not None:
             self.handle.restore(lambda name: saved.tensor(f"finetune.{name}"))
+        return report
 
     def tier_bytes(self) -> dict[str, int]:
         """Most bytes that this rank had in each tier; nothing where nothing is offloaded."""
@@ -369,7 +373,9 @@ def _held(
 
 
 @torch.no_grad()
-def fill(engine: Engine, updater: Updater, saved: Stored, comm: Comm | None = None) -> None:
+def fill(
+    engine: Engine, updater: Updater, saved: Stored, comm: Comm | None = None
+) -> LoadReport | None:
     """Fill weights and optimizer state of a rank with what is stored, whatever split stored it.
 
     Args:
@@ -377,6 +383,9 @@ def fill(engine: Engine, updater: Updater, saved: Stored, comm: Comm | None = No
         updater: its optimizer.
         saved: where everything is read from.
         comm: ranks that fill theirs from the same checkpoint now; they share the reading.
+
+    Returns:
+        What it has cost, where it was a checkpoint of our own.
     """
     # Our own checkpoints are read for all ranks at once; others box by box.
     own = getattr(saved, "saved", saved)
@@ -409,14 +418,16 @@ def fill(engine: Engine, updater: Updater, saved: Stored, comm: Comm | None = No
                 wanted.setdefault(stored, []).append(Piece.whole(entries[key]))
         if entries:
             state[name] = entries
+    report = None
     if checkpoint is not None:
-        load_pieces(checkpoint, wanted, comm, cast=True)
+        report = load_pieces(checkpoint, wanted, comm, cast=True)
     else:
         for name, pieces in wanted.items():
             for piece in pieces:
                 shape = tuple(piece.tensor.shape)
                 piece.tensor.copy_(saved.tensor(name, offset=piece.offset, shape=shape))
     updater.load(state)
+    return report
 
 
 def _pieces(boxes: list[Held]) -> list[Piece]:
