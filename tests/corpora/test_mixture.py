@@ -47,8 +47,7 @@ def tokens_left(states: list[LoaderState]) -> Counter[int]:
         for source, spans in reader.spans.items():
             for span in spans:
                 for at in span:
-                    place = type(span)(span.epoch, at, at + 1)
-                    found.update([*SOURCES[source][some._number(source, place)], END])
+                    found.update(some.document(source, span.epoch, at))
     return found
 
 

@@ -2,7 +2,8 @@
 
 The processor has an instruction for it. A function of a few lines uses it without holding the
 interpreter's lock, so that a thread that writes a checkpoint does not hold up the one that trains;
-where there is no compiler, google-crc32c computes the same.
+where there is no compiler, google-crc32c computes the same. Bytes that are copied anyway are
+checked on the way, so that they pass through the processor once.
 
 Source: RFC 3720, 2004, appendix B.4 (the polynomial and its test values).
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.core.errors import BuildError
@@ -20,54 +21,7 @@ from shoal.core.extras import import_extra
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["combined", "copied", "crc32c"]
-
-_SOURCE = """
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-#if defined(__SSE4_2__)
-#include <nmmintrin.h>
-#define PUT(p, x) _mm_stream_si64((long long*)(p), (long long)(x))
-#define END() _mm_sfence()
-#define ONE(c, x) _mm_crc32_u8((uint32_t)(c), x)
-#define EIGHT(c, x) _mm_crc32_u64(c, x)
-#elif defined(__ARM_FEATURE_CRC32)
-#include <arm_acle.h>
-#define ONE(c, x) __crc32cb((uint32_t)(c), x)
-#define EIGHT(c, x) __crc32cd((uint32_t)(c), x)
-#define PUT(p, x) memcpy(p, &(x), 8)
-#define END()
-#else
-#error no instruction
-#endif
-extern "C" uint32_t shoal_crc32c(uint32_t before, const uint8_t* data, size_t size) {
-  uint64_t crc = before ^ 0xFFFFFFFFu;
-  for (; size >= 8; size -= 8, data += 8) {
-    uint64_t word;
-    memcpy(&word, data, 8);
-    crc = EIGHT(crc, word);
-  }
-  for (; size; --size, ++data) crc = ONE(crc, *data);
-  return (uint32_t)crc ^ 0xFFFFFFFFu;
-}
-extern "C" uint32_t shoal_crc32c_copy(
-    uint32_t before, const uint8_t* data, size_t size, uint8_t* out) {
-  uint64_t crc = before ^ 0xFFFFFFFFu;
-  for (; size >= 8; size -= 8, data += 8, out += 8) {
-    uint64_t word;
-    memcpy(&word, data, 8);
-    crc = EIGHT(crc, word);
-    PUT(out, word);
-  }
-  END();
-  for (; size; --size, ++data, ++out) {
-    crc = ONE(crc, *data);
-    *out = *data;
-  }
-  return (uint32_t)crc ^ 0xFFFFFFFFu;
-}
-"""
+__all__ = ["combined", "copy_crc32c", "crc32c"]
 
 # google-crc32c holds the interpreter's lock, so it is asked for little at a time.
 _CHUNK_BYTES = 2**20
@@ -83,21 +37,48 @@ def crc32c(data: np.ndarray, before: int = 0) -> int:
         data: uint8, contiguous, of one dimension.
         before: checksum of what came before.
     """
-    return _functions()[0](data, before)
+    native = _native()
+    if native is None:
+        return _portable(data, before)
+    return int(native.shoal_crc32c(before, data.ctypes.data, data.nbytes))
 
 
-def copied(data: np.ndarray, address: int, before: int = 0) -> int:
-    """The same, and the bytes are copied to ``address`` on the way.
-
-    They are written past the processor's cache, so memory that is only overwritten is not fetched
-    first.
+def copy_crc32c(target: np.ndarray, data: np.ndarray, before: int = 0) -> int:
+    """The same, and the bytes are copied.
 
     Args:
+        target: uint8, contiguous, as long as ``data``, and apart from it.
         data: uint8, contiguous, of one dimension.
-        address: of memory in which there is room for them.
         before: checksum of what came before.
     """
-    return _functions()[1](data, address, before)
+    native = _native()
+    if native is None:
+        ctypes.memmove(target.ctypes.data, data.ctypes.data, data.nbytes)
+        return _portable(target, before)
+    return int(native.shoal_copy_crc32c(before, target.ctypes.data, data.ctypes.data, data.nbytes))
+
+
+@functools.cache
+def _native() -> ctypes.CDLL | None:
+    from shoal.core.native import build
+
+    source = Path(__file__).with_name("crc32c.cpp").read_text("utf-8")
+    try:
+        library = build(source, name="crc32c")
+    except BuildError:
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    for function, pointers in ((library.shoal_crc32c, 1), (library.shoal_copy_crc32c, 2)):
+        function.argtypes = (ctypes.c_uint32, *[pointer] * pointers, size)
+        function.restype = ctypes.c_uint32
+    return library
+
+
+def _portable(data: np.ndarray, before: int) -> int:
+    google = import_extra("google_crc32c", extra="run", purpose="the checksums of checkpoints")
+    for start in range(0, data.nbytes, _CHUNK_BYTES):
+        before = google.extend(before, data[start : start + _CHUNK_BYTES])
+    return int(before)
 
 
 def combined(first: int, second: int, second_bytes: int) -> int:
@@ -138,39 +119,3 @@ def _times(columns: tuple[int, ...], value: int) -> int:
             found ^= column
         value >>= 1
     return found
-
-
-@functools.cache
-def _functions() -> tuple[Callable[[np.ndarray, int], int], Callable[[np.ndarray, int, int], int]]:
-    """What looks at bytes, and what looks at them and copies them."""
-    from shoal.core.native import build
-
-    try:
-        library = build(_SOURCE, name="crc32c")
-    except BuildError:
-        return _portable, _portable_copy
-    look, copy = library.shoal_crc32c, library.shoal_crc32c_copy
-    for native in (look, copy):
-        native.restype = ctypes.c_uint32
-    look.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t)
-    copy.argtypes = (*look.argtypes, ctypes.c_void_p)
-
-    def looked(data: np.ndarray, before: int) -> int:
-        return int(look(before, data.ctypes.data, data.nbytes))
-
-    def copied(data: np.ndarray, address: int, before: int) -> int:
-        return int(copy(before, data.ctypes.data, data.nbytes, address))
-
-    return looked, copied
-
-
-def _portable(data: np.ndarray, before: int) -> int:
-    google = import_extra("google_crc32c", extra="run", purpose="the checksums of checkpoints")
-    for start in range(0, data.nbytes, _CHUNK_BYTES):
-        before = google.extend(before, data[start : start + _CHUNK_BYTES])
-    return before
-
-
-def _portable_copy(data: np.ndarray, address: int, before: int) -> int:
-    ctypes.memmove(address, data.ctypes.data, data.nbytes)
-    return _portable(data, before)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.checksum import combined, copied, crc32c
+from shoal.checkpoint.checksum import combined, copy_crc32c, crc32c
 from shoal.checkpoint.peers import Alone, CommPeers
 from shoal.checkpoint.pieces import TORCH_NAMES, Piece
 from shoal.checkpoint.reader import Range, bytes_in_turn
@@ -262,6 +262,8 @@ class _Loading:
 
         Nothing is done where some of it is not wanted, or lies elsewhere in other order.
         """
+        import torch
+
         ends = itertools.accumulate((self._bytes(cut) for cut in cuts), initial=segment.start)
         if [*(cut.at for cut in cuts), segment.stop] != list(ends):
             return None
@@ -276,8 +278,8 @@ class _Loading:
         checksum = 0
         for cut, place in zip(cuts, places, strict=True):
             low = cut.at - read.start
-            raw = data[low : low + place.nbytes].numpy()
-            checksum = copied(raw, place.data_ptr(), checksum)
+            target = place.reshape(-1).view(torch.uint8).numpy()
+            checksum = copy_crc32c(target, data[low : low + place.nbytes].numpy(), checksum)
         return checksum
 
     def _round(self, number: int, read: Read | None, data: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.checkpoint.loader import LoaderState, ReaderState, Span
+from shoal.checkpoint.loader import LoaderState, ReaderState
 from shoal.core.errors import CheckpointError, require
 from shoal.core.random import Permutation, generator
 
@@ -185,11 +185,11 @@ class MixtureLoader:
         head, rest = left[0].cut(1)
         spans[source] = tuple(span for span in (rest, *left[1:]) if len(span))
         self._own[reader] = replace(one, spans=spans, epochs=epochs, drawn=one.drawn + 1)
-        document = self._sources[source][self._number(source, head)]
-        return [*map(int, document), int(state.shared["end"])]
+        return self.document(source, head.epoch, head.start)
 
-    def _number(self, source: str, place: Span) -> int:
-        """Which document is at a place of an epoch."""
+    def document(self, source: str, epoch: int, place: int) -> list[int]:
+        """The tokens that lie at a place of an epoch of a source, and the end behind them."""
         count = self._state.lengths[source]
-        order = Permutation(count, int(self._state.shared["seed"]), place.epoch)
-        return int(order(np.array([place.start]))[0])
+        order = Permutation(count, int(self._state.shared["seed"]), epoch)
+        tokens = self._sources[source][int(order(np.array([place]))[0])]
+        return [*map(int, tokens), int(self._state.shared["end"])]
