@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Range", "bytes_in_turn"]
 
-# So many reads are under way at once: enough for a disk's full rate.
+# So many reads are under way at once: enough for a disk's full rate; of an object store each
+# takes its time, however many there are.
 _THREADS = 2
-# One more buffer than reads: what is used is not read into.
-_BUFFERS = _THREADS + 1
+_THREADS_ELSEWHERE = 8
 # Below this much, an open file of its own costs more than it gains.
 _DIRECT_BYTES = 2**20
 
@@ -76,8 +76,11 @@ def bytes_in_turn(
     local = _Local(folder.path) if isinstance(folder, LocalFolder) else None
     longest = max((one.stop - one.start for one in ranges), default=0)
     buffers: deque[Tensor] = deque()
+    threads = _THREADS if local is not None else _THREADS_ELSEWHERE
+    # One more than are read: what is used is not read into.
+    ahead = threads + 1
     if local is not None and ranges:
-        count = min(_BUFFERS, len(ranges))
+        count = min(ahead, len(ranges))
         buffers.extend(host_memory(longest + 2 * SECTOR, pinned=pinned) for _ in range(count))
 
     def read(number: int, buffer: Tensor | None) -> Tensor:
@@ -103,7 +106,7 @@ def bytes_in_turn(
                 buffer = buffers.popleft() if local is not None else None
                 waiting.append((pool.submit(read, number, buffer), buffer))
 
-        for _ in range(_BUFFERS):
+        for _ in range(ahead):
             start()
         while waiting:
             future, buffer = waiting.popleft()
@@ -118,7 +121,7 @@ def bytes_in_turn(
     with contextlib.ExitStack() as held:
         if local is not None:
             held.callback(local.close)
-        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-read")
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read")
         held.callback(pool.shutdown, cancel_futures=True)
         yield run(pool)
 
