@@ -268,3 +268,49 @@ def test_what_was_loaded_is_not_hashed_again(tmp_path: Path) -> None:
     piece = saved.index.tensors["model.w"].pieces[0]
     flip(tmp_path / "step-00000001" / piece.file, saved.place("model.w", piece))
     assert saved.intact("model.w", piece)
+
+
+def drawn(data: st.DataObject, whole: torch.Tensor, ranks: int) -> list[list[Piece]]:
+    """A tensor as some ranks hold it: in parts of a dimension, of a flat buffer, or as copies."""
+    how = data.draw(st.sampled_from(["copies", "flat", *range(whole.dim())]))
+    if how == "copies":
+        return [[Piece.whole(whole)]] * ranks
+    if how == "flat":
+        cuts = sorted(data.draw(st.integers(0, whole.numel())) for _ in range(ranks - 1))
+        edges = [0, *cuts, whole.numel()]
+        flat = whole.reshape(-1)
+        shape = tuple(whole.shape)
+        return [list(Piece.flat(flat[a:b], shape, a)) for a, b in itertools.pairwise(edges)]
+    assert isinstance(how, int)
+    parts = split(whole, how, ranks)
+    return [parts[rank : rank + 1] for rank in range(ranks)]
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_two_hundred_pairs_of_layouts(data: st.DataObject, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.mktemp("pairs")
+    dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
+    whole = {
+        name: torch.arange(np.prod(shape)).reshape(shape).to(data.draw(dtypes))
+        for name in ("a", "b")
+        for shape in [data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))]
+    }
+    world = data.draw(st.integers(1, 4))
+    held = {name: drawn(data, tensor, world) for name, tensor in whole.items()}
+    per_rank: list[dict[str, Any]] = [
+        {name: parts[rank] for name, parts in held.items()} for rank in range(world)
+    ]
+    assert save_on_ranks(Store(path), 1, per_rank) == [None] * world
+    other = data.draw(st.integers(1, 4))
+    taken = {name: drawn(data, tensor, other) for name, tensor in whole.items()}
+    verify, read_bytes = data.draw(st.booleans()), data.draw(st.sampled_from([16, 100, 2**23]))
+
+    def wanted(rank: int) -> dict[str, list[Piece]]:
+        return {name: want(parts[rank]) for name, parts in taken.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.checkpoint.loading.READ_BYTES", read_bytes)
+        for _, found in load_on(path, other, wanted, verify=verify):
+            assert all(same(pieces, whole[name]) for name, pieces in found.items())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,19 @@ def test_ranks_with_copies_save_and_read_them_once() -> None:
     assert sum(read for _, read in found) < 4 * size  # once: weights, two moments
 
 
+@pytest.mark.slow
+def test_a_program_that_ends_has_saved_what_it_began(tmp_path: Path) -> None:
+    program = (
+        "import torch; from shoal import checkpoint\n"
+        "state = {'x': {'w': torch.arange(5_000_000)}}\n"
+        f"checkpoint.save({str(tmp_path)!r}, state, step=4, mode='snapshot')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    tree: dict[str, Any] = {}
+    assert checkpoint.load(tmp_path, {"x": tree}).step == 4
+    assert torch.equal(tree["w"], torch.arange(5_000_000))
+
+
 def test_my_own_source(tmp_path: Path) -> None:
     class Counter:
         def __init__(self, count: int) -> None:
@@ -215,6 +230,19 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is float32, .* float64; give cast=True"):
         checkpoint.load(tmp_path, {"model": nn.Linear(3, 2).double()})
     checkpoint.load(tmp_path, {"model": nn.Linear(3, 2).double()}, cast=True)
+
+
+def test_what_one_rank_cannot_load_all_are_told(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"x": {"w": torch.zeros(3)}})
+
+    def rank(comm: ThreadComm) -> str:
+        state = {"x": {"w": torch.zeros(3)}} if comm.rank else {"x": 3}
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(tmp_path, state, comm=comm)
+        return str(caught.value)
+
+    first, second = run_ranks(2, rank, timeout_s=20)
+    assert first.startswith("x: int cannot be saved") and second == f"rank 0: {first}"
 
 
 def test_an_optimizer_whose_rate_is_a_tensor(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ Source: Wan et al., ByteCheckpoint, 2024, section 5 (the two calls).
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from shoal.checkpoint.loading import LoadReport, load_pieces
 from shoal.checkpoint.peers import Alone, CommPeers
 from shoal.checkpoint.states import StateSource, Stored, source_of, unwrapped
 from shoal.checkpoint.store import Store
-from shoal.core.errors import CheckpointError, require
+from shoal.core.errors import CheckpointError, ShoalError, require
 from shoal.core.parts import Choice, table
 
 if TYPE_CHECKING:
@@ -134,16 +135,27 @@ class Checkpoints:
             CheckpointError: nothing was saved, or something is missing or of another shape.
             CorruptError: it is damaged; names the tensor, and the step to use instead.
         """
-        steps = self.store.steps()
-        if not steps:
+        # Of ranks that look at different moments the first says which is the newest.
+        newest = max(self.store.steps(), default=-1) if step is None else step
+        chosen = int(self.peers.gather(str(newest).encode())[0])
+        if chosen < 0:
             raise CheckpointError(f"{self.store.where}: no checkpoint was saved here")
-        saved = self.store.open(steps[-1] if step is None else step, verify=False)
-        sources = _sources(state, self.peers)
         wanted: dict[str, list[Piece]] = {}
-        for prefix, source in sources.items():
-            under = Stored(saved, f"{prefix}." if prefix else "")
-            for name, pieces in source.wanted(under).items():
-                wanted.setdefault(_joined(prefix, name), []).extend(pieces)
+        failure: ShoalError | None = None
+        try:
+            saved = self.store.open(chosen, verify=False)
+            sources = _sources(state, self.peers)
+            for prefix, source in sources.items():
+                under = Stored(saved, f"{prefix}." if prefix else "")
+                for name, pieces in source.wanted(under).items():
+                    wanted.setdefault(_joined(prefix, name), []).extend(pieces)
+        except ShoalError as cause:
+            failure = cause  # the others must not wait for this rank
+        for rank, told in enumerate(self.peers.gather(str(failure or "").encode())):
+            if failure is not None:
+                raise failure
+            if told:
+                raise CheckpointError(f"rank {rank}: {told.decode()}")
         report = load_pieces(saved, wanted, self.comm, verify=verify, cast=cast)
         plain = saved.meta.get(_PLAIN) or {}
         for prefix, source in sources.items():
@@ -221,8 +233,9 @@ def save(
     if ticket.done():
         checkpoints.close()
     else:
-        # The process does not end before this has, so nothing that was promised is lost.
         closing = threading.Thread(target=checkpoints.close, name="checkpoint-close")
+        if not _closing:
+            _finish_before_exit()
         _closing[place] = closing
         closing.start()
     return ticket
@@ -259,6 +272,21 @@ def load(
         earlier.join()
     with contextlib.closing(Checkpoints(path, comm=comm)) as checkpoints:
         return checkpoints.load(state, step=step, verify=verify, cast=cast)
+
+
+@functools.cache
+def _finish_before_exit() -> None:
+    """Let a program that ends wait for what it began to save.
+
+    Executors stop taking work when the interpreter begins to end, which is before atexit; what is
+    registered here comes before that.
+    """
+
+    def finish() -> None:
+        for closing in list(_closing.values()):
+            closing.join()
+
+    threading._register_atexit(finish)  # type: ignore[attr-defined]
 
 
 def _sources(state: State | StateSource, peers: Peers) -> dict[str, StateSource]:
