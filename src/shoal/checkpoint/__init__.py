@@ -7,12 +7,20 @@
 - ``formats``: checkpoints of other systems, read and written.
 - ``universal``: what every rank dumped, put together by patterns, for any new split.
 
+- ``simple``: ``save`` and ``load`` of whatever a program trains, in two calls.
+- ``loading``: what all ranks want of a checkpoint, read once and passed on.
+
 What a job chooses are numbers. Formats and patterns are parts, listed by their own rooms.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from shoal.core.parts import PartTable
 
-__all__ = ["SAVE_MODES"]
+if TYPE_CHECKING:
+    from shoal.checkpoint.simple import Checkpoints, load, save
+
+__all__ = ["SAVE_MODES", "Checkpoints", "load", "save"]
 
 SAVE_MODES = PartTable(
     "save_mode",
@@ -22,3 +30,12 @@ SAVE_MODES = PartTable(
         "lazy": "shoal.checkpoint.modes.lazy:Lazy",
     },
 )
+
+
+def __getattr__(name: str) -> Any:
+    """What is imported when it is first used."""
+    if name in ("Checkpoints", "load", "save"):
+        from shoal.checkpoint import simple
+
+        return getattr(simple, name)
+    raise AttributeError(f"module 'shoal.checkpoint' has no attribute {name!r}")

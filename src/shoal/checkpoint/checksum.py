@@ -21,10 +21,13 @@ from shoal.core.extras import import_extra
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["copy_crc32c", "crc32c"]
+__all__ = ["combined", "copy_crc32c", "crc32c"]
 
 # google-crc32c holds the interpreter's lock, so it is asked for little at a time.
 _CHUNK_BYTES = 2**20
+
+# Of CRC32C, its bits in the order in which they are shifted out.
+_POLYNOMIAL = 0x82F63B78
 
 
 def crc32c(data: np.ndarray, before: int = 0) -> int:
@@ -76,3 +79,43 @@ def _portable(data: np.ndarray, before: int) -> int:
     for start in range(0, data.nbytes, _CHUNK_BYTES):
         before = google.extend(before, data[start : start + _CHUNK_BYTES])
     return int(before)
+
+
+def combined(first: int, second: int, second_bytes: int) -> int:
+    """The checksum of bytes of which two halves were looked at by themselves.
+
+    Appending zeros to what was looked at is linear over the bits of its checksum.
+
+    Args:
+        first: checksum of the first half.
+        second: checksum of the second.
+        second_bytes: length of the second.
+    """
+    power = 0
+    while second_bytes:
+        if second_bytes & 1:
+            first = _times(_zeros(power), first)
+        second_bytes >>= 1
+        power += 1
+    return first ^ second
+
+
+@functools.cache
+def _zeros(power: int) -> tuple[int, ...]:
+    """What ``2**power`` bytes of zeros do to each bit of a checksum."""
+    if power:
+        half = _zeros(power - 1)
+        return tuple(_times(half, column) for column in half)
+    columns = [1 << bit for bit in range(32)]
+    for _ in range(8):
+        columns = [(one >> 1) ^ (_POLYNOMIAL if one & 1 else 0) for one in columns]
+    return tuple(columns)
+
+
+def _times(columns: tuple[int, ...], value: int) -> int:
+    found = 0
+    for column in columns:
+        if value & 1:
+            found ^= column
+        value >>= 1
+    return found

@@ -1,19 +1,21 @@
 """What lies in a checkpoint or a model directory: listing, verifying, converting.
 
-Understood are one checkpoint (``step-00000100``), a run or store that holds several, a Hugging
-Face model directory, GGUF files, and the directories of :mod:`shoal.checkpoint.formats`. No
-weights are loaded to list them.
+Understood are one checkpoint (``step-00000100``), a run or store that holds several, here or at an
+address such as ``s3://bucket/run``, a Hugging Face model directory, GGUF files, and the
+directories of :mod:`shoal.checkpoint.formats`. No weights are loaded to list them.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.checkpoint.formats import FORMATS
 from shoal.checkpoint.index import INDEX_NAME
+from shoal.checkpoint.remote import is_address
 from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.store import MODEL, Store
 from shoal.core.config import Value, parse
@@ -36,7 +38,9 @@ __all__ = [
     "export_newest",
     "find",
     "listing",
+    "require_new",
     "verify",
+    "written",
 ]
 
 # Formats that are neither ours nor Hugging Face's.
@@ -49,6 +53,7 @@ _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAX_JSON_BYTES = 2**28
+_STEP = re.compile(r"step-(\d{8,})(?:\.|$)")
 
 
 class Row(Value):
@@ -74,7 +79,8 @@ class Place(Value):
 
     Args:
         kind: what it is.
-        path: where the weights are: a step, a store of steps, a model directory or file.
+        path: where the weights are: a step, a store of steps, a model directory or file; of a
+            store that lies elsewhere its address.
         steps: saved steps of a store, oldest first.
         tokenizer: the tokenizer that belongs to it, if there is one beside.
     """
@@ -82,7 +88,7 @@ class Place(Value):
     kind: Literal[
         "checkpoint", "run", "huggingface", "gguf", "universal", "dcp", "deepspeed", "megatron"
     ]
-    path: Path
+    path: Path | str
     steps: tuple[int, ...] = ()
     tokenizer: Path | None = None
 
@@ -99,7 +105,7 @@ class Verification(Value):
         problems: everything that is wrong, by file and tensor.
     """
 
-    path: Path
+    path: Path | str
     kind: str
     checked: str
     tensors: int
@@ -112,12 +118,26 @@ class Verification(Value):
         return not self.problems
 
 
-def find(path: Path) -> Place:
+def find(path: Path | str) -> Place:
     """Say what kind of directory ``path`` is.
+
+    Args:
+        path: a directory, a file, or the address of a store or of one of its steps, such as
+            ``s3://bucket/run`` and ``s3://bucket/run/step-00000100``.
 
     Raises:
         ModelError: it holds no weights in a format that is read.
     """
+    if is_address(path):
+        root, _, last = str(path).rstrip("/").rpartition("/")
+        named = _STEP.match(last)
+        address = root if named else str(path)
+        steps = Store(address).steps()
+        if named:
+            steps = tuple(one for one in steps if one == int(named[1]))
+        if not steps:
+            raise ModelError(f"{path}: holds no checkpoint; give the address of a run's store")
+        return Place(kind="run", path=address, steps=steps)
     path = Path(path)
     if path.suffix == ".gguf" and path.is_file():
         tokenizer = path.with_name("tokenizer.json")
@@ -164,7 +184,7 @@ def _foreign(path: Path) -> str | None:
     return next((name for name in FOREIGN if FORMATS.build(name).holds(path)), None)
 
 
-def listing(path: Path) -> list[Row]:
+def listing(path: Path | str) -> list[Row]:
     """The tensors of ``path``; of a run, those of its newest step.
 
     What several ranks dumped is put together first, beside them.
@@ -174,17 +194,18 @@ def listing(path: Path) -> list[Row]:
         CheckpointError: a checkpoint whose index or headers are damaged.
     """
     place = find(path)
+    here = Path(place.path)
     if place.kind == "huggingface":
-        return _huggingface_rows(place.path)
+        return _huggingface_rows(here)
     if place.kind == "gguf":
-        return _gguf_rows(place.path)
+        return _gguf_rows(here)
     if place.kind in FOREIGN:
-        return _contents_rows(FORMATS.build(place.kind).open(place.path))
+        return _contents_rows(FORMATS.build(place.kind).open(here))
     saved = _saved(place, None, verify=False)
     return [_checkpoint_row(saved, name) for name in saved.names()]
 
 
-def verify(path: Path) -> Verification:
+def verify(path: Path | str) -> Verification:
     """Look for damage in ``path``; of a run, in every step.
 
     A damaged file is a finding here and not an error.
@@ -193,19 +214,20 @@ def verify(path: Path) -> Verification:
         ModelError: ``path`` holds no weights at all.
     """
     place = find(path)
+    here = Path(place.path)
     rows: list[Row] = []
     problems: list[str] = []
     if place.kind == "huggingface":
         checked = "headers, sizes, shards and names (the format has no checksums)"
         try:
-            rows = _huggingface_rows(place.path)
-            _read_json(place.path / "config.json")
+            rows = _huggingface_rows(here)
+            _read_json(here / "config.json")
         except ShoalError as cause:
             problems.append(str(cause))
     elif place.kind == "gguf":
         checked = "header, sizes and places (the format has no checksums)"
         try:
-            rows = _gguf_rows(place.path)
+            rows = _gguf_rows(here)
         except ShoalError as cause:
             problems.append(str(cause))
     elif place.kind in FOREIGN:
@@ -217,18 +239,17 @@ def verify(path: Path) -> Verification:
         )
         form = FORMATS.build(place.kind)
         try:
-            problems += form.problems(place.path)
+            problems += form.problems(here)
             if not problems:
-                rows = _contents_rows(form.open(place.path))
+                rows = _contents_rows(form.open(here))
         except ShoalError as cause:
             problems.append(str(cause))
     else:
         checked = "the checksums of every tensor, header and index"
         store = Store(place.path)
-        folders = [store.folder(step) for step in place.steps] or [place.path]
-        for folder in folders:
+        for step in place.steps or (None,):
             try:
-                saved = Saved(folder)
+                saved = Saved(here) if step is None else store.open(step, verify=False)
             except CheckpointError as cause:
                 problems.append(str(cause))
                 continue
@@ -245,14 +266,14 @@ def verify(path: Path) -> Verification:
 
 
 def convert(
-    path: Path,
-    out: Path,
+    path: Path | str,
+    out: Path | str,
     *,
     to: Literal["huggingface", "checkpoint"] = "huggingface",
     dtype: str | None = None,
     step: int | None = None,
     tokenizer: Path | None = None,
-) -> Path:
+) -> Path | str:
     """Write the weights of ``path`` in another format or dtype.
 
     A checkpoint that is converted to a checkpoint becomes one file and keeps its
@@ -260,15 +281,16 @@ def convert(
 
     Args:
         path: a checkpoint, a run (its newest step is taken), a Hugging Face directory, whose
-            weights of few bits become plain ones, or a GGUF file.
-        out: directory to create; a store of checkpoints for ``to="checkpoint"``.
+            weights of few bits become plain ones, or a GGUF file; or the address of a store.
+        out: directory to create; a store of checkpoints for ``to="checkpoint"``, which may be an
+            address.
         to: format to write.
         dtype: cast weights to fp32, bf16 or fp16; as stored if not given.
         step: which step of a run.
         tokenizer: ``tokenizer.json`` to put beside a model; the source's if not given.
 
     Returns:
-        The directory that was written.
+        The directory, or the store elsewhere, that was written.
 
     Raises:
         ModelError: ``path`` cannot be read as a model, or ``out`` exists.
@@ -281,8 +303,7 @@ def convert(
         dtype is None or dtype in DTYPES, "dtype", dtype, expected=f"one of {', '.join(DTYPES)}"
     )
     place = find(path)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out}: exists already; choose another name or remove it first")
+    require_new(out, elsewhere=to == "checkpoint")
     cast: torch.dtype | None = getattr(torch, DTYPES[dtype]) if dtype else None
     if to == "checkpoint" and place.kind in ("checkpoint", "run"):
         return _rewrite(_saved(place, step), out, cast)
@@ -290,7 +311,7 @@ def convert(
     from shoal.model import huggingface
 
     if place.kind in ("huggingface", "gguf"):
-        model = huggingface.read(place.path, cast, packed=False)
+        model = huggingface.read(Path(place.path), cast, packed=False)
     else:
         model = load_model(_saved(place, step))
         if cast is not None:
@@ -299,11 +320,39 @@ def convert(
         weights: dict[str, Any] = {MODEL + name: p for name, p in model.named_parameters()}
         store = Store(out)
         store.save(0, weights, {"model": model.config.model_dump(mode="json")})
-        return out / "step-00000000"
+        return written(out, 0)
+    out = Path(out)
     if out.exists():
         out.rmdir()  # it is empty, and the writer wants to create it
     huggingface.write(out, model, tokenizer or place.tokenizer)
     return out
+
+
+def require_new(out: Path | str, *, elsewhere: bool, error: type[ShoalError] = ModelError) -> None:
+    """Refuse to write where something lies already.
+
+    Args:
+        out: directory or address.
+        elsewhere: what is written can lie behind an address.
+        error: what to raise.
+
+    Raises:
+        ShoalError: there is something, or it cannot lie there.
+    """
+    if is_address(out):
+        if not elsewhere:
+            raise error(f"{out}: only checkpoints lie at addresses; give a directory")
+        if Store(out).steps():
+            raise error(f"{out}: holds checkpoints already; choose another address")
+        return
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise error(f"{out}: exists already; choose another name or remove it first")
+
+
+def written(out: Path | str, step: int) -> Path | str:
+    """Where a step that was saved in a new store lies."""
+    return str(out) if is_address(out) else Path(out) / f"step-{step:08d}"
 
 
 def export_newest(where: Path | str, out: Path, *, tokenizer: Path | None = None) -> None:
@@ -379,7 +428,7 @@ def _saved(place: Place, step: int | None, *, verify: bool = True) -> Saved:
     if place.kind == "run":
         chosen = place.steps[-1] if step is None else step
         return Store(place.path).open(chosen, verify=verify)
-    saved = Saved(place.path)
+    saved = Saved(Path(place.path))
     if step not in (None, saved.step):
         raise CheckpointError(f"{place.path}: holds step {saved.step}, not {step}")
     if verify:
@@ -387,7 +436,7 @@ def _saved(place: Place, step: int | None, *, verify: bool = True) -> Saved:
     return saved
 
 
-def _rewrite(saved: Saved, out: Path, cast: torch.dtype | None) -> Path:
+def _rewrite(saved: Saved, out: Path | str, cast: torch.dtype | None) -> Path | str:
     tensors = {name: saved.tensor(name) for name in saved.names()}
     if cast is not None:
         tensors = {
@@ -395,7 +444,7 @@ def _rewrite(saved: Saved, out: Path, cast: torch.dtype | None) -> Path:
             for name, tensor in tensors.items()
         }
     Store(out).save(saved.step, tensors, saved.meta)
-    return out / f"step-{saved.step:08d}"
+    return written(out, saved.step)
 
 
 def _gguf_rows(path: Path) -> list[Row]:

@@ -77,6 +77,13 @@ class Saved:
         """Global shape of a tensor."""
         return self._entry(name).shape
 
+    def blank(self, name: str) -> torch.Tensor:
+        """A new tensor of the shape and dtype of a stored one, with anything in it."""
+        import torch
+
+        entry = self._entry(name)
+        return torch.empty(entry.shape, dtype=getattr(torch, TORCH_NAMES[entry.dtype]))
+
     def tensor(
         self,
         name: str,
@@ -158,6 +165,22 @@ class Saved:
                 if not self._intact(name, piece):
                     yield self._describe(name, piece)
 
+    def place(self, name: str, piece: StoredPiece) -> int:
+        """Where a piece of a tensor begins in its file."""
+        return self._places[piece.file][piece.key or name].start
+
+    def intact(self, name: str, piece: StoredPiece) -> bool:
+        """Whether a piece is what was written; it is read once to know."""
+        return self._intact(name, piece)
+
+    def trust(self, name: str, piece: StoredPiece) -> None:
+        """A piece was compared with its checksum elsewhere, and is what was written."""
+        self._verified.add((piece.key or name, piece.file))
+
+    def damage(self, name: str, piece: StoredPiece) -> CorruptError:
+        """What to raise for a piece that is not what was written."""
+        return CorruptError(f"{self._describe(name, piece)}{self._advice()}")
+
     def require_model(self, expected: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of another model than ``expected``.
 
@@ -209,7 +232,7 @@ class Saved:
             if common is None:
                 continue
             if not self._intact(name, piece):
-                raise CorruptError(f"{self._describe(name, piece)}{self._advice()}")
+                raise self.damage(name, piece)
             stored = torch.from_numpy(self._bytes(name, piece)).view(dtype).view(piece.shape)
             with torch.no_grad():
                 out[common.slices(box)].copy_(stored[common.slices(piece.box)])

@@ -233,6 +233,7 @@ class Store:
         *,
         on_corrupt: Callable[[CorruptError], None] | None = None,
         expect_model: Mapping[str, Any] | None = None,
+        verify: bool = True,
     ) -> Saved | None:
         """The newest checkpoint, every byte verified; None if nothing was saved yet.
 
@@ -240,6 +241,7 @@ class Store:
             on_corrupt: told about each damaged checkpoint that is passed over for an older
                 one. Without it a damaged newest checkpoint is an error.
             expect_model: the configuration that ``meta["model"]`` must equal.
+            verify: hash every piece now; otherwise when it is used, see :meth:`open`.
 
         Raises:
             CorruptError: the newest is damaged; the message offers the newest intact one.
@@ -249,7 +251,7 @@ class Store:
         steps = self.steps()
         for step in reversed(steps):
             try:
-                return self.open(step, expect_model=expect_model)
+                return self.open(step, expect_model=expect_model, verify=verify)
             except CorruptError as cause:
                 if on_corrupt is None or step == steps[0]:
                     raise

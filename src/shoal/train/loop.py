@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from shoal.checkpoint.store import Piece
+from shoal.checkpoint.loading import LoadReport, load_pieces
+from shoal.checkpoint.pieces import Piece
+from shoal.checkpoint.saved import Saved
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.machine import host
@@ -35,6 +37,7 @@ from shoal.train.protocols import UpdatesEarly
 if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
     from shoal.ir import TrainJob
+    from shoal.ir.comm import Comm
     from shoal.parallel.comm import TorchComm
     from shoal.parallel.engine import Weights
     from shoal.train.protocols import LrSchedule, Updater
@@ -344,15 +347,19 @@ class Trainer:
         return found
 
     @torch.no_grad()
-    def load(self, saved: Stored) -> None:
-        """Take over weights and optimizer state, whatever split saved them.
+    def load(self, saved: Stored) -> LoadReport | None:
+        """Take over weights and optimizer state, whatever split saved them; all ranks call it.
+
+        Returns:
+            What it has cost this rank, where it was a checkpoint of our own.
 
         Raises:
             CheckpointError: something is missing or damaged.
         """
-        fill(self.engine, self.updater, saved)
+        report = fill(self.engine, self.updater, saved, self.comm)
         if self.handle is not None:
             self.handle.restore(lambda name: saved.tensor(f"finetune.{name}"))
+        return report
 
     def tier_bytes(self) -> dict[str, int]:
         """Most bytes that this rank had in each tier; nothing where nothing is offloaded."""
@@ -403,10 +410,26 @@ def _weight_of(saved: str) -> str:
 
 
 @torch.no_grad()
-def fill(engine: Engine, updater: Updater, saved: Stored) -> None:
-    """Fill weights and optimizer state of a rank with what is stored, whatever split stored it."""
+def fill(
+    engine: Engine, updater: Updater, saved: Stored, comm: Comm | None = None
+) -> LoadReport | None:
+    """Fill weights and optimizer state of a rank with what is stored, whatever split stored it.
+
+    Args:
+        engine: whose weights are filled.
+        updater: its optimizer.
+        saved: where everything is read from.
+        comm: ranks that fill theirs from the same checkpoint now; they share the reading.
+
+    Returns:
+        What it has cost, where it was a checkpoint of our own.
+    """
+    # Our own checkpoints are read for all ranks at once; others box by box.
+    own = getattr(saved, "saved", saved)
+    checkpoint = own if isinstance(own, Saved) else None
+    wanted: dict[str, list[Piece]] = {}
     for name, boxes in engine.held().items():
-        _fill(saved, f"model.{name}", boxes)
+        wanted.setdefault(f"model.{name}", []).extend(_pieces(boxes))
     keys: dict[str, list[str]] = {}
     for entry in saved.names():
         if entry.startswith("optimizer."):
@@ -419,23 +442,30 @@ def fill(engine: Engine, updater: Updater, saved: Stored) -> None:
         entries: dict[str, torch.Tensor] = {}
         for key in keys.get(engine.saved_as(name), []):
             stored = f"optimizer.{engine.saved_as(name)}.{key}"
-            if saved.shape(stored) == ():
-                entries[key] = saved.tensor(stored)
-            else:
+            if saved.shape(stored) != ():
                 like = parameter.to_local() if hasattr(parameter, "to_local") else parameter
                 there = held.get(name, {}).get(key)
                 entries[key] = torch.zeros_like(like) if there is None else there
-                _fill(saved, stored, engine.boxes({name: entries[key]})[name])
+                boxes = engine.boxes({name: entries[key]})[name]
+                wanted.setdefault(stored, []).extend(_pieces(boxes))
+            elif checkpoint is None:
+                entries[key] = saved.tensor(stored)
+            else:
+                entries[key] = checkpoint.blank(stored)
+                wanted.setdefault(stored, []).append(Piece.whole(entries[key]))
         if entries:
             state[name] = entries
+    report = None
+    if checkpoint is not None:
+        report = load_pieces(checkpoint, wanted, comm, cast=True)
+    else:
+        for name, pieces in wanted.items():
+            for piece in pieces:
+                shape = tuple(piece.tensor.shape)
+                piece.tensor.copy_(saved.tensor(name, offset=piece.offset, shape=shape))
     updater.load(state)
+    return report
 
 
 def _pieces(boxes: list[Held]) -> list[Piece]:
     return [Piece(box.tensor, box.shape, box.offset) for box in boxes]
-
-
-def _fill(saved: Stored, name: str, boxes: list[Held]) -> None:
-    """Read the boxes of a stored tensor into the tensors that hold them."""
-    for box in boxes:
-        box.tensor.copy_(saved.tensor(name, offset=box.offset, shape=tuple(box.tensor.shape)))

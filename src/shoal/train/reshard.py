@@ -316,7 +316,7 @@ def switch_engine(
     return new, fresh, sent
 
 
-def _carry(comm: Comm, have: Mapping[str, Sequence[Piece]], load: Callable[[Moved], None]) -> int:
+def _carry(comm: Comm, have: Mapping[str, Sequence[Piece]], load: Callable[[Moved], object]) -> int:
     """Move what the ranks have to where ``load`` asks for it; bytes that this rank sent."""
     given = {name: pieces for name, pieces in have.items() if pieces}
     mine = {

@@ -32,12 +32,13 @@ def begin_at(root: Path, place: str) -> None:
 
     Args:
         root: directory of the run.
-        place: path, or ``FORMAT:PATH`` such as ``universal:DIR``.
+        place: path, ``FORMAT:PATH`` such as ``universal:DIR``, or the address of a store.
 
     Raises:
         ShoalError: it cannot be read, or is no checkpoint that training can go on from.
     """
     from shoal.checkpoint.formats.transfer import name_of, open_any
+    from shoal.checkpoint.remote import is_address
 
     contents = open_any(place)
     if not isinstance(contents.meta.get("run"), Mapping):
@@ -46,7 +47,11 @@ def begin_at(root: Path, place: str) -> None:
             "run can go on from it; to begin anew with its weights, convert it to huggingface and "
             "give that directory as model"
         )
-    write_json(root / FILE, {"from": f"{name_of(contents)}:{contents.path.absolute()}"})
+    if is_address(contents.path):
+        place = str(contents.path)
+    else:
+        place = f"{name_of(contents)}:{Path(contents.path).absolute()}"
+    write_json(root / FILE, {"from": place})
 
 
 def open_start(root: Path) -> Contents | None:

@@ -267,7 +267,7 @@ def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
     from shoal.train.start import open_start, take_over
 
     first = 0
-    saved = None
+    saved = report = None
     version = version_in_memory() if resume and from_step is None else None
     if version is not None and version.step >= max(rank.store.steps(), default=0):
         with contextlib.closing(version):
@@ -275,13 +275,13 @@ def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
             rank.trainer.load(version)
         first = version.step
     elif from_step is not None:
-        saved = rank.store.open(from_step)
+        saved = rank.store.open(from_step, verify=False)
     elif resume:
-        saved = rank.store.latest()
+        saved = rank.store.latest(verify=False)  # what is loaded is verified on the way
     if saved is not None:
         saved.require_model(_identity(rank))
         _expect_run(rank, saved.meta)
-        rank.trainer.load(saved)
+        report = rank.trainer.load(saved)
         first = int(saved.meta["step"])
     elif not first and (other := open_start(rank.directory.root)) is not None:
         first = take_over(rank.trainer, other, _identity(rank), _run_of(rank))
@@ -294,6 +294,15 @@ def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
             resumed=first > 0,
             level="memory" if version is not None and saved is None and first else "disk",
             parameters=int(parameters(rank.plan.shape)),
+            **(
+                {}
+                if report is None
+                else {
+                    "load_s": report.seconds,
+                    "wanted_bytes": report.wanted_bytes,
+                    "read_bytes": report.read_bytes,
+                }
+            ),
         )
     return first
 

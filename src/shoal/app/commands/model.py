@@ -21,7 +21,10 @@ app = typer.Typer(
 
 @app.command("ls")
 def ls(
-    directory: Annotated[Path, typer.Argument(help="A run, a checkpoint or a Hugging Face model.")],
+    directory: Annotated[
+        str,
+        typer.Argument(help="A run, a checkpoint or a Hugging Face model; or a store's address."),
+    ],
     output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
 ) -> None:
     """List the tensors of a directory.
@@ -31,12 +34,14 @@ def ls(
         shoal model ls runs/run
 
         shoal model ls runs/run/export -o json
+
+        shoal model ls s3://bucket/run
     """
     from shoal.app.show import as_json, table
     from shoal.checkpoint.inspect import listing
     from shoal.core.sizes import human_bytes
 
-    rows = listing(directory)
+    rows = listing(_place(directory))
     if output is Format.json:
         as_json([row.model_dump(mode="json") for row in rows])
         return
@@ -55,19 +60,24 @@ def ls(
 
 @app.command("verify")
 def verify(
-    directory: Annotated[Path, typer.Argument(help="A run, a checkpoint or a Hugging Face model.")],
+    directory: Annotated[
+        str,
+        typer.Argument(help="A run, a checkpoint or a Hugging Face model; or a store's address."),
+    ],
 ) -> None:
     """Check every byte that has a checksum, and every header; exit 2 when one is wrong.
 
     **Examples**
 
         shoal model verify runs/run
+
+        shoal model verify s3://bucket/run
     """
     from shoal.checkpoint.inspect import verify as check
     from shoal.core.errors import CorruptError
     from shoal.core.sizes import human_bytes
 
-    found = check(directory)
+    found = check(_place(directory))
     if not found.ok:
         raise CorruptError("\n".join(found.problems))
     typer.echo(
@@ -78,8 +88,13 @@ def verify(
 
 @app.command("convert")
 def convert(
-    source: Annotated[Path, typer.Argument(help="A run, a checkpoint or a model, of any format.")],
-    out: Annotated[Path, typer.Argument(help="Directory to make.")],
+    source: Annotated[
+        str,
+        typer.Argument(help="A run, a checkpoint or a model, of any format; or a store's address."),
+    ],
+    out: Annotated[
+        str, typer.Argument(help="Directory to make; for checkpoints it may be an address.")
+    ],
     to: Annotated[
         str,
         typer.Option(
@@ -109,11 +124,15 @@ def convert(
 
         shoal model convert runs/run shared --to universal
 
+        shoal model convert runs/run s3://bucket/copy --to checkpoint
+
         shoal model convert runs/run ranks --to deepspeed --mesh dp=2,tp=2 --set zero=3
     """
     from shoal.checkpoint.formats.transfer import convert_any
 
-    note = convert_any(source, out, to=to, dtype=dtype, mesh=mesh, spec=spec, options=set_ or [])
+    note = convert_any(
+        _place(source), _place(out), to=to, dtype=dtype, mesh=mesh, spec=spec, options=set_ or []
+    )
     if note:
         typer.echo(f"note: left out: {note}", err=True)
     typer.echo(f"wrote {out}")
@@ -121,7 +140,9 @@ def convert(
 
 @app.command("diff")
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint or a model of any format.")],
+    a: Annotated[
+        str, typer.Argument(help="A checkpoint or a model of any format; or a store's address.")
+    ],
     b: Annotated[str, typer.Argument(help="Another one.")],
     weights: Annotated[
         bool, typer.Option("--weights", help="Leave out the optimizer's state.")
@@ -275,6 +296,13 @@ def quantize(
         )
     table("", ("", ""), rows)
     typer.echo(f"wrote {out}")
+
+
+def _place(words: str) -> Path | str:
+    """A path, or an address as it is."""
+    from shoal.checkpoint.remote import is_address
+
+    return words if is_address(words) else Path(words)
 
 
 app.command("kv")(kv)

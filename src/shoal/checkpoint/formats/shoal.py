@@ -27,11 +27,14 @@ class ShoalContents:
 
     Args:
         saved: the step.
+
+    Attributes:
+        saved: the same, for who loads much at once.
     """
 
     def __init__(self, saved: Saved) -> None:
-        self._saved = saved
-        self.path = Path(saved.path)
+        self.saved = saved
+        self.path: Path | str = saved.path
         self.step = saved.step
         self.names = saved.names
         self.shape = saved.shape
@@ -39,16 +42,16 @@ class ShoalContents:
     @property
     def meta(self) -> dict[str, Any]:
         """What was kept beside the tensors."""
-        return self._saved.meta
+        return self.saved.meta
 
     def dtype(self, name: str) -> str:
         """As stored."""
-        self._saved.shape(name)
-        return self._saved.index.tensors[name].dtype
+        self.saved.shape(name)
+        return self.saved.index.tensors[name].dtype
 
     def where(self, name: str) -> str:
         """The first of its files."""
-        files = sorted({piece.file for piece in self._saved.index.tensors[name].pieces})
+        files = sorted({piece.file for piece in self.saved.index.tensors[name].pieces})
         return files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "")
 
     def tensor(
@@ -58,7 +61,7 @@ class ShoalContents:
         shape: tuple[int, ...] | None = None,
     ) -> Tensor:
         """A box of a tensor."""
-        return self._saved.tensor(name, offset, shape)
+        return self.saved.tensor(name, offset, shape)
 
 
 @part

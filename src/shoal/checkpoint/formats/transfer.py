@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.checkpoint.formats import FORMATS
+from shoal.checkpoint.formats.shoal import ShoalContents, ShoalFormat
 from shoal.checkpoint.formats.universal import UniversalFormat
-from shoal.checkpoint.store import MODEL
+from shoal.checkpoint.inspect import find, require_new
+from shoal.checkpoint.remote import is_address
+from shoal.checkpoint.store import MODEL, Store
 from shoal.checkpoint.universal.atomic import Universal
 from shoal.checkpoint.universal.convert import consolidate
 from shoal.checkpoint.universal.protocols import Layout
@@ -26,6 +29,7 @@ __all__ = [
     "convert_any",
     "differences",
     "format_of",
+    "is_store",
     "name_of",
     "open_any",
     "transfer",
@@ -70,36 +74,48 @@ def format_of(path: Path) -> str:
 
 def name_of(contents: Contents) -> str:
     """Name of the format that opens what these contents are."""
-    return "universal" if isinstance(contents, Universal) else format_of(contents.path)
+    if isinstance(contents, Universal):
+        return "universal"
+    return "shoal" if isinstance(contents, ShoalContents) else format_of(Path(contents.path))
 
 
 def open_any(place: str | Path, *, spec: UniversalSpec | None = None) -> Contents:
     """Open a checkpoint: a path, or ``FORMAT:PATH`` where it should not be guessed.
 
+    Of a store at an address, such as ``s3://bucket/run``, the newest step is taken.
+
     Raises:
         ShoalError: it cannot be read; says why.
     """
+    if is_store(place):
+        found = find(place)
+        return ShoalContents(Store(found.path).open(found.steps[-1], verify=False))
     chosen, path = _named(str(place))
     reader: CheckpointFormat = FORMATS.build(chosen or format_of(path))
     return reader.open(path, spec=spec)
 
 
+def is_store(place: str | Path) -> bool:
+    """Whether this is the address of a store; ``universal://DIR`` is not, but a format's path."""
+    return is_address(place) and str(place).partition("://")[0] not in FORMATS
+
+
 def transfer(
     source: str | Path,
-    out: Path,
+    out: Path | str,
     to: Choice | str | dict[str, Any],
     *,
     mesh: Layout | None = None,
     spec: UniversalSpec | None = None,
-) -> Path:
+) -> Path | str:
     """Write a checkpoint of any format in another one.
 
     Rank files that become universal go there directly; everything else passes through tensors
     that are read one after the other.
 
     Args:
-        source: path, or ``FORMAT:PATH``.
-        out: directory to make.
+        source: path, ``FORMAT:PATH``, or the address of a store.
+        out: directory to make; of our own format it may be an address.
         to: the format, with its options.
         mesh: ranks to write for; one if not given.
         spec: how fragments of rank files combine, where they do not say it.
@@ -109,22 +125,32 @@ def transfer(
         ModelError: no format is recognised.
     """
     writer: CheckpointFormat = FORMATS.build(to)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: exists already; choose another name or remove it first")
-    if out.exists():
-        out.rmdir()  # it is empty, and the writer wants to make it
+    require_new(out, elsewhere=isinstance(writer, ShoalFormat), error=CheckpointError)
+    if is_store(source):
+        contents: Contents = open_any(source)
+        writer.write(_emptied(out), contents, mesh=mesh or Layout())
+        return out
     named, path = _named(str(source))
     reader: Any = FORMATS.build(named or format_of(path))
     if isinstance(writer, UniversalFormat) and hasattr(reader, "dumps"):
-        return consolidate(reader.dumps(path), out, spec=spec)
+        return consolidate(reader.dumps(path), _emptied(out), spec=spec)
     contents = reader.open(path, spec=spec)
-    writer.write(out, contents, mesh=mesh or Layout())
+    writer.write(_emptied(out), contents, mesh=mesh or Layout())
     return out
 
 
+def _emptied(out: Path | str) -> Any:
+    """The place of a new checkpoint, which its writer wants to make itself."""
+    if is_address(out):
+        return out
+    if Path(out).exists():
+        Path(out).rmdir()
+    return Path(out)
+
+
 def convert_any(
-    source: Path,
-    out: Path,
+    source: Path | str,
+    out: Path | str,
     *,
     to: str,
     dtype: str | None = None,
@@ -135,8 +161,8 @@ def convert_any(
     """What ``shoal model convert`` does.
 
     Args:
-        source: a directory or file of any format.
-        out: directory to make.
+        source: a directory or file of any format, or the address of a store.
+        out: directory to make; of our own format it may be an address.
         to: format to write; ``checkpoint`` is our own.
         dtype: cast weights to fp32, bf16 or fp16; huggingface and checkpoint.
         mesh: ranks to write for, as ``dp=2,tp=2``.
@@ -149,7 +175,7 @@ def convert_any(
     Raises:
         ShoalError: it cannot be read or written so.
     """
-    from shoal.checkpoint.inspect import FOREIGN, convert, find
+    from shoal.checkpoint.inspect import FOREIGN, convert
 
     name = "shoal" if to == "checkpoint" else to
     chosen = {"name": name, **dict(_option(word) for word in options)}
@@ -176,10 +202,10 @@ def convert_any(
     return _left_out(source, kind)
 
 
-def _left_out(source: Path, kind: str) -> str:
+def _left_out(source: Path | str, kind: str) -> str:
     if kind != "megatron":
         return ""
-    return str(FORMATS.build(kind).dumps(source).meta.get("left_out", ""))
+    return str(FORMATS.build(kind).dumps(Path(source)).meta.get("left_out", ""))
 
 
 def _option(word: str) -> tuple[str, Any]:

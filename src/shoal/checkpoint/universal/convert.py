@@ -34,7 +34,7 @@ class Readable(Protocol):
     """A checkpoint of whole tensors, of whatever format."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Path | str:
         """Where it lies."""
         ...
 

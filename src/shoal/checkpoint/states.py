@@ -1,0 +1,537 @@
+"""What can be saved and loaded: modules, optimizers, trees of tensors, flat buffers, loaders.
+
+A :class:`StateSource` says which boxes of which tensors a rank holds, and which it wants when it
+loads. :func:`source_of` knows the usual ones; anything else is one if it has the four methods.
+Nothing is gathered or copied to save it: a sharded tensor is its local part and where that lies.
+
+Source: Wan et al., ByteCheckpoint, 2024, section 3.1 (one representation for every framework).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from shoal.checkpoint.loader import LoaderState, merge, split
+from shoal.checkpoint.pieces import Piece
+from shoal.core.errors import CheckpointError, require
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from shoal.checkpoint.loading import Wanted
+    from shoal.checkpoint.peers import Peers
+    from shoal.checkpoint.pieces import Given
+    from shoal.checkpoint.saved import Saved
+
+__all__ = [
+    "FlatBuffer",
+    "FlatPart",
+    "ModuleState",
+    "OptimizerState",
+    "StateSource",
+    "Stored",
+    "TreeState",
+    "pieces_of",
+    "source_of",
+]
+
+# Files whose length changes at every save would be planned anew every time.
+_PADDING = 4096
+
+
+class Stored:
+    """The tensors of a checkpoint whose names begin with a prefix, named without it.
+
+    Args:
+        saved: the checkpoint.
+        prefix: what the names begin with.
+    """
+
+    def __init__(self, saved: Saved, prefix: str) -> None:
+        self._saved = saved
+        self._prefix = prefix
+
+    def names(self) -> list[str]:
+        """All of them."""
+        size = len(self._prefix)
+        return [name[size:] for name in self._saved.names() if name.startswith(self._prefix)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Whole shape of a tensor."""
+        return self._saved.shape(self._prefix + name)
+
+    def blank(self, name: str) -> Tensor:
+        """A new tensor of its shape and dtype, with anything in it."""
+        return self._saved.blank(self._prefix + name)
+
+
+@runtime_checkable
+class StateSource(Protocol):
+    """Something that is saved and loaded, as one rank holds it.
+
+    Saving calls ``shards`` and ``plain``. Loading calls ``wanted``, fills what it returns, and
+    calls ``loaded``. All ranks make the same calls.
+    """
+
+    def shards(self) -> Given:
+        """Name -> the boxes that this rank holds, copies of what others hold included."""
+        ...
+
+    def plain(self) -> Any:
+        """Plain data to keep beside the tensors; that of rank 0 is kept."""
+        ...
+
+    def wanted(self, stored: Stored) -> Wanted:
+        """Name -> the boxes that this rank wants, and the tensors to fill.
+
+        Args:
+            stored: what there is.
+        """
+        ...
+
+    def loaded(self, plain: Any) -> None:
+        """Everything wanted was filled.
+
+        Args:
+            plain: what :meth:`plain` returned; None where nothing was kept.
+        """
+        ...
+
+
+def source_of(key: str, value: Any, names: Mapping[int, str], peers: Peers) -> StateSource:
+    """The source of a value.
+
+    Args:
+        key: what messages call it.
+        value: a source; a module, an optimizer, a data loader with ``state`` and ``load_state``,
+            something with ``state_dict`` and ``load_state_dict``, or a tree of tensors and plain
+            data.
+        names: id of a parameter -> its name, for optimizers.
+        peers: the ranks.
+
+    Raises:
+        CheckpointError: none of these.
+    """
+    import torch
+
+    if isinstance(value, torch.nn.Module):
+        return ModuleState(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return OptimizerState(value, names)
+    if isinstance(value, StateSource):
+        return value
+    if hasattr(value, "load_state") and hasattr(value, "state"):
+        return LoaderSource(value, peers)
+    if isinstance(value, MutableMapping):
+        return TreeState(value)
+    if hasattr(value, "load_state_dict") and hasattr(value, "state_dict"):
+        return ObjectState(value)
+    raise CheckpointError(
+        f"{key}: {type(value).__name__} cannot be saved; give a module, an optimizer, something "
+        "with state_dict(), a dict of tensors and plain data, or a StateSource"
+    )
+
+
+def pieces_of(tensor: Tensor) -> list[Piece]:
+    """What this rank holds of a tensor: of a DTensor its local part, of others all.
+
+    Raises:
+        CheckpointError: sums of it are still to be made, so nobody has its values.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return [Piece.whole(tensor.detach())]
+    require(
+        not any(placement.is_partial() for placement in tensor.placements),
+        "placements",
+        tensor.placements,
+        expected="Shard or Replicate",
+        hint="redistribute it first",
+        error=CheckpointError,
+    )
+    if tensor.device_mesh.get_coordinate() is None:
+        return []  # this rank is not in its mesh
+    local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    if not local.numel():
+        return []
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return [Piece(local, tuple(tensor.shape), tuple(chunk.offsets))]
+
+
+class ModuleState:
+    """Parameters and buffers of a module; plain, under DDP, or sharded by FSDP2 or as DTensors.
+
+    A parameter with two names is stored once, under the first.
+
+    Args:
+        module: it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = unwrapped(module)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, value in self._module.state_dict(keep_vars=True).items():
+            if hasattr(value, "untyped_storage") and id(value) not in seen:
+                seen.add(id(value))
+                found[name] = value
+        return found
+
+    def shards(self) -> Given:
+        """See :class:`StateSource`."""
+        from torch.nn import Parameter
+
+        # Buffers such as running means change in the forward pass, which no mode waits for.
+        return {
+            name: pieces_of(tensor if isinstance(tensor, Parameter) else tensor.clone())
+            for name, tensor in self._tensors().items()
+        }
+
+    def plain(self) -> None:
+        """See :class:`StateSource`."""
+
+    def wanted(self, stored: Stored) -> Wanted:
+        """See :class:`StateSource`; all that the module has."""
+        return {name: pieces_of(tensor) for name, tensor in self._tensors().items()}
+
+    def loaded(self, plain: Any) -> None:
+        """See :class:`StateSource`; it was filled in place."""
+
+
+class OptimizerState:
+    """State of a torch optimizer, by names of parameters, and the options of its groups.
+
+    Args:
+        optimizer: it; one that has made no step yet can be loaded into.
+        names: id of a parameter -> its name. Others are named by group and number.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._parameters: list[tuple[str, Tensor]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter), f"group-{number}.{index}")
+                self._parameters.append((name, parameter))
+        self._state: dict[int, dict[str, Any]] = {}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters:
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if hasattr(value, "untyped_storage"):
+                    yield f"{name}.{key}", value
+        for number, group in enumerate(self._optimizer.param_groups):
+            for key, value in group.items():
+                if hasattr(value, "untyped_storage"):  # a learning rate that is a tensor
+                    yield f"groups.{number}.{key}", value
+
+    def shards(self) -> Given:
+        """See :class:`StateSource`."""
+        return {name: pieces_of(tensor) for name, tensor in self._tensors()}
+
+    def plain(self) -> Any:
+        """See :class:`StateSource`: options of the groups, and state that is no tensor."""
+        groups = [
+            {k: v for k, v in group.items() if k != "params" and not hasattr(v, "untyped_storage")}
+            for group in self._optimizer.param_groups
+        ]
+        state = {
+            f"{name}.{key}": value
+            for name, parameter in self._parameters
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if not hasattr(value, "untyped_storage")
+        }
+        return {"groups": groups, "state": state}
+
+    def wanted(self, stored: Stored) -> Wanted:
+        """See :class:`StateSource`; what a step would have made is made where it is missing."""
+        import torch
+
+        there: dict[str, list[str]] = {}
+        for name in stored.names():
+            owner, _, key = name.rpartition(".")
+            there.setdefault(owner, []).append(key)
+        found: dict[str, list[Piece]] = {}
+        for number, (name, parameter) in enumerate(self._parameters):
+            held = self._optimizer.state.get(parameter, {})
+            own = self._state.setdefault(number, dict(held))
+            for key in there.get(name, []):
+                full = f"{name}.{key}"
+                if key not in own:
+                    blank = stored.blank(full)
+                    own[key] = (
+                        torch.zeros_like(parameter, dtype=blank.dtype, requires_grad=False)
+                        if blank.shape == parameter.shape and blank.dim()
+                        else blank
+                    )
+                found[full] = pieces_of(own[key])
+            for key, value in held.items():
+                if hasattr(value, "untyped_storage"):
+                    found.setdefault(f"{name}.{key}", pieces_of(value))
+        for name, value in self._tensors():
+            if name.startswith("groups."):
+                found[name] = pieces_of(value)
+        return found
+
+    def loaded(self, plain: Any) -> None:
+        """See :class:`StateSource`."""
+        kept = plain or {"groups": [], "state": {}}
+        for number, (name, _) in enumerate(self._parameters):
+            for key, value in kept["state"].items():
+                owner, _, leaf = key.rpartition(".")
+                if owner == name:
+                    self._state[number][leaf] = value
+        groups = []
+        at = 0
+        for number, group in enumerate(self._optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            stored = kept["groups"][number] if number < len(kept["groups"]) else {}
+            for key, value in stored.items():
+                # JSON knows no tuples.
+                options[key] = tuple(value) if isinstance(value, list) else value
+            size = len(group["params"])
+            groups.append({**options, "params": list(range(at, at + size))})
+            at += size
+        state = {number: own for number, own in self._state.items() if own}
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self._state = {}
+
+
+class TreeState:
+    """A dict, nested or not, of tensors and plain data.
+
+    Loading fills the tensors that are in it, and puts in what is missing.
+
+    Args:
+        tree: it.
+
+    Raises:
+        CheckpointError: two leaves have one name; a key that is no text.
+    """
+
+    def __init__(self, tree: MutableMapping[str, Any]) -> None:
+        self._tree = tree
+        self._new: dict[str, Tensor] = {}
+
+    def _leaves(self) -> dict[str, tuple[tuple[str, ...], Any]]:
+        """Name -> where it lies in the tree, and the value."""
+        found: dict[str, tuple[tuple[str, ...], Any]] = {}
+        for path, value in _leaves(self._tree, ()):
+            name = ".".join(path)
+            require(
+                name not in found, "name", name, expected="one value for it", error=CheckpointError
+            )
+            found[name] = path, value
+        return found
+
+    def shards(self) -> Given:
+        """See :class:`StateSource`."""
+        found: dict[str, list[Piece]] = {}
+        for name, (_, value) in self._leaves().items():
+            if isinstance(value, Piece):
+                found[name] = [value]
+            elif hasattr(value, "untyped_storage"):
+                found[name] = pieces_of(value)
+            elif _pieces_only(value):
+                found[name] = list(value)
+        return found
+
+    def plain(self) -> Any:
+        """See :class:`StateSource`; and where leaves lie whose keys have dots in them."""
+        leaves, tensors = self._leaves(), self.shards()
+        values = {name: value for name, (_, value) in leaves.items() if name not in tensors}
+        paths = {n: list(p) for n, (p, _) in leaves.items() if any("." in key for key in p)}
+        return {"values": values, "paths": paths}
+
+    def wanted(self, stored: Stored) -> Wanted:
+        """See :class:`StateSource`."""
+        found: dict[str, Sequence[Piece]] = {**self.shards()}  # type: ignore[dict-item]
+        for name in stored.names():
+            if name not in found:
+                self._new[name] = stored.blank(name)
+                found[name] = [Piece.whole(self._new[name])]
+        return found
+
+    def loaded(self, plain: Any) -> None:
+        """See :class:`StateSource`."""
+        own = isinstance(plain, Mapping) and plain.keys() == {"values", "paths"}
+        # What an optimizer has kept goes in as it is.
+        kept = plain if own else {"values": plain or {}, "paths": {}}
+        known = {name: path for name, (path, _) in self._leaves().items()}
+        for name, value in [*kept["values"].items(), *self._new.items()]:
+            _put(self._tree, known.get(name) or kept["paths"].get(name) or name.split("."), value)
+        self._new = {}
+
+
+class ObjectState:
+    """Something with ``state_dict`` and ``load_state_dict``, such as a scheduler of rates.
+
+    Args:
+        value: it; every rank holds the same.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._tree: TreeState | None = None
+        self._found: dict[str, Any] = {}
+
+    def shards(self) -> Given:
+        """See :class:`StateSource`."""
+        return TreeState(_copied(self._value.state_dict())).shards()
+
+    def plain(self) -> Any:
+        """See :class:`StateSource`."""
+        return TreeState(_copied(self._value.state_dict())).plain()
+
+    def wanted(self, stored: Stored) -> Wanted:
+        """See :class:`StateSource`."""
+        self._found = _copied(self._value.state_dict())
+        self._tree = TreeState(self._found)
+        return self._tree.wanted(stored)
+
+    def loaded(self, plain: Any) -> None:
+        """See :class:`StateSource`."""
+        assert self._tree is not None
+        self._tree.loaded(plain)
+        self._value.load_state_dict(self._found)
+
+
+class FlatPart(NamedTuple):
+    """A tensor's part of a flat buffer.
+
+    Args:
+        name: of the tensor.
+        shape: its whole shape.
+        first: number of its first element in the buffer, counted row by row in the tensor.
+        at: where that lies in the buffer.
+        size: elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    first: int
+    at: int
+    size: int
+
+
+class FlatBuffer:
+    """Tensors that a flat buffer holds one after the other, cut anywhere: ZeRO and the like.
+
+    Args:
+        buffer: of one dimension.
+        parts: what lies where in it; gaps are padding.
+    """
+
+    def __init__(self, buffer: Tensor, parts: Sequence[FlatPart]) -> None:
+        self._buffer = buffer.detach()
+        self._parts = tuple(parts)
+
+    def shards(self) -> Given:
+        """See :class:`StateSource`."""
+        found: dict[str, list[Piece]] = {}
+        for part in self._parts:
+            flat = self._buffer[part.at : part.at + part.size]
+            found.setdefault(part.name, []).extend(Piece.flat(flat, part.shape, part.first))
+        return found
+
+    def plain(self) -> None:
+        """See :class:`StateSource`."""
+
+    def wanted(self, stored: Stored) -> Wanted:
+        """See :class:`StateSource`."""
+        return self.shards()  # type: ignore[return-value]
+
+    def loaded(self, plain: Any) -> None:
+        """See :class:`StateSource`; it was filled in place."""
+
+
+class LoaderSource:
+    """A data loader of which every rank has its own state; any number of ranks loads it.
+
+    Args:
+        loader: has ``state() -> LoaderState`` and ``load_state(LoaderState)``.
+        peers: the ranks that share the data.
+    """
+
+    def __init__(self, loader: Any, peers: Peers) -> None:
+        self._loader = loader
+        self._peers = peers
+        self._blanks: list[Tensor] = []
+
+    def shards(self) -> Given:
+        """See :class:`StateSource`; text of its own for each rank."""
+        import torch
+
+        text = json.dumps(self._loader.state().as_plain()).encode()
+        padded = text.ljust(-(-len(text) // _PADDING) * _PADDING)
+        raw = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+        return {f"rank-{self._peers.rank:05d}": [Piece.whole(raw)]}
+
+    def plain(self) -> None:
+        """See :class:`StateSource`."""
+
+    def wanted(self, stored: Stored) -> Wanted:
+        """See :class:`StateSource`; all ranks' states, of which each then takes its share."""
+        found = {name: stored.blank(name) for name in sorted(stored.names())}
+        self._blanks = list(found.values())
+        return {name: [Piece.whole(blank)] for name, blank in found.items()}
+
+    def loaded(self, plain: Any) -> None:
+        """See :class:`StateSource`."""
+        states = [
+            LoaderState.from_plain(json.loads(blank.numpy().tobytes())) for blank in self._blanks
+        ]
+        if len(states) == self._peers.world:
+            mine = states[self._peers.rank]
+        else:
+            mine = split(merge(states), self._peers.world)[self._peers.rank]
+        self._loader.load_state(mine)
+        self._blanks = []
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside of what compiles it or sums its gradients."""
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    while True:
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            module = module.module
+        elif "_orig_mod" in module._modules:  # asking for its class would load the compiler
+            module = module.get_submodule("_orig_mod")
+        else:
+            return module
+
+
+def _pieces_only(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(one, Piece) for one in value)
+    )
+
+
+def _leaves(
+    tree: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in tree.items():
+        require(isinstance(key, str), "key", key, expected="text", error=CheckpointError)
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _put(tree: MutableMapping[str, Any], path: Sequence[str], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copied(value) if isinstance(value, Mapping) else value for k, value in tree.items()}

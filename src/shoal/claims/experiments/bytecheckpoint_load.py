@@ -1,0 +1,318 @@
+"""Loading, for claim [102] ByteCheckpoint: who reads what, in any layout, and what data is left.
+
+Everything here is counted, none of it timed. Ranks are threads.
+
+- ``read_bytes``: bytes that four data-parallel replicas read together, over those that are stored.
+- ``layout_pairs``: share of pairs of layouts of which one loads bit for bit what the other saved.
+- ``samples_lost``: tokens that are handed out too often or never when the data of four ranks goes
+  on with three, and then with two.
+
+The baseline lets every replica read all that it wants, lets a rank take the file of the same
+number as it is, and saves a loader's place as one number.
+
+Source: Wan et al., ByteCheckpoint: A Unified Checkpointing System for Large Foundation Model
+Development, 2024.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.claims.protocols import Context, Metric, Paired
+
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.checkpoint.pieces import Piece
+    from shoal.corpora.mixture import MixtureLoader
+    from shoal.ir import TrainJob
+    from shoal.ir.comm import Comm
+    from shoal.model.config import ModelConfig
+
+__all__ = ["LAYOUTS", "LOADING", "layout_pair", "measure_load", "saved_under"]
+
+LOADING: tuple[Metric, ...] = (
+    Metric.counted(
+        "read_bytes",
+        "within",
+        1.0,
+        "every replica reads all that it wants",
+        statistic="max",
+        upper=1.1,
+        unit="x",
+        evidence="mechanism",
+    ),
+    Metric.counted(
+        "layout_pairs", ">=", 1.0, "a rank loads the file of its number", statistic="mean"
+    ),
+    Metric.counted("samples_lost", "<=", 0.0, "a loader's place is one number", statistic="max"),
+)
+"""What is claimed of loading."""
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {"parallel": {}},
+    "flat buffers cut anywhere, three ranks": {"parallel": {"dp": 3}, "shard": "zero1"},
+    "sharded parameters, two ranks": {"parallel": {"dp": 2}, "shard": "zero3"},
+    "tensor parallel": {"parallel": {"tp": 2}},
+    "pipeline": {"parallel": {"pp": 2}},
+    "data and tensor parallel, sharded": {"parallel": {"dp": 2, "tp": 2}, "shard": "zero3"},
+}
+_REPLICAS = 4
+
+
+def measure_load(context: Context, *, quick: bool, as_baseline: bool = False) -> dict[str, Paired]:
+    """Samples of every metric of :data:`LOADING`.
+
+    Args:
+        context: of the claim.
+        quick: of half of the layouts.
+        as_baseline: put the baseline in the method's place.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        context.progress("loading in other layouts", 0.02)
+        place = context.work_dir / ("load-baseline" if as_baseline else "load")
+        return {
+            "read_bytes": Paired(method=tuple(_read_bytes(place / "copies", as_baseline))),
+            "layout_pairs": Paired(method=tuple(_pairs(place / "pairs", quick, as_baseline))),
+            "samples_lost": Paired(
+                method=tuple(
+                    float(_lost(context.seed + n, as_baseline)) for n in range(2 if quick else 6)
+                )
+            ),
+        }
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _read_bytes(place: Path, as_baseline: bool) -> list[float]:
+    """Of states of several sizes, what the replicas read over what is stored."""
+    import torch
+
+    from shoal.checkpoint.loading import load_pieces
+    from shoal.checkpoint.pieces import Piece
+    from shoal.checkpoint.store import Store
+    from shoal.parallel.thread_comm import run_ranks
+
+    found = []
+    for step, (rows, count) in enumerate(((300, 3), (1100, 5), (3000, 2))):
+        state = {f"model.{n}": torch.full((rows, 64 + n), float(n)) for n in range(count)}
+        Store(place).save(step, state, {})
+        stored = sum(tensor.nbytes for tensor in state.values())
+
+        def replica(comm: Comm, step: int = step, state: Any = state) -> int:
+            wanted = {n: [Piece.whole(torch.empty_like(tensor))] for n, tensor in state.items()}
+            saved = Store(place).open(step, verify=False)
+            report = load_pieces(saved, wanted, None if as_baseline else comm)
+            for name, (piece,) in wanted.items():
+                if not torch.equal(piece.tensor, state[name]):
+                    raise AssertionError(f"{name} is not what was saved")
+            return report.read_bytes
+
+        found.append(sum(run_ranks(_REPLICAS, replica)) / stored)
+    return found
+
+
+def _pairs(place: Path, quick: bool, as_baseline: bool) -> list[float]:
+    """1 for every pair of layouts of which the second loads what the first has saved."""
+    chosen = list(LAYOUTS)[1::2] if quick else list(LAYOUTS)
+    found = []
+    for saving in chosen:
+        whole = saved_under(place / saving, saving)
+        for loading in chosen:
+            good, _ = layout_pair(place / saving, loading, whole, by_file=as_baseline)
+            found.append(float(good))
+    return found
+
+
+def saved_under(place: Path, layout: str) -> dict[str, torch.Tensor]:
+    """Train one step in a layout and save it; every tensor, whole, as it was saved.
+
+    Raises:
+        AssertionError: what a rank holds is not what was saved.
+    """
+    from shoal import checkpoint
+    from shoal.checkpoint.store import Store
+    from shoal.parallel.check import Fresh, tokens
+    from shoal.parallel.engine import Rows
+    from shoal.parallel.thread_comm import run_ranks
+    from shoal.train.loop import held_by
+
+    job = _job(layout)
+
+    def save(comm: Comm) -> dict[str, list[Piece]]:
+        engine, updater = _built(comm, job, Fresh(_model()))
+        every = tokens(job, _model().vocab_size, 0, documents=False)
+        share = len(every.inputs) // engine.replicas
+        own = slice(engine.replica * share, (engine.replica + 1) * share)
+        rows = Rows(every.inputs[own], every.targets[own], None, own.start, 0)
+        engine.backward(rows, 1, job.global_batch * job.seq_len)
+        engine.finish()
+        updater.step(1.0)
+        engine.sharded.publish()
+        held = held_by(engine, updater)
+        # Pieces by name are a tree of one level, and so a state of their own.
+        checkpoint.save(place, {"all": dict(held)}, comm=comm)
+        return held
+
+    held = run_ranks(job.parallel.world, save)
+    saved = Store(place).open(0)
+    whole = {name: saved.tensor(name) for name in saved.names()}
+    for pieces in held:
+        if not _equal({f"all.{name}": several for name, several in pieces.items()}, whole):
+            raise AssertionError(f"{layout}: what was saved is not what a rank holds")
+    return whole
+
+
+def layout_pair(
+    place: Path, layout: str, whole: dict[str, torch.Tensor], *, by_file: bool = False
+) -> tuple[bool, int]:
+    """Load in a layout; whether all ranks then hold what was saved, and bytes they have read.
+
+    Args:
+        place: where :func:`saved_under` has saved.
+        layout: in which it is loaded.
+        whole: what was saved.
+        by_file: every rank takes the file of its number as it is, as loading without resharding.
+    """
+    import torch
+
+    from shoal import checkpoint
+    from shoal.checkpoint.index import file_name
+    from shoal.checkpoint.store import Store
+    from shoal.parallel.thread_comm import run_ranks
+    from shoal.train.loop import held_by
+    from shoal.train.reshard import Blank
+
+    job = _job(layout)
+
+    def load(comm: Comm) -> tuple[bool, int]:
+
+        engine, updater = _built(comm, job, Blank(_model()))
+        # What the optimizer will hold is there after a step.
+        for parameter in engine.sharded.owned().values():
+            parameter.grad = torch.zeros_like(parameter)
+        updater.step(0.0)
+        held = held_by(engine, updater)
+        if by_file:
+            index = Store(place).open(0, verify=False).index
+            own = file_name(comm.rank)
+            there = {
+                (name, p.box)
+                for name, t in index.tensors.items()
+                for p in t.pieces
+                if p.file == own
+            }
+            wanted = {(f"all.{name}", p.box) for name, several in held.items() for p in several}
+            return wanted <= there, 0
+        report = checkpoint.load(place, {"all": dict(held)}, comm=comm)
+        return _equal(
+            {f"all.{n}": several for n, several in held.items()}, whole
+        ), report.read_bytes
+
+    found = run_ranks(job.parallel.world, load)
+    return all(good for good, _ in found), sum(read for _, read in found)
+
+
+def _equal(pieces: dict[str, list[Piece]], whole: dict[str, torch.Tensor]) -> bool:
+    import torch
+
+    from shoal.core.boxes import Box
+
+    return all(
+        torch.equal(p.tensor, whole[name][p.box.slices(Box.whole(tuple(whole[name].shape)))])
+        for name, several in pieces.items()
+        for p in several
+    )
+
+
+def _built(comm: Comm, job: TrainJob, weights: Any) -> tuple[Any, Any]:
+    from shoal.core.parts import table
+    from shoal.parallel.engine import Engine
+    from shoal.parallel.legal import check_split
+
+    engine = Engine(job, check_split(job, _model().shape()), weights, comm)
+    return engine, table("optimizer").build(job.optimizer).build(engine.sharded.owned())
+
+
+def _job(layout: str) -> TrainJob:
+    from shoal.ir import TrainJob
+
+    common = {
+        "model": "shoal-0.3m",
+        "seq_len": 8,
+        "global_batch": 6,
+        "microbatch": 1,
+        "precision": "fp32",
+        "steps": 2,
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+    }
+    return TrainJob.model_validate({**common, **LAYOUTS[layout]})
+
+
+def _model() -> ModelConfig:
+    from shoal.model.config import ModelConfig
+
+    return ModelConfig(
+        family="llama",
+        vocab_size=29,
+        hidden=16,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        ffn_hidden=24,
+        max_position=32,
+    )
+
+
+def _lost(seed: int, as_baseline: bool) -> int:
+    """Tokens handed out too often or never in one epoch of 4, then 3, then 2 ranks."""
+    from shoal.checkpoint.loader import merge, split
+    from shoal.core.random import generator
+
+    lengths = generator(seed, purpose="claim bytecheckpoint").integers(1, 30, 300)
+    source = {"text": [[number + 1] * int(length) for number, length in enumerate(lengths)]}
+
+    def loader(rank: int, world: int) -> MixtureLoader:
+        from shoal.corpora.mixture import MixtureLoader
+
+        return MixtureLoader(
+            source, {"text": 1.0}, seq_len=31, batch=1, seed=seed, end=0, rank=rank, world=world
+        )
+
+    def take(one: MixtureLoader, count: int) -> None:
+        for _ in range(count):
+            handed.update(next(one).reshape(-1).tolist())
+
+    handed: Counter[int] = Counter()
+    loaders = [loader(rank, 4) for rank in range(4)]
+    for world in (3, 2):
+        for number, one in enumerate(loaders):
+            take(one, 6 + number)
+        states = [one.state() for one in loaders]
+        loaders = [loader(rank, world) for rank in range(world)]
+        if as_baseline:
+            # All that is known is how many samples were drawn; they are drawn again.
+            drawn = sum(reader.drawn for state in states for reader in state.own)
+            for one in loaders:
+                while sum(reader.drawn for reader in one.state().own) < drawn // world:
+                    next(one)
+        else:
+            for one, state in zip(loaders, split(merge(states), world), strict=True):
+                one.load_state(state)
+    # The rest of the epoch is what the last readers would hand out of it.
+    for one in loaders:
+        for reader in one.state().own:
+            for tokens in (*reader.packing, *reader.ready):
+                handed.update(tokens)
+            for span in reader.spans["text"]:
+                for at in span:
+                    handed.update(one.document("text", span.epoch, at))
+    whole = Counter(token for text in source["text"] for token in (*text, 0))
+    return sum(((handed - whole) + (whole - handed)).values())
