@@ -19,7 +19,6 @@ from shoal.checkpoint.inmemory.field import (
     PRODUCTS,
     Bytes,
     add_scaled,
-    checksum,
     generator_matrix,
     invert,
     matmul,
@@ -181,17 +180,6 @@ def test_the_loop_is_the_table(built: bool, monkeypatch: pytest.MonkeyPatch) -> 
             out = before.copy()
             add_scaled(out, factor, x)
             assert np.array_equal(out, before ^ PRODUCTS[factor][x])
-
-
-def test_the_checksum_is_crc32c_and_has_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    crc32c = pytest.importorskip("google_crc32c")
-    x = generator(4).integers(0, 256, 1003, np.uint8)
-    if field_module.native_checksum() is not None:
-        assert checksum(x) == crc32c.value(x.tobytes())
-    monkeypatch.setattr(field_module, "native_checksum", lambda: None)
-    before = checksum(x)
-    x[500] ^= 4
-    assert checksum(x) != before
 
 
 def test_a_singular_matrix_is_refused() -> None:

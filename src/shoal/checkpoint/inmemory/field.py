@@ -13,9 +13,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-import zlib
 from collections.abc import Callable
-from ctypes import c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,10 @@ __all__ = [
     "PRODUCTS",
     "Bytes",
     "add_scaled",
-    "checksum",
     "generator_matrix",
     "invert",
     "matmul",
     "native",
-    "native_checksum",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -88,12 +85,6 @@ def add_scaled(out: Bytes, factor: int, x: Bytes) -> None:
             call(out.ctypes.data, x.ctypes.data, out.size, low, high, matrix)
 
 
-def checksum(x: Bytes) -> int:
-    """Of contiguous bytes; alike within a process, and for nobody else."""
-    call = native_checksum()
-    return zlib.crc32(x.data) if call is None else int(call(x.ctypes.data, x.size))
-
-
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:
@@ -113,18 +104,6 @@ def native() -> Callable[..., Any] | None:
     pointer = c_void_p
     library.gf_add_scaled.argtypes = [pointer, pointer, c_int64, pointer, pointer, c_uint64]
     library.gf_add_scaled.restype = None
-    return call
-
-
-@functools.cache
-def native_checksum() -> Callable[..., Any] | None:
-    """The native CRC-32C; None where the processor, or the library, has none."""
-    library = _library()
-    if library is None or not hasattr(library, "gf_crc32c"):
-        return None
-    call: Callable[..., Any] = library.gf_crc32c
-    library.gf_crc32c.argtypes = [c_void_p, c_int64]
-    library.gf_crc32c.restype = c_uint32
     return call
 
 

@@ -1,12 +1,10 @@
-// GF(256) with the polynomial 0x11d: out ^= c * x, the one loop that coding consists of, and a
-// checksum that keeps up with it (CRC-32C, where the processor has an instruction for it).
+// GF(256) with the polynomial 0x11d: out ^= c * x, the one loop that coding consists of.
 //
 // Multiplying by a constant is linear over bits: an affine instruction does it for a whole
 // register where there is one (GFNI), else two lookups of half a byte each (PSHUFB). Tables
 // and matrix come from the caller, who has the arithmetic.
 
 #include <cstdint>
-#include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -47,17 +45,3 @@ extern "C" void gf_add_scaled(uint8_t* out, const uint8_t* x, int64_t n, const u
   (void)matrix;
   add_scaled_plain(out + i, x + i, n - i, low, high);
 }
-
-#if defined(__SSE4_2__)
-extern "C" uint32_t gf_crc32c(const uint8_t* x, int64_t n) {
-  uint64_t crc = 0xffffffff;
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    uint64_t word;
-    std::memcpy(&word, x + i, 8);
-    crc = _mm_crc32_u64(crc, word);
-  }
-  for (; i < n; ++i) crc = _mm_crc32_u8(static_cast<uint32_t>(crc), x[i]);
-  return ~static_cast<uint32_t>(crc);
-}
-#endif

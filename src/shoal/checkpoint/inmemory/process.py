@@ -29,8 +29,9 @@ from typing import Any
 
 import numpy as np
 
+from shoal.checkpoint.checksum import crc32c
 from shoal.checkpoint.inmemory import MEMORY_CODES
-from shoal.checkpoint.inmemory.field import Bytes, checksum, native
+from shoal.checkpoint.inmemory.field import Bytes, native
 from shoal.checkpoint.inmemory.stripes import Stripes, pass_on
 from shoal.checkpoint.inmemory.wire import Client, Place, receive, refuse, send, welcome
 from shoal.core.errors import CheckpointError, RankError, ShoalError, require
@@ -254,7 +255,7 @@ class SnapshotProcess:
             if verify:
                 for slot in self.slots:
                     for block, crc in list(slot.crcs.items()):
-                        if checksum(self._block(slot, block)) != crc:
+                        if crc32c(self._block(slot, block)) != crc:
                             del slot.crcs[block]
             return {
                 "rank": self.rank,
@@ -373,7 +374,7 @@ class SnapshotProcess:
 
     def _seal(self, slot: Slot, blocks: range) -> None:
         for block in blocks:
-            slot.crcs[block] = checksum(self._block(slot, block))
+            slot.crcs[block] = crc32c(self._block(slot, block))
 
     def _coded(self, slot: Slot) -> bool:
         return len(slot.crcs) == self.stripes.blocks
@@ -472,6 +473,7 @@ def main() -> int:
     process = SnapshotProcess(given["run"], bytes.fromhex(given["secret"]), int(given["rank"]))
     port, serve = process.listen(given["host"])
     native()  # compiled now, not while a trainer waits
+    crc32c(np.empty(0, np.uint8))
     print(json.dumps({"host": given["host"], "port": port, "pid": os.getpid()}), flush=True)
     threading.Thread(target=serve, daemon=True).start()
     for line in sys.stdin:
