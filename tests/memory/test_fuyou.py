@@ -1,4 +1,4 @@
-"""Fuyou: the optimizer works during the backward pass, and the bits are those of the run without."""
+"""Fuyou: the optimizer works during the backward pass, to the bits of the run without it."""
 
 from __future__ import annotations
 
@@ -167,7 +167,9 @@ def test_what_must_be_said_before_and_what_cannot_be_done(tmp_path):
 )
 def test_what_does_not_go_together_is_one_error(options, changes, message):
     with pytest.raises(ShoalError, match=message):
-        check_split(job(**{"grad_clip": 0, "offload": offload(**options), **changes}), config().shape())
+        check_split(
+            job(**{"grad_clip": 0, "offload": offload(**options), **changes}), config().shape()
+        )
 
 
 def test_a_host_without_room_for_staging(tmp_path):
@@ -219,7 +221,9 @@ class Served:
     def rows(self, place):
         """Weight and states of a parameter."""
         found = self.places[place]
-        return [self.disk.mapped(b).view(torch.float32) for b in (found.weight, *found.states.values())]
+        return [
+            self.disk.mapped(b).view(torch.float32) for b in (found.weight, *found.states.values())
+        ]
 
     def close(self):
         self.mine.send(None)
@@ -321,7 +325,9 @@ def replayed(tiers, between, x):
 def test_any_choice_gives_the_same_gradients(tiers, between, to_disk):
     x = torch.randn(96, 64)
     if between is torch.tanh:
-        between = type("InPlace", (torch.nn.Module,), {"forward": lambda self, y: (y + 1).mul_(2)})()
+        between = type(
+            "InPlace", (torch.nn.Module,), {"forward": lambda self, y: (y + 1).mul_(2)}
+        )()
     model, replay, expected = replayed(tiers, between, x)
     for chosen in (set(), set(range(20)), {0}, {1, 2}):
         for unit, operators in enumerate(replay.operators):

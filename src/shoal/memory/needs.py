@@ -16,7 +16,16 @@ from shoal.cost.training import microbatch_of
 if TYPE_CHECKING:
     from shoal.ir import Machine, ModelShape, Work
 
-__all__ = ["SMALL", "Needs", "Staging", "disk_bandwidth", "efficiency", "needs", "peak_flops", "sizes"]
+__all__ = [
+    "SMALL",
+    "Needs",
+    "Staging",
+    "disk_bandwidth",
+    "efficiency",
+    "needs",
+    "peak_flops",
+    "sizes",
+]
 
 SMALL = 2**13
 """Elements below which a parameter stays in host memory: a transfer would be all overhead."""

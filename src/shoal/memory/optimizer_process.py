@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Order", "Place", "Setup", "Updating", "main", "share_of"]
 
+
 class Place(NamedTuple):
     """Where one parameter lies.
 
@@ -90,7 +91,7 @@ class Order(NamedTuple):
         number: by which its end is told.
         place: of which parameter.
         first: element.
-        count: elements.
+        numel: elements.
         slot: of the gradient; -1 for zeros.
         step: updates made before this one.
         factor: scales the learning rate.
@@ -99,7 +100,7 @@ class Order(NamedTuple):
     number: int
     place: int
     first: int
-    count: int
+    numel: int
     slot: int
     step: int
     factor: float
@@ -197,7 +198,7 @@ class Updating:
             before.wait()
         piece.buffer = self._buffers.get()
         dtype = self._setup.places[piece.order.place].dtype
-        size = piece.order.count * dtype.itemsize
+        size = piece.order.numel * dtype.itemsize
         for name, block, part in self._rows(piece):
             whole = part[: -(-size // SECTOR) * SECTOR]
             self._disk.read(block, whole, piece.order.first * dtype.itemsize)
@@ -210,9 +211,9 @@ class Updating:
         piece.read.wait()
         begin = time.perf_counter()
         place = setup.places[order.place]
-        size = order.count * place.dtype.itemsize
+        size = order.numel * place.dtype.itemsize
         if order.slot < 0:
-            gradient = torch.zeros(order.count, dtype=place.dtype)
+            gradient = torch.zeros(order.numel, dtype=place.dtype)
         else:
             gradient = self._memory.bytes_at(order.slot * setup.slot_bytes, size).view(place.dtype)
         setup.rule.update(
@@ -232,12 +233,12 @@ class Updating:
     def _store(self, piece: _Piece) -> None:
         try:
             itemsize = self._setup.places[piece.order.place].dtype.itemsize
-            size = -(-piece.order.count * itemsize // SECTOR) * SECTOR
+            size = -(-piece.order.numel * itemsize // SECTOR) * SECTOR
             for _, block, part in self._rows(piece):
                 self._disk.write(block, part[:size], piece.order.first * itemsize)
             assert piece.buffer is not None
             self._buffers.put(piece.buffer)
-            self._tell("done", piece.order.number, piece.order.count, piece.update_s)
+            self._tell("done", piece.order.number, piece.order.numel, piece.update_s)
         except ShoalError as cause:
             self._tell("failed", str(cause))
 

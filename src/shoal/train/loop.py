@@ -27,9 +27,9 @@ from shoal.parallel.legal import check_split
 from shoal.parallel.protocols import Held
 from shoal.train.peft.job import FineTuned
 from shoal.train.peft.run.mezo import ZerothOrder
+from shoal.train.protocols import UpdatesEarly
 from shoal.train.watch.selfcheck import check_arithmetic
 from shoal.train.watch.watched import phase
-from shoal.train.protocols import UpdatesEarly
 
 if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet

@@ -76,7 +76,12 @@ class Regime:
             prefetch_numel=_PREFETCH,
         )
         job = TrainJob(
-            seq_len=self.tokens, global_batch=1, microbatch=1, precision="fp32", grad_clip=0, steps=1
+            seq_len=self.tokens,
+            global_batch=1,
+            microbatch=1,
+            precision="fp32",
+            grad_clip=0,
+            steps=1,
         )
         work = Work(shape=self.config.shape(), job=job)
         return predicted(part, work, load("laptop")).estimate.memory_bytes
