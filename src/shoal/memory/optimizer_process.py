@@ -117,6 +117,7 @@ class _Piece:
     buffer: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     read: Ticket | None = None
+    written: Ticket = field(default_factory=lambda: Ticket(0))
     update_s: float = 0.0
 
 
@@ -178,7 +179,8 @@ class Updating:
 
     def _begin(self, order: Order) -> _Piece:
         piece = _Piece(order)
-        before = self._unwritten.get((order.place, order.first))
+        key = order.place, order.first
+        before, self._unwritten[key] = self._unwritten.get(key), piece.written
         piece.read = self._reading.submit(lambda: self._load(piece, before), 0)
         return piece
 
@@ -227,8 +229,7 @@ class Updating:
         piece.update_s = time.perf_counter() - begin
         if order.slot >= 0:
             self._tell("free", order.slot)
-        key = order.place, order.first
-        self._unwritten[key] = self._writing.submit(lambda: self._store(piece), 0)
+        self._writing.submit(lambda: self._store(piece), 0)
 
     def _store(self, piece: _Piece) -> None:
         try:
@@ -238,8 +239,10 @@ class Updating:
                 self._disk.write(block, part[:size], piece.order.first * itemsize)
             assert piece.buffer is not None
             self._buffers.put(piece.buffer)
+            piece.written.finish(0.0)
             self._tell("done", piece.order.number, piece.order.numel, piece.update_s)
         except ShoalError as cause:
+            piece.written.finish(0.0, cause)
             self._tell("failed", str(cause))
 
 
