@@ -1,4 +1,4 @@
-"""Fuyou: the optimizer works during the backward pass, and the bits are those of the run without."""
+"""Fuyou: the optimizer works during the backward pass, to the bits of the run without it."""
 
 from __future__ import annotations
 

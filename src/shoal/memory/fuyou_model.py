@@ -552,11 +552,15 @@ def _rates(tiers: Tiers) -> dict[str, float]:
     block = disk.alloc(PROBED * BOUNCE, "probe")
     here, there = staging(BOUNCE).fill_(1), torch.ones(BOUNCE, dtype=torch.uint8, device=device)
     found = {}
-    ways: list[tuple[str, Mover, Callable[[int], object]]] = [
-        ("write", tiers.write, lambda at: disk.write(block, here, at)),
-        ("read", tiers.read, lambda at: disk.read(block, here, at)),
-        ("down", tiers.down, lambda at: here.copy_(there)),
-        ("up", tiers.up, lambda at: there.copy_(here)),
+
+    def copy(source: Tensor, target: Tensor, at: int) -> None:
+        target.copy_(source)
+
+    ways: list[tuple[str, Mover, Callable[[int], None]]] = [
+        ("write", tiers.write, functools.partial(disk.write, block, here)),
+        ("read", tiers.read, functools.partial(disk.read, block, here)),
+        ("down", tiers.down, functools.partial(copy, there, here)),
+        ("up", tiers.up, functools.partial(copy, here, there)),
     ]
     for name, mover, work in ways:
         begin = time.perf_counter()

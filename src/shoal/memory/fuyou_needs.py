@@ -39,7 +39,7 @@ _STATES = 2
 # Token ids, tables of the rotation and other small things.
 _ASIDE = 2**17
 # Gradients in memory of both processes, pieces that are worked on there, and the probe's buffers.
-SLOTS, STAGED, PROBED = 4, 3, 8
+SLOTS, STAGED, PROBED = 6, 4, 8
 # Logits that the loss holds at a time (see shoal.model.loss).
 _LOGITS = 2**24
 
@@ -203,11 +203,18 @@ def _device_bytes(own: _Shape, work: Work) -> float:
     matrices = 4.0 * hidden * (work.shape.expert_hidden or width) * experts
     if not work.shape.num_experts:
         matrices = 4.0 * hidden * width
-    # Of the second half: gate, up and down; the gradient of down on its way out.
-    second = 3 * matrices * low + 2 * matrices + matrices
-    second += n * a * (2 * width + 2 * width + 3 * width) + 4 * own.stream
+    # Of the second half, from behind: down, the activation, and gate and up. What it saved goes as
+    # gradients come, and one of these is on its way out.
+    shown = n * a * width
+    second = max(
+        (3 * low + low) * matrices + 5 * shown,
+        (2 * low + 1) * matrices + 7 * shown,
+        (2 * low + 2 * low + 1) * matrices + 2 * shown,
+        3 * low * matrices + 4 * shown + leaving,
+    )
+    second += 4 * own.stream
     square = 4.0 * hidden * own.heads
-    first = 4.0 * hidden * own.qkv * (low + 1) + square * (low + 1)
+    first = 4.0 * hidden * own.qkv * 2 * low + square * (low + 1) + matrices
     first += n * a * (2 * own.qkv + 4 * own.heads) + n * 8.0 * own.num_heads + 4 * own.stream
     embedding = 3 * table + 2 * own.stream
     if work.shape.num_experts:
@@ -249,9 +256,9 @@ def notes(part: Fuyou, found: Predicted) -> tuple[str, ...]:
     chosen = found.chosen
     forward, backward = chosen.binds
     said.append(
-        f"offload: fuyou swaps {human_bytes(chosen.swapped)} of {human_bytes(found.ordered.nbytes[-1])} "
-        f"of activations a micro-batch and computes the rest again; the forward pass is bound by "
-        f"{forward}, the backward pass by {backward}"
+        f"offload: fuyou swaps {human_bytes(chosen.swapped)} of "
+        f"{human_bytes(found.ordered.nbytes[-1])} of activations a micro-batch and computes the "
+        f"rest again; the forward pass is bound by {forward}, the backward pass by {backward}"
     )
     if part.device_budget is not None and found.least > part.device_budget:
         said.append(
@@ -268,8 +275,8 @@ def notes(part: Fuyou, found: Predicted) -> tuple[str, ...]:
         rate = found.iteration.read
         slow = chosen.backward_s[backward] / max(1e-9, chosen.backward_s["compute"])
         said.append(
-            f"offload: the disk ({human_bytes(rate)}/s) is too slow to hide: the backward pass waits "
-            f"for it {slow:.1f} times as long as it computes; a disk of {human_bytes(rate * slow)}/s "
-            "or a larger batch would do"
+            f"offload: the disk ({human_bytes(rate)}/s) is too slow to hide: the backward pass "
+            f"needs it {slow:.1f} times as long as it computes; a disk of "
+            f"{human_bytes(rate * slow)}/s or a larger batch would do"
         )
     return tuple(said)

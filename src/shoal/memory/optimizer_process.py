@@ -91,7 +91,7 @@ class Order(NamedTuple):
         number: by which its end is told.
         place: of which parameter.
         first: element.
-        count: elements.
+        numel: elements.
         slot: of the gradient; -1 for zeros.
         step: updates made before this one.
         factor: scales the learning rate.
@@ -100,7 +100,7 @@ class Order(NamedTuple):
     number: int
     place: int
     first: int
-    count: int
+    numel: int
     slot: int
     step: int
     factor: float
@@ -117,6 +117,7 @@ class _Piece:
     buffer: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     read: Ticket | None = None
+    written: Ticket = field(default_factory=lambda: Ticket(0))
     update_s: float = 0.0
 
 
@@ -178,7 +179,8 @@ class Updating:
 
     def _begin(self, order: Order) -> _Piece:
         piece = _Piece(order)
-        before = self._unwritten.get((order.place, order.first))
+        key = order.place, order.first
+        before, self._unwritten[key] = self._unwritten.get(key), piece.written
         piece.read = self._reading.submit(lambda: self._load(piece, before), 0)
         return piece
 
@@ -198,7 +200,7 @@ class Updating:
             before.wait()
         piece.buffer = self._buffers.get()
         dtype = self._setup.places[piece.order.place].dtype
-        size = piece.order.count * dtype.itemsize
+        size = piece.order.numel * dtype.itemsize
         for name, block, part in self._rows(piece):
             whole = part[: -(-size // SECTOR) * SECTOR]
             self._disk.read(block, whole, piece.order.first * dtype.itemsize)
@@ -211,9 +213,9 @@ class Updating:
         piece.read.wait()
         begin = time.perf_counter()
         place = setup.places[order.place]
-        size = order.count * place.dtype.itemsize
+        size = order.numel * place.dtype.itemsize
         if order.slot < 0:
-            gradient = torch.zeros(order.count, dtype=place.dtype)
+            gradient = torch.zeros(order.numel, dtype=place.dtype)
         else:
             gradient = self._memory.bytes_at(order.slot * setup.slot_bytes, size).view(place.dtype)
         setup.rule.update(
@@ -227,19 +229,20 @@ class Updating:
         piece.update_s = time.perf_counter() - begin
         if order.slot >= 0:
             self._tell("free", order.slot)
-        key = order.place, order.first
-        self._unwritten[key] = self._writing.submit(lambda: self._store(piece), 0)
+        self._writing.submit(lambda: self._store(piece), 0)
 
     def _store(self, piece: _Piece) -> None:
         try:
             itemsize = self._setup.places[piece.order.place].dtype.itemsize
-            size = -(-piece.order.count * itemsize // SECTOR) * SECTOR
+            size = -(-piece.order.numel * itemsize // SECTOR) * SECTOR
             for _, block, part in self._rows(piece):
                 self._disk.write(block, part[:size], piece.order.first * itemsize)
             assert piece.buffer is not None
             self._buffers.put(piece.buffer)
-            self._tell("done", piece.order.number, piece.order.count, piece.update_s)
+            piece.written.finish(0.0)
+            self._tell("done", piece.order.number, piece.order.numel, piece.update_s)
         except ShoalError as cause:
+            piece.written.finish(0.0, cause)
             self._tell("failed", str(cause))
 
 

@@ -1,8 +1,9 @@
 """Units of a model whose operators are done again in the backward pass, but for chosen results.
 
-A unit, such as the attention of a block, keeps its input alone (``torch.utils.checkpoint``). In its forward pass the results of some
-operators are sent away; when the backward pass has it run once more, those come back in the place
-of being computed. Which is decided operator by operator, so any number of bytes can be sent.
+A unit, such as the attention of a block, keeps its input alone (``torch.utils.checkpoint``). In
+its forward pass the results of some operators are sent away; when the backward pass has it run once
+more, those come back in the place of being computed. Which is decided operator by operator, so any
+number of bytes can be sent.
 
 The first step keeps nothing and shows which operators there are. What is a view, is written in
 place, draws random numbers or casts a weight is always done again: with the state of torch's
@@ -92,7 +93,7 @@ class Replay:
         self.measuring = self.active = False
         self.unsettled = self.rounds = 0
         for index, (_, unit) in enumerate(units):
-            unit.forward = functools.partial(self._forward, index, unit.forward)  # type: ignore[method-assign]
+            unit.forward = functools.partial(self._forward, index, unit.forward)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -195,7 +196,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
 
-class _First(_Counting):
+class _First(_Counting):  # type: ignore[no-untyped-call]
     """The forward pass: sends away what is chosen, or writes down what there is."""
 
     def __init__(self, ran: _Pass) -> None:
@@ -268,12 +269,12 @@ class _First(_Counting):
             )
 
 
-class _Again(_Counting):
+class _Again(_Counting):  # type: ignore[no-untyped-call]
     """The backward pass has the unit run once more."""
 
     def __enter__(self) -> Any:
         self.number = 0
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def new(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
         ran = self.ran
@@ -322,7 +323,7 @@ def _generators(tensors: list[Tensor]) -> list[bytes]:
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(one) for one in devices)]
     # No operator: a scope that counts the device would see it.
-    return [bytes(state.untyped_storage().tolist()) for state in states]
+    return [bytes(list(state.untyped_storage())) for state in states]
 
 
 def _now(device: torch.device) -> float:

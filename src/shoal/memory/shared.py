@@ -67,7 +67,7 @@ class SharedLink(EmulatedLink):
         self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
 
     def book(self, nbytes: int) -> float:
-        """The moment (``time.perf_counter``, one clock for all processes) at which it is through."""
+        """The moment (``time.perf_counter``, one clock for all) at which it is through."""
         with self._lock:
             # Threads are kept apart by the lock, processes by that of the file.
             fcntl.lockf(self.descriptor, fcntl.LOCK_EX)

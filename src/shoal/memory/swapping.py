@@ -1,8 +1,8 @@
 """What is needed again in the backward pass waits on the host, or on a disk beyond it.
 
 A storage leaves the device by one chained copy: to the host, and from there, where the host has no
-room for it, through a few bounce buffers to the disk. What is saved first goes to the disk, since it
-is needed last. On the way back, what comes next fills whatever the device has left: the tensors of
+room for it, through a few bounce buffers to the disk. What is saved first goes to the disk: it is
+needed last. On the way back, what comes next fills whatever the device has left: the tensors of
 a unit of the model in the order in which they were saved, the units in reverse order.
 
 Source: Liao et al., Fuyou, 2024, section 4.4 (pipelined activation swapping).

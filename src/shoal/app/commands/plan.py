@@ -21,6 +21,7 @@ from shoal.app.commands.plan_scaling import scaling
 from shoal.app.commands.plan_schedule import schedule
 from shoal.app.commands.plan_stride import stride
 from shoal.app.commands.plan_survival import survival
+from shoal.app.commands.plan_swap import swap
 from shoal.app.commands.plan_t3 import t3
 from shoal.app.commands.plan_tiles import tiles
 from shoal.app.commands.plan_tune import tune
@@ -450,6 +451,7 @@ app.command("schedule")(schedule)
 app.command("peft")(peft)
 app.command("t3")(t3)
 app.command("stride")(stride)
+app.command("swap")(swap)
 app.command("routes")(routes)
 app.command("context")(context)
 app.command("longctx")(longctx)

@@ -44,7 +44,7 @@ class FuyouClaim:
         disk_rate: emulated bytes per second of the disk, each way.
         width: of the model.
         tokens: of a step.
-        pairs: rounds, of two steps each.
+        pairs: rounds, of three steps each.
         amounts: of swapped bytes that are measured.
     """
 
@@ -206,7 +206,7 @@ class FuyouClaim:
             for turn in range(self.pairs):
                 context.progress("steps in turns", 0.1 + 0.4 * turn / self.pairs)
                 for name in sorted(ways, reverse=bool(turn % 2)):
-                    found[name].append(ways[name].run(2))
+                    found[name].append(ways[name].run(3))
             peaks, theirs = training.made.tiers.peaks(), baseline.made.tiers.peaks()
         told = regime.told()
         metrics["step"] = Paired(method=tuple(found["method"]), baseline=tuple(found["baseline"]))
