@@ -46,16 +46,16 @@ class EmulatedLink:
         require(self.bytes_per_s > 0, "link bytes_per_s", self.bytes_per_s, expected="above 0")
         require(self.latency_s >= 0, "link latency_s", self.latency_s, expected="at least 0")
 
-    def book(self, nbytes: int, asked_at: float) -> float:
+    def book(self, nbytes: int, asked_at: float | None = None) -> float:
         """The moment (``time.perf_counter``) at which a transfer is through.
 
         Args:
             nbytes: of the transfer.
-            asked_at: when it was asked for. A way on which others wait does not rest between two
+            asked_at: when it was asked for; now if not given. A way on which others wait does not rest between two
                 transfers, however late a thread wakes up.
         """
         with self._lock:
-            begin = max(asked_at, self._free_at)
+            begin = max(time.perf_counter() if asked_at is None else asked_at, self._free_at)
             self._free_at = begin + self.latency_s + nbytes / self.bytes_per_s
             return self._free_at
 

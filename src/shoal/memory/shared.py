@@ -66,14 +66,14 @@ class SharedLink(EmulatedLink):
         self.descriptor = descriptor
         self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
 
-    def book(self, nbytes: int) -> float:
+    def book(self, nbytes: int, asked_at: float | None = None) -> float:
         """The moment (``time.perf_counter``, one clock for all) at which it is through."""
         with self._lock:
             # Threads are kept apart by the lock, processes by that of the file.
             fcntl.lockf(self.descriptor, fcntl.LOCK_EX)
             try:
                 (free_at,) = struct.unpack_from("d", self._map)
-                begin = max(time.perf_counter(), free_at)
+                begin = max(time.perf_counter() if asked_at is None else asked_at, free_at)
                 through: float = begin + self.latency_s + nbytes / self.bytes_per_s
                 struct.pack_into("d", self._map, 0, through)
             finally:

@@ -132,11 +132,11 @@ class DataStatesClaim:
             "two_phase_avoided": avoided(two_phase),
             "end_to_end": Paired(method=tuple(lazy["step"]), baseline=tuple(blocking["step"])),
         }
-        held_up = two_phase["blocked"][: len(found["peer"])]
+        held_up = list(zip(two_phase["blocked"], found["peer"], strict=False))
         peers = {
             "two_phase_avoided": Paired(
-                method=tuple(1 / seconds for seconds in held_up),
-                baseline=tuple(1 / seconds for seconds in found["peer"]),
+                method=tuple(1 / ours for ours, _ in held_up),
+                baseline=tuple(1 / theirs for _, theirs in held_up),
             )
         }
         details: dict[str, JsonValue] = {"seconds": found}

@@ -61,7 +61,7 @@ class _Link(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weights[name]
-        through = self._link.book(weight.nbytes, time.perf_counter())
+        through = self._link.book(weight.nbytes)
         came = weight.clone()
         time.sleep(max(0.0, through - time.perf_counter()))
         return came

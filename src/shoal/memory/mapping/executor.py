@@ -112,7 +112,7 @@ class _Run:
         nbytes = round(sum(int(c.slow[k]) for k in missed) * 1e-12 * c.tiers.slow_bandwidth)
         self.read += nbytes
         # Instructions come first; copies have what the link has left.
-        through = self.link.book(nbytes, time.perf_counter()) if nbytes else 0.0
+        through = self.link.book(nbytes) if nbytes else 0.0
         waiting = [self._copy(piece) for piece in self.pieces[slot]]
         arguments = torch.fx.map_arg(node.args, lambda one: self._resolve(one, slot))
         words = torch.fx.map_arg(node.kwargs, lambda one: self._resolve(one, slot))
@@ -193,7 +193,7 @@ class _Run:
         self.done[piece.decision] += many
         self.copied += many
         chunk = slice(start, start + many)
-        through = self.link.book(many, time.perf_counter())
+        through = self.link.book(many)
         source, target = (arena, raw) if c.write[piece.decision] else (raw, arena)
 
         def move() -> None:
