@@ -1,4 +1,4 @@
-"""What can be saved and loaded: modules, optimizers, trees of tensors, flat buffers, loaders.
+"""What can be saved and loaded: modules, optimizers, flat buffers, data loaders.
 
 A :class:`StateSource` says which boxes of which tensors a rank holds, and which it wants when it
 loads. :func:`source_of` knows the usual ones; anything else is one if it has the four methods.
@@ -33,7 +33,6 @@ __all__ = [
     "OptimizerState",
     "StateSource",
     "Stored",
-    "TreeState",
     "pieces_of",
     "source_of",
 ]
@@ -116,6 +115,8 @@ def source_of(key: str, value: Any, names: Mapping[int, str], peers: Peers) -> S
         CheckpointError: none of these.
     """
     import torch
+
+    from shoal.checkpoint.trees import ObjectState, TreeState
 
     if isinstance(value, torch.nn.Module):
         return ModuleState(value)
@@ -303,105 +304,6 @@ class OptimizerState:
         self._state = {}
 
 
-class TreeState:
-    """A dict, nested or not, of tensors and plain data.
-
-    Loading fills the tensors that are in it, and puts in what is missing.
-
-    Args:
-        tree: it.
-
-    Raises:
-        CheckpointError: two leaves have one name; a key that is no text.
-    """
-
-    def __init__(self, tree: MutableMapping[str, Any]) -> None:
-        self._tree = tree
-        self._new: dict[str, Tensor] = {}
-
-    def _leaves(self) -> dict[str, tuple[tuple[str, ...], Any]]:
-        """Name -> where it lies in the tree, and the value."""
-        found: dict[str, tuple[tuple[str, ...], Any]] = {}
-        for path, value in _leaves(self._tree, ()):
-            name = ".".join(path)
-            require(
-                name not in found, "name", name, expected="one value for it", error=CheckpointError
-            )
-            found[name] = path, value
-        return found
-
-    def shards(self) -> Given:
-        """See :class:`StateSource`."""
-        found: dict[str, list[Piece]] = {}
-        for name, (_, value) in self._leaves().items():
-            if isinstance(value, Piece):
-                found[name] = [value]
-            elif hasattr(value, "untyped_storage"):
-                found[name] = pieces_of(value)
-            elif _pieces_only(value):
-                found[name] = list(value)
-        return found
-
-    def plain(self) -> Any:
-        """See :class:`StateSource`; and where leaves lie whose keys have dots in them."""
-        leaves, tensors = self._leaves(), self.shards()
-        values = {name: value for name, (_, value) in leaves.items() if name not in tensors}
-        paths = {n: list(p) for n, (p, _) in leaves.items() if any("." in key for key in p)}
-        return {"values": values, "paths": paths}
-
-    def wanted(self, stored: Stored) -> Wanted:
-        """See :class:`StateSource`."""
-        found: dict[str, Sequence[Piece]] = {**self.shards()}  # type: ignore[dict-item]
-        for name in stored.names():
-            if name not in found:
-                self._new[name] = stored.blank(name)
-                found[name] = [Piece.whole(self._new[name])]
-        return found
-
-    def loaded(self, plain: Any) -> None:
-        """See :class:`StateSource`."""
-        own = isinstance(plain, Mapping) and plain.keys() == {"values", "paths"}
-        # What an optimizer has kept goes in as it is.
-        kept = plain if own else {"values": plain or {}, "paths": {}}
-        known = {name: path for name, (path, _) in self._leaves().items()}
-        for name, value in [*kept["values"].items(), *self._new.items()]:
-            _put(self._tree, known.get(name) or kept["paths"].get(name) or name.split("."), value)
-        self._new = {}
-
-
-class ObjectState:
-    """Something with ``state_dict`` and ``load_state_dict``, such as a scheduler of rates.
-
-    Args:
-        value: it; every rank holds the same.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._tree: TreeState | None = None
-        self._found: dict[str, Any] = {}
-
-    def shards(self) -> Given:
-        """See :class:`StateSource`."""
-        return TreeState(_copied(self._value.state_dict())).shards()
-
-    def plain(self) -> Any:
-        """See :class:`StateSource`."""
-        return TreeState(_copied(self._value.state_dict())).plain()
-
-    def wanted(self, stored: Stored) -> Wanted:
-        """See :class:`StateSource`."""
-        self._found = _copied(self._value.state_dict())
-        self._tree = TreeState(self._found)
-        return self._tree.wanted(stored)
-
-    def loaded(self, plain: Any) -> None:
-        """See :class:`StateSource`."""
-        assert self._tree is not None
-        self._tree.loaded(plain)
-        self._value.load_state_dict(self._found)
-
-
 class FlatPart(NamedTuple):
     """A tensor's part of a flat buffer.
 
@@ -506,32 +408,3 @@ def unwrapped(module: nn.Module) -> nn.Module:
             module = module.get_submodule("_orig_mod")
         else:
             return module
-
-
-def _pieces_only(value: Any) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and bool(value)
-        and all(isinstance(one, Piece) for one in value)
-    )
-
-
-def _leaves(
-    tree: Mapping[str, Any], path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for key, value in tree.items():
-        require(isinstance(key, str), "key", key, expected="text", error=CheckpointError)
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
-
-
-def _put(tree: MutableMapping[str, Any], path: Sequence[str], value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
-
-
-def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _copied(value) if isinstance(value, Mapping) else value for k, value in tree.items()}
