@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
+from shoal.claims.experiments.bytecheckpoint_load import LOADING, measure_load
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -34,21 +35,6 @@ __all__ = ["ByteCheckpointClaim"]
 _RANKS = "shoal.claims.experiments.bytecheckpoint_ranks"
 _WORLD = 4
 _DCP = "torch.distributed.checkpoint.save"
-
-
-LOADING: tuple[Metric, ...] = (
-    Metric.counted(
-        "read_bytes",
-        "within",
-        1.0,
-        "every replica reads all that it wants",
-        statistic="max",
-        upper=1.1,
-        unit="x",
-        evidence="mechanism",
-    ),
-)
-"""Of loading: bytes that four replicas read together, over those that are stored."""
 
 
 @part
@@ -126,10 +112,12 @@ class ByteCheckpointClaim:
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
-        loaded, skipped = self._load(context, quick=quick, as_baseline=as_baseline)
-        metrics = {"balance": self._balance(as_baseline), **loaded}
+        metrics = {
+            "balance": self._balance(as_baseline),
+            **measure_load(context, quick=quick, as_baseline=as_baseline),
+        }
         if quick:
-            return Samples(metrics=metrics, skipped=skipped)
+            return Samples(metrics=metrics)
         context.progress("saving in turns", 0.1)
         times = self._times(context, as_baseline)
         pairs = list(zip(times["ours"], times["theirs"], strict=True))
@@ -146,13 +134,7 @@ class ByteCheckpointClaim:
             "seconds": {name: times[name] for name in ("ours", "theirs", "fresh", "known")},
             "bytes_of_ranks": times["bytes"],
         }
-        return Samples(metrics=metrics, details=details, skipped=skipped)
-
-    def _load(
-        self, context: Context, *, quick: bool, as_baseline: bool
-    ) -> tuple[dict[str, Paired], dict[str, str]]:
-        """Samples of :data:`LOADING`, and why those that are missing are."""
-        return {}, {metric.name: "saving alone is measured here" for metric in LOADING}
+        return Samples(metrics=metrics, details=details)
 
     def _balance(self, as_baseline: bool) -> Paired:
         """Planned for models of several shapes, whose tensors divide as badly as they like."""
