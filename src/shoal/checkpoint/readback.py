@@ -36,13 +36,13 @@ def chunks_of(path: Path) -> Iterator[tuple[int, np.ndarray]]:
         at = 0
         while True:
             try:
-                got = os.preadv(fd, [memory], at)
+                got = os.preadv(fd, [memory.data], at)
             except OSError as cause:
                 if cause.errno != errno.EINVAL or at:
                     raise
                 os.close(fd)  # opened, but not meant: some stacked file systems
                 fd = os.open(path, os.O_RDONLY)
-                got = os.preadv(fd, [memory], at)
+                got = os.preadv(fd, [memory.data], at)
             if got:
                 yield at, memory[:got]
             at += got
