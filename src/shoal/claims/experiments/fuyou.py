@@ -136,7 +136,7 @@ class FuyouClaim:
         place = context.work_dir
         method: Literal["zero_infinity", "fuyou"] = "zero_infinity" if as_baseline else "fuyou"
         small = self._small(context, place)
-        metrics, details = self._counted(comm, small, method, steps=6 if quick else 10)
+        metrics, details = self._counted(comm, small, method, steps=4 if quick else 10)
         if quick:
             return Samples(metrics=metrics, details=details)
         regime = runs.Regime(
