@@ -262,8 +262,6 @@ class _Loading:
 
         Nothing is done where some of it is not wanted, or lies elsewhere in other order.
         """
-        import torch
-
         ends = itertools.accumulate((self._bytes(cut) for cut in cuts), initial=segment.start)
         if [*(cut.at for cut in cuts), segment.stop] != list(ends):
             return None
@@ -278,8 +276,9 @@ class _Loading:
         checksum = 0
         for cut, place in zip(cuts, places, strict=True):
             low = cut.at - read.start
-            target = place.reshape(-1).view(torch.uint8).numpy()
-            checksum = copy_crc32c(target, data[low : low + place.nbytes].numpy(), checksum)
+            checksum = copy_crc32c(
+                _raw(place).numpy(), data[low : low + place.nbytes].numpy(), checksum
+            )
         return checksum
 
     def _round(self, number: int, read: Read | None, data: torch.Tensor) -> None:
@@ -332,7 +331,7 @@ class _Loading:
             key = tuple(cut._replace(wish=0) for cut in cuts)
             if key not in known:
                 parts = [
-                    self._part(read, data, cut).reshape(-1).view(torch.uint8)
+                    _raw(self._part(read, data, cut).contiguous())
                     for cut in cuts
                     if read is not None
                 ]
@@ -371,6 +370,16 @@ def _stored_dtype(saved: Saved, name: str) -> torch.dtype:
 
     found: torch.dtype = getattr(torch, TORCH_NAMES[saved.index.tensors[name].dtype])
     return found
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor without gaps.
+
+    One element is without gaps, whatever its strides say, and a view as bytes wants them to be 1.
+    """
+    import torch
+
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _as(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -164,17 +164,19 @@ class Checkpoints:
 
     def before_update(self) -> None:
         """Return when what is being saved may change."""
-        if self._saver is not None:
-            self._saver.before_update()
+        saver = self._saver  # a thread that closes it may be under way
+        if saver is not None:
+            saver.before_update()
 
     def close(self) -> None:
         """Return when everything under way is saved, and let go of the place."""
-        for handle in self._hooked.values():
-            handle.remove()
-        self._hooked = {}
         if self._saver is not None:
             self._saver.close()
             self._saver = None
+        # Only now: an optimizer that steps in the meantime still waits.
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked = {}
 
     def __enter__(self) -> Self:
         return self
