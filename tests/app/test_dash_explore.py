@@ -19,6 +19,7 @@ ASKED = {
 }
 
 
+@pytest.mark.slow
 def test_it_ranks_and_draws(client: TestClient) -> None:
     page = client.get("/explore", params=ASKED)
     assert page.status_code == 200

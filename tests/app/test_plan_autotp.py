@@ -35,6 +35,7 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_shows_and_writes(config: Path, tmp_path: Path) -> None:
     out, styles = tmp_path / "plan.yaml", tmp_path / "tp_plan.json"
     done = shoal(config, "--out", out, "--dtensor", styles)

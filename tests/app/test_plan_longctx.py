@@ -25,6 +25,7 @@ def test_says_what_long_context_costs() -> None:
     assert "window=4096" in done.stdout
 
 
+@pytest.mark.slow
 def test_compares_devices_and_draws_them(tmp_path: Path) -> None:
     file = tmp_path / "longctx.svg"
     done = shoal(

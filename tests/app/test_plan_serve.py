@@ -31,6 +31,7 @@ def shoal(home: Path, *words: object, **environment: str) -> shoal_command.Compl
     )
 
 
+@pytest.mark.slow
 def test_shows_competing_plans_and_what_binds(home: Path) -> None:
     begin = time.monotonic()
     done = shoal(home, "Qwen3-8B", "--machine", "H100", "--rate", 20, "--requests", 50)

@@ -23,6 +23,7 @@ def test_an_objective_is_the_jobs(tmp_path: Path) -> None:
     assert best["why"].startswith("cheapest of")
 
 
+@pytest.mark.slow
 def test_fit_says_no_with_status_1_and_what_would() -> None:
     done = RUN.invoke(app, ["plan", "train", "Llama-3-70B", "-m", "8xRTX-4090", "--fit"])
     assert done.exit_code == 1

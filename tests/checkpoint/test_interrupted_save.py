@@ -33,6 +33,7 @@ def test_killed_at_every_call_to_the_file_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     assert killed("moments", tmp_path / "run") >= 50
 

@@ -252,6 +252,7 @@ def test_a_length_that_ranks_cannot_share_is_a_row() -> None:
     assert "such as 60 or 70" in row.reason
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path) -> None:
     from shoal.app.cli import app
 

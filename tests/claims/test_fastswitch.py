@@ -9,6 +9,7 @@ from shoal.claims.protocols import Context
 from shoal.core.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_the_quick_run_is_the_same_every_time_and_counts_what_it_should(tmp_path):
     claim = FastSwitch(requests=40, rounds=2)
     found = claim.run(Context(work_dir=tmp_path), quick=True)

@@ -27,6 +27,7 @@ def texts():
     return read_texts(Choice(name="stdlib"), train_chars=2**13, heldout_chars=2**12, seed=0)
 
 
+@pytest.mark.slow
 def test_quick_run_works_and_fails_with_the_baseline(tmp_path):
     claim, context = LearningCurves(), Context(work_dir=tmp_path)
     samples = claim.run(context, quick=True)

@@ -30,6 +30,7 @@ def test_costs_of_another_cut() -> None:
     assert best.seconds == {"F": (3.0, 3.0, 2.0, 3.0), "B": (6.0, 6.0, 4.0, 5.0)}
 
 
+@pytest.mark.slow
 def test_the_split_vocabulary_balances_parameters_and_holds_few_microbatches() -> None:
     assert parameter_share(32 * 1024, "pp") < 1.001
     assert parameter_share(32 * 1024, "none") > 1.4

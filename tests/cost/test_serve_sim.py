@@ -83,6 +83,7 @@ class Recording:
 
 
 @pytest.mark.parametrize("load", [0.5, pytest.param(0.7, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_waiting_is_that_of_an_m_d_1_queue(load: float) -> None:
     """One at a time, equal service: the mean wait is load * service / (2 (1 - load))."""
     gaps = generator(1, purpose="m/d/1").exponential(1 / load, 100_000)

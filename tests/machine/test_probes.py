@@ -242,6 +242,7 @@ def test_without_torch_numpy_is_measured_and_the_rest_skipped(context, monkeypat
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_torch_is_measured_in_a_child(context):
     pytest.importorskip("torch")
     import torch

@@ -75,7 +75,7 @@ def test_two_ranks_are_one_that_adds_the_halves(placement, tmp_path):
     [
         pytest.param({"dp": 2, "tp": 2, "sp": True}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.slow),
-        {"cp": 2},
+        pytest.param({"cp": 2}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "vpp": 2, "schedule": "interleaved"}, marks=pytest.mark.slow),
     ],
 )

@@ -153,6 +153,7 @@ def test_tiled_layers_equal_whole_ones_forward_and_backward(world, bias, sp):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_same_as_one(parallel):
     found = same_as_one(job({**parallel, "overlap": "tile"}), config(num_layers=4), documents=True)
     assert found.same, str(found)

@@ -75,6 +75,7 @@ def _agrees(parallel: dict[str, Any], extra: dict[str, Any], **model: Any) -> No
 
 
 @pytest.mark.parametrize("number", [1, 3, 10])
+@pytest.mark.slow
 def test_fused_kernels_in_every_split(number):
     parallel, extra = FOUR[number]
     model = config(qk_norm=True, family="qwen3")
@@ -85,6 +86,7 @@ def test_fused_kernels_in_every_split(number):
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_splits(4), st.booleans(), st.booleans())
+@pytest.mark.slow
 def test_random_splits(split, tied, documents):
     parallel, extra = split
     _agrees(parallel, extra, tied=tied, documents=documents)

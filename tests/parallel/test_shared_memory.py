@@ -14,6 +14,7 @@ from shoal.parallel import shared_memory
 @pytest.mark.multi
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="shared memory serves x86 only")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_collectives(tmp_path: Path, world: int) -> None:
     program = Path(__file__).with_name("ranks_shared_memory.py")
     children = [

@@ -133,6 +133,7 @@ def rates(devices: int = 1) -> Goodput:
     return Goodput(serve, poisson(requests, 500, 0), devices)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_found_rate_is_that_of_a_dense_scan() -> None:
     slo, found = Slo(ttft=0.15, tpot=0.06), rates()
     best = found.find(slo, tolerance=1.0)
@@ -170,6 +171,7 @@ def report() -> GoodputReport:
     )
 
 
+@pytest.mark.slow
 def test_the_search_compares_both_kinds(report: GoodputReport, tmp_path: Path) -> None:
     apart, both = report.best_of(apart=True), report.best_of(apart=False)
     assert apart is not None

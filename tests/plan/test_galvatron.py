@@ -79,6 +79,7 @@ def test_runnable_plans_run():
         assert not any("planned only" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_run_says_so_and_is_refused():
     found = plan({**JOB, "seq_len": 4096}, gpus(2, 8), memory_gib=24.0)
     mixed = [p for p in found if any("planned only" in note for note in p.notes)]

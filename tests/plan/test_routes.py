@@ -152,6 +152,7 @@ def brute_force(problem: Problem) -> float:
 
 @settings(max_examples=20, deadline=None)
 @given(small())
+@pytest.mark.slow
 def test_solver_is_as_good_as_trying_everything(problem: Problem) -> None:
     found = plan_routes(problem, effort=20)
     # The hardest of these problems that is known takes 25,131 steps to be proven.

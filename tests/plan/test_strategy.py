@@ -67,6 +67,7 @@ def test_plans_are_concrete_ranked_and_explained(planner):
     assert rows[0]["price"].endswith(" USD") and rows[0]["fits"] == "yes"
 
 
+@pytest.mark.slow
 def test_search_is_at_least_as_fast_as_the_rules():
     for model, nodes in (("Qwen3-14B", 2), ("Llama-3-70B", 8), ("Mixtral-8x7B-v0.1", 4)):
         job = TrainJob(model=model, steps=10, seq_len=4096, global_batch=256)
@@ -121,6 +122,7 @@ def test_splits_are_legal():
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.slow
 def test_what_does_not_fit_comes_with_what_would(planner):
     job = TrainJob(
         model="Llama-3-8B", steps=1, parallel={"dp": 8}, shard="replicated", global_batch=64

@@ -63,6 +63,7 @@ def told(config: Config) -> Outcome:
 
 
 @pytest.mark.parametrize(("objective", "least"), [(hill, 0.9), (told, 0.97)])
+@pytest.mark.slow
 def test_bayes_beats_random(objective: Callable[[Config], Outcome], least: float) -> None:
     top = Exhaustive().tune(SPACE, hill, 1).best.value
     assert top is not None

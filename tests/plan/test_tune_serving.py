@@ -195,6 +195,7 @@ def test_halving_asks_for_parts_first() -> None:
     assert {trial.share for trial in plain.trials} == {1.0}
 
 
+@pytest.mark.slow
 def test_bayes_needs_fewer_than_random() -> None:
     top = max(map(known, SPACE.configs()))
     needed: dict[str, list[int]] = {"bayes": [], "random": []}

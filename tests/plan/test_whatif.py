@@ -10,6 +10,7 @@ from shoal.plan.whatif import what_if
 JOB = TrainJob.model_validate({"model": "Qwen3-0.6B", "seq_len": 1024, "global_batch": 16})
 
 
+@pytest.mark.slow
 def test_answers_are_plans_for_the_changed_machine() -> None:
     best = PLANNERS.build("search").plan(JOB, load("16xH100"))[0]
     answers = {answer.question: answer for answer in what_if(JOB, best)}

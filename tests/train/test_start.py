@@ -115,6 +115,7 @@ QUICK = (3, 4)
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_dump_is_the_state_of_the_run(tmp_path, layout):
     now = job(layout[0], **layout[1])
     world, root = now.parallel.world, tmp_path / "dumps"

@@ -396,6 +396,7 @@ def test_unknown_engines_and_options() -> None:
 # ------------------------------------------------------------- the engines' own parsers
 
 
+@pytest.mark.slow
 def test_accelerate_reads_it(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     for engine, name, plan in CASES:

@@ -50,6 +50,7 @@ def served_again(call):
 
 
 @pytest.mark.parametrize("how", ["kill", "exit", "crash", "hang"])
+@pytest.mark.slow
 def test_death_in_the_middle_of_a_stream(serve_fake, caller, how):
     with serve_fake(client={"hang_s": 1.0, "backoff_s": 1.0}) as server:
         call = caller(server.url)
@@ -143,6 +144,7 @@ def test_leaving_a_whole_answer_aborts_it(server, caplog):
     until(lambda: server.engine.last_stats["requests_running"] == 0, "it goes on")
 
 
+@pytest.mark.slow
 def test_a_client_that_stops_reading(serve_fake, caller):
     from shoal.serve.limits import HttpLimits
 
@@ -197,6 +199,7 @@ def test_too_many_at_once(serve_fake, caller):
         ("no_such_module:build", "No module named 'no_such_module'"),
     ],
 )
+@pytest.mark.slow
 def test_an_engine_that_does_not_start(serve_fake, factory, words):
     before = set(psutil.Process().children())
     patience = {"start_s": 3.0} if factory.endswith("never") else {}
@@ -216,6 +219,7 @@ def test_nothing_is_left_behind(serve_fake):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.slow
 def test_a_killed_server_leaves_nothing(byte_model, fake_path, replicas):
     import subprocess
     import sys

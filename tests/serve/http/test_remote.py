@@ -101,6 +101,7 @@ def bad_server():
             server.shutdown()
 
 
+@pytest.mark.slow
 def test_each_wrong_answer_ends_its_own_request():
     arrivals = [Arrival(0.0, (number, 1, 2), 5) for number in range(len(ANSWERS))]
     with bad_server() as url:
