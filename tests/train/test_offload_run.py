@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from shoal.core.meter import read_events  # noqa: E402
-from shoal.ir import Plan  # noqa: E402
-from shoal.train.run import execute  # noqa: E402
+from shoal.core.meter import read_events
+from shoal.ir import Plan
+from shoal.train.run import execute
 
 RUN: dict[str, Any] = {
     "model": "shoal-0.3m",
