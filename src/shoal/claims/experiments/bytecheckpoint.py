@@ -47,7 +47,7 @@ class ByteCheckpointClaim:
         width: of the model; 1024 gives 600 MB of state.
     """
 
-    samples: int = 12
+    samples: int = 40
     saves: int = 2
     width: int = 1024
 
@@ -91,7 +91,13 @@ class ByteCheckpointClaim:
         ),
         *LOADING,
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="whole_save",
+            tried="12 samples: the interval was 1.83 to 2.13, too wide to judge; now 40",
+            value=1.926,
+        ),
+    )
 
     def __post_init__(self) -> None:
         for name in ("samples", "saves"):
