@@ -37,6 +37,9 @@ class WindowedModel(WholeModel):
         super().__init__(wrapped.model, tiers, comm)
         self.wrapped = wrapped
         self._updater = optimizer.build(self.owned())
+        # The optimizer makes its state and autograd the gradients, on the host and uncounted.
+        kept = sum(p.nbytes for p in self._names.values())
+        tiers.host.reserve(kept * (1 + len(optimizer.states)), "gradients and optimizer state")
         self._fresh = True
 
     @contextlib.contextmanager
