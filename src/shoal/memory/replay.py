@@ -14,6 +14,7 @@ Source: Liao et al., Fuyou, 2024, section 4.5 (which activations are swapped).
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import statistics
@@ -191,9 +192,10 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Do a view, or what writes to something."""
         return func(*args, **kwargs)
 
+    @abc.abstractmethod
     def new(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
         """Do what makes something new, or not."""
-        raise NotImplementedError
+        ...
 
 
 class _First(_Counting):  # type: ignore[no-untyped-call]
