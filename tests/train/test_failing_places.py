@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 Make = Callable[..., Plan]
 
+# Bytes of a disk that is about to be full: a few checkpoints.
+_ROOM = 48 * 2**20
 _GETFLAGS, _SETFLAGS, _IMMUTABLE = 0x80086601, 0x40086602, 0x10
 
 
@@ -87,14 +89,10 @@ def test_a_full_disk(make_plan: Make, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with small_disk(disk):
         filler = disk / "filler"
-
-        def fill() -> None:
-            with filler.open("wb") as file, contextlib.suppress(OSError):
-                os.posix_fallocate(file.fileno(), 0, os.statvfs(disk).f_bavail * 4096)
-                while file.write(bytes(2**12)):
-                    file.flush()
-
-        breaker = Breaker(fill, filler.unlink)
+        with filler.open("wb") as file:
+            free = os.statvfs(disk).f_bavail * 4096
+            os.posix_fallocate(file.fileno(), 0, free - _ROOM)
+        breaker = Breaker(lambda: None, filler.unlink)
         plan = job(make_plan, disk / "saved", "lazy")
         goes_on(plan, disk / "saved", tmp_path / "run", breaker, "disk full while saving")
 
@@ -160,8 +158,9 @@ def test_a_server_that_answers_500(
     try:
         import fsspec
 
-        fsspec.filesystem("s3").mkdir("bucket")
-        place = "s3://bucket/run"
+        # The server's buckets are those of all tests of this process.
+        fsspec.filesystem("s3").mkdir("refusing")
+        place = "s3://refusing/run"
         plan = make_plan(
             steps=60, checkpoint={"every": 20, "keep": 9, "mode": "lazy", "path": place}
         )
