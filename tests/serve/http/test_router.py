@@ -226,7 +226,9 @@ def test_full_replicas(call, replicas):
     assert int(call.of.headers["retry-after"]) >= 1
 
 
-def test_no_replica_is_left_behind(serve_fake):
+def test_no_replica_is_left_behind(serve_fake, replicas):
+    # Those that other tests have killed are back, so nothing else is started meanwhile.
+    until(lambda: all(replica.ready for replica in replicas.all), "it stays away")
     before = set(psutil.Process().children(recursive=True))
     with serve_fake(replicas=2):
         pass
