@@ -106,7 +106,9 @@ class Several(RuleBasedStateMachine):
     def arrive(self, data) -> None:
         number = self.pick(data, self.books)
         if self.flights[number]:
-            lend = self.flights[number].pop(0)
+            # To several lenders they go over several connections: in any order.
+            lend = self.pick(data, self.flights[number])
+            self.flights[number].remove(lend)
             before = list(lend.request.blocks)
             self.books[number].finish(lend)
             after = lend.request.blocks
@@ -195,6 +197,37 @@ def test_a_context_spreads_from_its_oldest_block_and_its_newest_stays() -> None:
     kv.free(made)
     assert kv.returns() == {1: [7, 6, 5]}
     assert kv.num_free == 4
+
+
+def test_a_copy_that_is_early_waits_for_those_before_it() -> None:
+    kv = DistributedBlocks(8, SIZE)
+    kv.credit(1, [5])
+    kv.credit(2, [6])
+    made = request("long", 20)
+    assert kv.allocate(made, 20)
+    made.n_computed = 20
+    first, second = kv.begin(2)
+    assert {first.instance, second.instance} == {1, 2}
+    kv.finish(second)
+    assert made.blocks[:2] == [first.block, second.block]
+    assert kv.stats()["blocks_moved"] == 0
+    kv.check_integrity({"long": made})
+    kv.finish(first)
+    assert kv.stats()["blocks_moved"] == 2
+    assert all(number < UNBACKED for number in made.blocks[:2])
+    kv.check_integrity({"long": made})
+
+    # Its request ends first: nobody tells of it again, and both blocks come back.
+    kv.credit(1, [7])
+    kv.credit(2, [8])
+    made.n_computed = 20
+    late, early = kv.begin(2)
+    kv.finish(early)
+    kv.free(made)
+    kv.check_integrity({})
+    kv.finish(late)
+    assert {one: sorted(blocks) for one, blocks in kv.returns().items()} == {1: [5, 7], 2: [6, 8]}
+    assert kv.num_free == 8
 
 
 def test_one_who_borrows_does_not_lend_and_one_who_lends_keeps_some() -> None:

@@ -138,7 +138,9 @@ def _device_bytes(work: Work, *, act: str, prefetch_numel: int) -> float:
     heads = shape.num_heads * shape.head_dim / split.tp
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / split.tp
     stream = tokens * hidden * a
-    saved = 4 * stream + tokens * a * (2 * qkv + heads + 3 * width)
+    # Both norms' inputs and outputs; q, k, v and what attention gives; gate and up, the activation
+    # and the product.
+    saved = 4 * stream + tokens * a * (qkv + heads + 4 * width)
     saved += tokens * 4.0 * (shape.num_heads / split.tp + 2)
     matrices = sizes(shape, split.tp, split.pp)
     kept = layers * (stream if job.recompute != "none" else saved)
@@ -156,9 +158,17 @@ def _device_bytes(work: Work, *, act: str, prefetch_numel: int) -> float:
     largest = max(matrices[len(matrices) - 4 * layers :])
     follower = hidden * width * 4.0
     inner = tokens * width * a
-    # Of the last block, from behind: down, the activation, and gate and up, which is the largest.
-    operator = kept + max(
-        2 * follower + inner, follower + 2 * inner, 2 * 4.0 * largest + follower - inner
+    # Of the last block, from behind: down, the activation, and gate and up, which is the largest:
+    # its weight, its gradient, that in bf16 it is made from, and the one before on its way out.
+    made = 10.0 if low else 8.0
+    operator = (
+        kept
+        + stream
+        + max(
+            made / 4 * follower + inner,
+            follower + 2 * inner,
+            made * largest + follower + stream - 2 * inner,
+        )
     )
     embedding = 3 * table + 2 * stream
     moments = [loss, operator, embedding]
@@ -166,7 +176,7 @@ def _device_bytes(work: Work, *, act: str, prefetch_numel: int) -> float:
         block = sum(matrices[-4:]) * a
         # The gradient of the last matrix may still be leaving when that of the largest is there.
         gradients = 2 * hidden * width * 4.0 + (hidden * width * 2.0 if low else 0.0)
-        again = saved + block + gradients + tokens * width * a
+        again = saved + block + gradients
         moments.append(kept + again)
     ahead = min(4.0 * prefetch_numel, 4.0 * sum(matrices))
     data = split.dp * split.cp
@@ -229,7 +239,7 @@ def _saved_on_host(work: Work) -> float:
     width *= max(1, shape.top_k)
     heads = shape.num_heads * shape.head_dim
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    block = 4 * stream + tokens * a * ((2 * qkv + heads) / split.tp + 3 * width)
+    block = 4 * stream + tokens * a * ((qkv + heads) / split.tp + 4 * width)
     return layers * (block + tokens * 4.0 * (shape.num_heads + 2) * 2) + 3 * stream + aside
 
 

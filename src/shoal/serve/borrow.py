@@ -47,17 +47,20 @@ class _Copies:
             self._under_way.append((future, some))
 
     def over(self, *, wait: bool = False) -> list[Lend]:
-        """Copies that have arrived, in the order in which they were begun.
+        """Copies that have arrived.
 
         Args:
             wait: for the first of them.
 
         Raises:
-            LenderLostError: one that cannot arrive.
+            LenderLostError: one that cannot arrive; those before it are told first.
         """
         found: list[Lend] = []
         while self._under_way and (self._under_way[0][0].done() or (wait and not found)):
-            future, lends = self._under_way.pop(0)
+            future, lends = self._under_way[0]
+            if found and future.exception() is not None:
+                break  # it is told by the next call: what has arrived is not forgotten
+            del self._under_way[0]
             self.moved_bytes += future.result()
             found += lends
         return found

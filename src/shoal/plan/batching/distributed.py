@@ -189,6 +189,8 @@ class DistributedBlocks(PagedBlocks):
         self._flights: dict[int, Lend] = {}
         # Copies under way whose request is gone: both blocks are given back when they end.
         self._orphans: set[int] = set()
+        # Copies that have arrived before one that a request began earlier: they wait for it.
+        self._arrived: set[int] = set()
         self._next = 0
         # No longer used here: instance -> its blocks, until they are given back.
         self._returns: dict[int, list[int]] = {}
@@ -246,7 +248,11 @@ class DistributedBlocks(PagedBlocks):
             for number in request.blocks[: loans.remote]:
                 instance, block = place_of(number)
                 self._returns.setdefault(instance, []).append(block)
-            self._orphans.update(one.id for one in self._flights.values() if one.request is request)
+            for lend in [one for one in self._flights.values() if one.request is request]:
+                self._orphans.add(lend.id)
+                if lend.id in self._arrived:
+                    self._arrived.remove(lend.id)
+                    self.finish(lend)
             del request.blocks[: loans.remote + loans.leaving]
         while request.blocks and request.blocks[-1] == UNBACKED:
             request.blocks.pop()
@@ -357,22 +363,32 @@ class DistributedBlocks(PagedBlocks):
     def finish(self, lend: Lend) -> None:
         """A copy has arrived: the table says so, and the block here is free.
 
-        Copies of one request must be told in the order in which they were begun. What was
-        cancelled meanwhile is left alone.
+        Copies of one request may arrive in any order, as they go to several lenders; the table
+        takes them in the order of its blocks. What was cancelled meanwhile is left alone.
         """
-        if self._flights.pop(lend.id, None) is None:
+        if lend.id not in self._flights:
             return
-        self._leave(lend.block)
         if lend.id in self._orphans:
             self._orphans.remove(lend.id)
+            del self._flights[lend.id]
+            self._leave(lend.block)
             self._returns.setdefault(lend.instance, []).append(lend.target)
             return
+        self._arrived.add(lend.id)
         loans = self._loans[lend.request.id]
-        assert lend.place == loans.remote, "copies of a request ended out of order"
-        lend.request.blocks[lend.place] = reference(lend.instance, lend.target)
-        loans.remote += 1
-        loans.leaving -= 1
-        self._sent += 1
+        waiting = {
+            one.place: one
+            for one in self._flights.values()
+            if one.request is lend.request and one.id in self._arrived
+        }
+        while (one := waiting.get(loans.remote)) is not None:
+            self._arrived.remove(one.id)
+            del self._flights[one.id]
+            self._leave(one.block)
+            one.request.blocks[one.place] = reference(one.instance, one.target)
+            loans.remote += 1
+            loans.leaving -= 1
+            self._sent += 1
 
     def spare(self, keep: int) -> None:
         """Grants beyond what is promised and ``keep`` free blocks are to be given back."""
