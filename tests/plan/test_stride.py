@@ -69,7 +69,7 @@ def test_no_update_is_shorter_than_its_busiest_resource(rates, sizes, residents,
 
 @settings(max_examples=60)
 @given(st.tuples(*[st.floats(0.5, 50.0)] * 4))
-def test_at_the_steady_stride_the_device_keeps_up(rates):
+def test_at_the_steady_stride_nobody_waits_long(rates):
     host, device, convert, link = rates
     machine = Rates(host=host, device=device, convert=convert, link=link)
     stride = steady_stride(machine, 10)
@@ -79,8 +79,9 @@ def test_at_the_steady_stride_the_device_keeps_up(rates):
     alone = timeline(machine, [10] * groups, Pattern(groups=groups))
     if found.busy_s["in"] > found.busy_s["host"]:
         return  # the formula forgets that pushes and fetches share the way
-    # The device's share ends no more than its last trip after the host's.
-    assert found.seconds <= alone.seconds + machine.device_s(10)
+    # It ends no more than a trip after whoever has more to do: the formula adds the way of the
+    # pushes to the host's time, and where they pass beside it the device may be busier.
+    assert found.seconds <= max(alone.seconds, found.busy_s["device"]) + machine.device_s(10)
 
 
 def test_the_published_machine():
