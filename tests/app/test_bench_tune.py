@@ -20,6 +20,7 @@ def tune(*words: str) -> Result:
     return CliRunner().invoke(app, ["tune", "shoal-0.3m", *words])
 
 
+@pytest.mark.slow
 def test_writes_the_best_and_the_landscape(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     write_trace(trace, [Arrival(0.01 * n, (1, 2, 3 + n), 4) for n in range(4)])

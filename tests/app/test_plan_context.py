@@ -105,6 +105,7 @@ def test_errors_name_the_fix(words: tuple[object, ...], told: tuple[str, ...]) -
     assert all(word in str(done.exception) for word in told), done.exception
 
 
+@pytest.mark.slow
 def test_is_a_command_with_examples_and_needs_no_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shoal", "plan", "context", "--help"],

@@ -114,6 +114,7 @@ def test_errors_name_the_fix(words: tuple[object, ...], told: tuple[str, ...]) -
     assert all(word in message for word in told), message
 
 
+@pytest.mark.slow
 def test_is_a_command_with_examples_and_needs_no_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shoal", "plan", "schedule", "--help"],

@@ -65,6 +65,7 @@ def test_reads_a_job_and_plans_with_what_it_names(home: Path, tmp_path: Path) ->
     assert plan["job"]["workload"] == {"name": "code", "requests": 5}
 
 
+@pytest.mark.slow
 def test_needs_no_torch(home: Path) -> None:
     code = (
         "import sys\n"

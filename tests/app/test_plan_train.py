@@ -13,6 +13,7 @@ from shoal.app.cli import app
 RUN = CliRunner()
 
 
+@pytest.mark.slow
 def test_an_objective_is_the_jobs(tmp_path: Path) -> None:
     done = RUN.invoke(
         app,
@@ -35,6 +36,7 @@ def test_fit_says_no_with_status_1_and_what_would() -> None:
     assert "Qwen3-0.6B fits on H100" in done.output
 
 
+@pytest.mark.slow
 def test_what_if_and_picture(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     done = RUN.invoke(

@@ -35,6 +35,7 @@ def test_quick_run_works_and_fails_with_the_baseline(tmp_path):
     assert judge(claim.metrics, samples, aa=replaced, quick=True).status == "works"
 
 
+@pytest.mark.slow
 def test_validation_is_of_other_documents_and_shards_are_nested(texts):
     assert not texts.train_names & texts.heldout_names
     longer = read_texts(Choice(name="stdlib"), train_chars=2**14, heldout_chars=2**12, seed=0)

@@ -157,6 +157,7 @@ def test_local_close_now_ends_what_runs() -> None:
     assert waiting.cancelled()
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_local_ctrl_c_ends_everything(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -25,6 +25,7 @@ def test_the_door_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_stdlib_split_is_an_exact_partition() -> None:
     both = [(d.name, d.split, len(d.text)) for d in Stdlib().documents()]
     train = [(d.name, d.split, len(d.text)) for d in Stdlib().documents("train")]

@@ -138,6 +138,7 @@ def test_a_corpus_without_training_text(tmp_path: Path) -> None:
         prepare({"name": "jsonl", "path": str(tmp_path)}, vocab_size=300, cache=tmp_path / "c")
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_several_processes_prepare_once(stories: Path, tmp_path: Path) -> None:
     code = (

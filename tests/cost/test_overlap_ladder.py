@@ -41,6 +41,7 @@ def machine() -> Machine:
     return load("A100").model_copy(update={"num_nodes": 32})
 
 
+@pytest.mark.slow
 def test_rungs_rise(machine: Machine) -> None:
     rungs = ladder(work(), machine)
     assert rungs[0].name == "nothing"

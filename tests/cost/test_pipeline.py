@@ -118,6 +118,7 @@ def plain(schedule: Schedule, cost: OpCosts, links: LinkModel) -> list[Event]:
     return [event for rank in events for event in events[rank]]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(work(), st.integers(0, 5), st.sampled_from([1.0, 4.0, math.inf]))
 def test_equals_a_plain_event_loop(

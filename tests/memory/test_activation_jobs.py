@@ -76,12 +76,14 @@ def _rank(wanted, comm):
     "changes",
     [
         {},
-        {"recompute": "full"},
+        pytest.param({"recompute": "full"}, marks=pytest.mark.slow),
         {"precision": "bf16"},
         {"parallel": {"dp": 2}, "shard": "zero3"},
         {"parallel": {"pp": 2}},
-        {"parallel": {"pp": 2, "vpp": 2, "schedule": "interleaved"}},
-        {"parallel": {"tp": 2}},
+        pytest.param(
+            {"parallel": {"pp": 2, "vpp": 2, "schedule": "interleaved"}}, marks=pytest.mark.slow
+        ),
+        pytest.param({"parallel": {"tp": 2}}, marks=pytest.mark.slow),
     ],
 )
 def test_a_job_is_the_same(changes, tmp_path):

@@ -190,6 +190,7 @@ def test_operators_are_measured() -> None:
     assert all(step.compute_s > 0 for step in found.instructions)
 
 
+@pytest.mark.slow
 def test_there_are_eight_programs() -> None:
     found = samples()
     assert [program.name for program in found] == [*MODELS, "strassen", "random1", "random2"]

@@ -284,6 +284,7 @@ def test_what_is_written_to_after_it_was_saved_is_refused(tmp_path):
     cache.close()
 
 
+@pytest.mark.slow
 def test_a_full_disk_names_tensor_and_scope(tmp_path, tokens, monkeypatch):
     model = Stack()
     whole = copy.deepcopy(model)

@@ -44,10 +44,22 @@ def small_machine():
         ({}, {}, {}),
         ({"param": "host", "optim": "disk"}, {"tied": True}, {"recompute": "full"}),
         ({"prefetch_numel": 0, "sub_group_numel": "16384"}, {"tied": True}, {"precision": "bf16"}),
-        ({"param": "host", "optim": "host"}, {}, {"precision": "bf16", "recompute": "full"}),
-        ({}, {"num_experts": 4, "top_k": 2, "family": "mixtral"}, {}),
+        pytest.param(
+            {"param": "host", "optim": "host"},
+            {},
+            {"precision": "bf16", "recompute": "full"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {}, {"num_experts": 4, "top_k": 2, "family": "mixtral"}, {}, marks=pytest.mark.slow
+        ),
         ({"act": "host"}, {}, {}),
-        ({"act": "host"}, {"tied": True}, {"recompute": "full", "precision": "bf16"}),
+        pytest.param(
+            {"act": "host"},
+            {"tied": True},
+            {"recompute": "full", "precision": "bf16"},
+            marks=pytest.mark.slow,
+        ),
         ({}, {}, {"optimizer": {"name": "adamw", "fused": False}, "dropout": 0.1}),
     ],
 )
@@ -88,6 +100,7 @@ def test_other_splits_are_what_they_are_without(parallel, tmp_path):
         torch.testing.assert_close(value, tiers.parameters[name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tiles_are_saved_as_what_they_are_cut_from(tmp_path):
     plain = run(job(), config(), tmp_path)
     tiled = run(job(offload=offload(tiling=3)), config(), tmp_path)

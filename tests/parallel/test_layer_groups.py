@@ -66,6 +66,7 @@ def kept_bytes(recompute, layers=()):
     return run_ranks(1, on)[0]
 
 
+@pytest.mark.slow
 def test_only_the_named_blocks_are_computed_again():
     none, full = kept_bytes("none"), kept_bytes("full")
     some = kept_bytes("none", SOME)

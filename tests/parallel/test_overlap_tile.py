@@ -159,6 +159,7 @@ def test_same_as_one(parallel):
     assert found.same, str(found)
 
 
+@pytest.mark.slow
 def test_same_as_one_with_recomputation_and_experts():
     split = {"tp": 2, "sp": True, "overlap": "tile"}
     found = same_as_one(job(split, recompute="full", dropout=0.1), config(num_layers=2))

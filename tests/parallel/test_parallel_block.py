@@ -38,10 +38,12 @@ def test_a_block_adds_both_branches_of_one_norm() -> None:
 @pytest.mark.parametrize(
     ("parallel", "more"),
     [
-        ({"dp": 2}, {"shard": "zero1"}),
-        ({"tp": 2, "sp": True, "overlap": "tile"}, {}),
+        pytest.param({"dp": 2}, {"shard": "zero1"}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "sp": True, "overlap": "tile"}, {}, marks=pytest.mark.slow),
         ({"tp": 2, "pp": 2, "vpp": 2, "schedule": "interleaved"}, {"recompute": "full"}),
-        ({"pp": 2, "cp": 2, "schedule": "zb_h1"}, {"dropout": 0.2}),
+        pytest.param(
+            {"pp": 2, "cp": 2, "schedule": "zb_h1"}, {"dropout": 0.2}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_split_equals_one_process(parallel: dict[str, Any], more: dict[str, Any]) -> None:

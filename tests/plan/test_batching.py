@@ -196,6 +196,7 @@ def test_ten_thousand_random_operations(scheduler: Any, kv: Any) -> None:
     assert built.kv.num_free == built.kv.num_blocks
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_blocks_are_matched_as_brute_force_would(data: st.DataObject) -> None:

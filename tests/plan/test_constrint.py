@@ -55,6 +55,7 @@ def constraints(draw: st.DrawFn, depth: int = 1) -> str:
     return f"{left} {draw(st.sampled_from(['==', '<=', '<', '>=', '>']))} {right}"
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     boxes=st.lists(domains(), min_size=3, max_size=3),

@@ -192,6 +192,7 @@ def test_the_search_compares_both_kinds(report: GoodputReport, tmp_path: Path) -
     assert GoodputReport.load(tmp_path / "r.yaml") == report
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_anew_when_requests_differ(report: GoodputReport) -> None:
     lengths = round(report.workload["prompt_p50"]), round(report.workload["output_p50"])
     same = [Arrival(n / 1000, (1,) * lengths[0], lengths[1]) for n in range(50)]

@@ -26,6 +26,7 @@ def test_no_plan_that_fits_is_better_at_it(objective: str) -> None:
     assert values[0] <= 1.01 * min(values)
 
 
+@pytest.mark.slow
 def test_a_slow_network_makes_fewer_devices_cheaper_than_fast() -> None:
     machine = load("64xH100@ETH10")
     fast, cheap = (

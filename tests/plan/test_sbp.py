@@ -27,6 +27,7 @@ def mlp(tokens: int = 16, width: int = 32, bias: bool = False) -> OpGraph:
     )
 
 
+@pytest.mark.slow
 def test_random_graphs_cost_what_the_best_of_all_choices_costs() -> None:
     better = 0
     for number in range(25):

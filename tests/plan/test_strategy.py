@@ -183,6 +183,7 @@ def test_bad_input():
         explain([by_hand])
 
 
+@pytest.mark.slow
 def test_the_space_has_every_dimension_and_only_what_runs() -> None:
     machine = load("64xH100")
     job = TrainJob.model_validate({"model": "Llama-3-8B", "seq_len": 8192, "global_batch": 64})

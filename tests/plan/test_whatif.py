@@ -37,6 +37,7 @@ def test_answers_are_plans_for_the_changed_machine() -> None:
     assert answers["matrix products in fp8"].step < 0.99  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_a_laptop_is_not_asked_about_nodes() -> None:
     job = TrainJob.model_validate({"model": "shoal-1m", "seq_len": 128, "global_batch": 8})
     best = PLANNERS.build("search").plan(job, load("laptop"))[0]

@@ -53,6 +53,7 @@ def ask(client, **options):
     return client.chat.completions.create(model="tiny", **options)
 
 
+@pytest.mark.slow
 def test_json_of_a_schema(client):
     schema = CITY["function"]["parameters"]
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}

@@ -129,6 +129,7 @@ def test_each_wrong_answer_ends_its_own_request():
     assert draw(samples_of(served, [0.5]), "bad").count("<polyline") == 3
 
 
+@pytest.mark.slow
 def test_requests_are_sent_at_their_times_and_do_not_wait_for_each_other(serve_fake):
     prompt = (fake_engine.SLOW, 65, 66)
     arrivals = [Arrival(0.1 * number, prompt, 20) for number in range(4)]

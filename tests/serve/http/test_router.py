@@ -169,6 +169,7 @@ def test_a_whole_answer_is_asked_for_again(call, replicas):
     assert numbers(call, "shoal:router_retries_total")[None] >= 1
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_in_its_replica(client, replicas):
     stream = client.completions.create(**SLOW, stream=True)
     got = [next(stream).choices[0].text]
