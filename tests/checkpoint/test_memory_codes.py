@@ -106,7 +106,13 @@ def test_the_ring_computes_what_one_process_does(code: Any, members: int) -> Non
             wires[(number + 1) % members].put(data.copy())
             return wires[number].get(timeout=10)
 
-        pass_on(stripes, kept[number], exchange, bucket=96)
+        pass_on(
+            stripes,
+            kept[number],
+            exchange,
+            bucket=96,
+            scratch=np.empty(96 * stripes.parity, np.uint8),
+        )
 
     with ThreadPoolExecutor(members) as pool:
         list(pool.map(member, range(members)))

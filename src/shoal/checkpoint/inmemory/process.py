@@ -196,7 +196,10 @@ class SnapshotProcess:
         view = np.frombuffer(mapped, np.uint8)
         self.slots = [Slot(view[i * stride : i * stride + stripes.kept]) for i in range(_SLOTS)]
         self._memory, self._stride = (file, mapped), stride
-        self.stripes, self.spec, self.bucket = stripes, spec, code.bucket
+        self.stripes, self.spec = stripes, spec
+        self.bucket = min(code.bucket, stripes.block)
+        # Kept from version to version: fresh pages would cost more than the sums in them.
+        self._buffers = [np.empty(max(8, stripes.parity * self.bucket), np.uint8) for _ in range(3)]
         self.member = spec["group"].index(self.rank)
 
     def _release(self) -> None:
@@ -398,10 +401,9 @@ class SnapshotProcess:
 
     def _pass_on(self, slot: Slot, step: int) -> None:
         before, after = self._neighbours()
+        first, *others = self._buffers
         # What came last goes out next, so two buffers take turns.
-        turns = itertools.cycle(
-            [np.empty(max(8, self.stripes.parity * self.bucket), np.uint8) for _ in range(2)]
-        )
+        turns = itertools.cycle(others)
 
         def exchange(data: Bytes) -> Bytes:
             came = next(turns)[: data.size]
@@ -414,7 +416,7 @@ class SnapshotProcess:
                 f"rank {self.rank} commits step {step} and the member before it step {theirs}: "
                 "a version is of one step"
             )
-        pass_on(self.stripes, slot.data, exchange, bucket=self.bucket)
+        pass_on(self.stripes, slot.data, exchange, bucket=self.bucket, scratch=first)
 
     def _neighbours(self) -> tuple[socket.socket, socket.socket]:
         """Connections from the member before and to the next one, made once a generation."""

@@ -147,25 +147,37 @@ def pass_on(
     exchange: Callable[[Bytes], Bytes],
     *,
     bucket: int,
+    scratch: Bytes,
 ) -> None:
     """One member's part of coding a version, in a ring; all members of the group do it at once.
 
     Args:
         stripes: of the group.
         kept: what this member keeps [kept]; its parities are written.
-        exchange: gives bytes to the next member and returns as many from the one before.
+        exchange: gives bytes to the next member and returns as many from the one before, which
+            may be written to until the next but one are returned.
         bucket: bytes of a block that travel at a time.
+        scratch: room for the first sums [parity * bucket].
     """
+    factors = stripes.matrix[stripes.data :]
     for start in range(0, stripes.block, bucket):
         size = min(bucket, stripes.block - start)
         blocks = [kept[p * stripes.block + start :][:size] for p in range(stripes.blocks)]
-        sums = np.zeros((stripes.parity, size), np.uint8)
-        for hop, block in enumerate(blocks):
+        if factors[:, 0].tolist() == [1]:
+            sums = blocks[0].reshape(1, size)  # the block is the sum, and goes as it lies
+        else:
+            sums = scratch[: stripes.parity * size].reshape(-1, size)
+            sums[:] = 0
+            _add(sums, factors[:, 0], blocks[0])
+        for hop in range(1, stripes.blocks):
+            sums = exchange(sums.reshape(-1)).reshape(-1, size)
             if hop < stripes.data:
-                for row, total in enumerate(sums):
-                    add_scaled(total, int(stripes.matrix[stripes.data + row, hop]), block)
+                _add(sums, factors[:, hop], blocks[hop])
             else:
-                block[:] = sums[0]
+                blocks[hop][:] = sums[0]
                 sums = sums[1:]
-            if hop + 1 < stripes.blocks:
-                sums = exchange(sums.reshape(-1)).reshape(-1, size)
+
+
+def _add(sums: Bytes, factors: Bytes, block: Bytes) -> None:
+    for total, factor in zip(sums, factors, strict=True):
+        add_scaled(total, int(factor), block)
