@@ -1,37 +1,50 @@
-"""The compiler's mapping, and an agent that learns to do better.
+"""The compiler's mapping, local search, and an agent that learns from the better of them.
 
 Source: Mandhane et al., Optimizing Memory Mapping Using Deep Reinforcement Learning, 2023
 (the agent beside the heuristic of production, and the better of the two).
+Differs: the agent learns from what simulated annealing finds where that is better.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.memory.mapping.muzero import MuZero
+from shoal.plan.mapping.anneal import Anneal
 from shoal.plan.mapping.greedy import greedy_actions
 from shoal.plan.mapping.layout import Mapping
+from shoal.plan.mapping.native import replayer
 from shoal.plan.mapping.program import Compiled, Program, TierSpec
 
-__all__ = ["Hybrid"]
+__all__ = ["HOT", "Hybrid"]
+
+HOT = 1e-2
+"""Share of the time by which a change may hurt in the beginning."""
 
 
 @part
 class Hybrid(MuZero):
-    """MuZero that learns from the greedy mapping first; never slower than greedy.
+    """MuZero that learns from greedy's or annealing's mapping first; never slower than either.
 
     Args:
         retries: how many cheaper candidates one of the greedy mapper may push out.
+        changes: that simulated annealing tries before the agent plays; 0 for none.
     """
 
     retries: int = 4
+    changes: int = 60_000
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 <= self.retries <= 64, "mapper.hybrid.retries", self.retries, expected="0 to 64")
+        require(
+            0 <= self.changes <= 10**7, "mapper.hybrid.changes", self.changes, expected="0 to 1e7"
+        )
 
     def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
-        """The best of greedy, its demonstrations and all games of the agent.
+        """The best of greedy, annealing, their demonstrations and all games of the agent.
 
         Raises:
             BuildError: there is no C++ compiler; without one a search takes hours.
@@ -39,4 +52,10 @@ class Hybrid(MuZero):
         """
         compiled = Compiled(program, tiers)
         known = greedy_actions(compiled, self.retries)
+        if self.changes:
+            # From nothing, and hotter than alone: it has to leave what greedy would find.
+            search = Anneal(rounds=self.changes, hot=HOT)
+            found = search.improved(compiled, np.zeros(compiled.decisions, np.int8), seed)
+            play = replayer(compiled)
+            known = min(known, found, key=lambda actions: play(actions)[1])
         return self.improve(compiled, known, seed=seed, name="hybrid")

@@ -45,10 +45,20 @@ class Anneal:
     def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """Begin with everything in slow memory; the best that was seen is the answer."""
         compiled = Compiled(program, tiers)
+        wanted = np.zeros(compiled.decisions, np.int8)
+        return mapping_of(compiled, self.improved(compiled, wanted, seed), "anneal")
+
+    def improved(self, compiled: Compiled, wanted: np.ndarray, seed: int) -> np.ndarray:
+        """The best actions [D] that were seen; never worse than what was given.
+
+        Args:
+            compiled: program and memories.
+            wanted: actions [D] to begin with.
+            seed: of the changes.
+        """
         play = replayer(compiled)
         random = generator(seed, purpose="mapping.anneal")
         following = compiled.following.tolist()
-        wanted = np.zeros(compiled.decisions, np.int8)
         best, now = play(wanted)
         least = now
         for index in range(self.rounds):
@@ -66,4 +76,4 @@ class Anneal:
                 wanted, now = changed, ticks
                 if now < least:
                     best, least = actions, now
-        return mapping_of(compiled, best, "anneal")
+        return best
