@@ -15,8 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from shoal.checkpoint.inmemory.field import Bytes, add_scaled, invert, matmul
 from shoal.core.errors import CheckpointError
 
