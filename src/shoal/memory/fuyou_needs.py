@@ -22,6 +22,7 @@ from shoal.memory.needs import (
     HOST_OF_A_GPU,
     INCOMING,
     OUTGOING,
+    PROBED,
     Staging,
     disk_bandwidth,
     peak_flops,
@@ -40,8 +41,8 @@ _SECTOR = 4096
 _STATES = 2
 # Token ids, tables of the rotation and other small things.
 _ASIDE = 2**17
-# Gradients in memory of both processes, pieces that are worked on there, and the probe's buffers.
-SLOTS, STAGED, PROBED = 6, 4, 8
+# Gradients in memory of both processes, and pieces that are worked on there.
+SLOTS, STAGED = 6, 4
 # Logits that the loss holds at a time (see shoal.model.loss).
 _LOGITS = 2**24
 

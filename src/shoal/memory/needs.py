@@ -39,6 +39,8 @@ _MOST_STAGED = 4 * 2**20
 INCOMING, OUTGOING, UPDATING = 4, 3, 3
 # Bounce buffers of what is swapped to a disk, each way, and their bytes.
 BOUNCED, BOUNCE = 4, 2 * 2**20
+# Transfers of that size by which a way is probed.
+PROBED = 8
 # Logits that the loss holds at a time (see shoal.model.loss).
 _LOGITS = 2**24
 # Token ids, tables of the rotation and other small things.
