@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 
 from shoal.app.commands.plan import app
 from shoal.core.errors import ConfigError
+from shoal.core.sizes import human_bytes
 
 
 def shoal(*words: str) -> Result:
@@ -31,3 +32,18 @@ def test_settings_of_the_job() -> None:
     found = shoal("--set", "optimizer=muon", "-o", "json")
     rows = json.loads(found.stdout)
     assert any("muon" in row["refused"] for row in rows)
+
+
+def test_fuyou_explains_what_it_swaps() -> None:
+    words = ("--policy", "fuyou", "--set", "grad_clip=0", "--seq-len", "256", "--explain")
+    shown = shoal(*words, "--budget", "device=2GiB,host=2GiB")
+    assert shown.exit_code == 0, shown.output
+    assert "time of a step, and what binds it" in shown.stdout
+    told = json.loads(shoal(*words, "-o", "json").stdout)
+    assert len(told["curve"]) == 9
+    assert told["chosen"]["seconds"] <= min(point["seconds"] for point in told["curve"])
+    assert told["ways"][0]["choice"] == "fuyou"
+    assert f"swaps {human_bytes(told['chosen']['swapped'])}" in told["ways"][0]["notes"][0]
+    refused = shoal("--explain")
+    assert isinstance(refused.exception, ConfigError)
+    assert "--policy fuyou" in str(refused.exception)

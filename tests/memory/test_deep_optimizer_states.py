@@ -13,7 +13,7 @@ from shoal.machine.described import load
 
 torch = pytest.importorskip("torch")
 
-from shoal.cost.arithmetic import parameters  # noqa: E402
+from shoal.cost.arithmetic import activation_bytes, parameters  # noqa: E402
 from shoal.cost.shapes import find  # noqa: E402
 from shoal.ir import Work  # noqa: E402
 from shoal.kernel.squares import sum_of_squares  # noqa: E402
@@ -126,12 +126,14 @@ def test_going_on_elsewhere(tmp_path):
 
 def test_estimate_counts_the_tiers():
     shape = find("shoal-4m")
-    work = Work(shape=shape, job=TrainJob(model="shoal-4m", steps=1))
+    work = Work(shape=shape, job=TrainJob(model="shoal-4m", steps=1, precision="fp32"))
     count = parameters(shape)
     laptop = part(stride=0).estimate(work, load("laptop"))
-    assert laptop.memory_bytes == {"device": 8.0 * count, "host": 16.0 * count}
+    assert laptop.memory_bytes["host"] == 16.0 * count + 4 * 4096
+    passes = laptop.memory_bytes["device"] - 8.0 * count
+    assert passes > activation_bytes(shape, work.job.seq_len, 16, precision="fp32", layers=1)
     shared = part(stride=2, sub_group_numel=1000).estimate(work, load("laptop"))
-    assert shared.memory_bytes["device"] == 8.0 * count + 2 * 12 * 1000
+    assert shared.memory_bytes["device"] == laptop.memory_bytes["device"] + 2 * 12 * 1000
 
 
 def test_bad_input(tmp_path):

@@ -11,7 +11,10 @@ import pytest
 pytest.importorskip("torch")
 
 from shoal.core.meter import read_events
+from shoal.cost.score import Score
 from shoal.ir import Plan
+from shoal.plan.strategy import PLANNERS
+from shoal.train.report import rows as report_rows
 from shoal.train.run import execute
 
 RUN: dict[str, Any] = {
@@ -37,3 +40,29 @@ def test_two_ranks_share_what_lies_in_tiers(make_plan: Callable[..., Plan], tmp_
         found = steps(make_plan(**RUN, offload=offload), tmp_path / name)
         assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in whole], rel=1e-6)
         assert 0 < max(e["tier_bytes"]["device"] for e in found) <= 64 * 2**20
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero_infinity", "superpipeline", "deep_optimizer_states"])
+def test_what_the_search_chose_is_trained_and_scored(
+    name: str, make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
+    base = make_plan(**{**RUN, "parallel": {"dp": 1}})
+    planner = PLANNERS.build({"name": "search", "offload": [name]})
+    plan = planner.plan(base.job, base.machine)[0]
+    assert plan.job.offload is not None
+    assert plan.job.offload.name == name
+    report = execute(plan, tmp_path / name)
+    score = Score(tmp_path / "score.db")
+    score.append(report)
+    rows = {row.quantity: row for row in score.rows()}
+    assert rows["step_s"].predicted
+    tiers = [key for key in ("device_bytes", "host_bytes", "disk_bytes") if key in rows]
+    assert {"device_bytes", "host_bytes"} <= set(tiers)
+    for key in tiers:
+        predicted = rows[key].predicted
+        assert predicted is not None
+        assert 0 < rows[key].measured <= predicted, key
+    told = [label.strip() for label, *_ in report_rows(report)]
+    assert "most on the device" in told

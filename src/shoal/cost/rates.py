@@ -246,8 +246,8 @@ class Rates:
         share = STREAM_SHARE[device.kind]
         part = self.used / self.cores / self.crowding if self.is_cpu else 1.0
         points = []
-        for tier in device.memory:
-            if tier.read_bandwidth is None or tier.name in ("disk", "l1d"):
+        for tier in device.own_memory:
+            if tier.read_bandwidth is None or tier.name == "l1d":
                 continue
             points.append((float(tier.capacity_bytes), share * part * _mean_bandwidth(tier)))
         if not points:

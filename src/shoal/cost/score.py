@@ -24,7 +24,17 @@ from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
 from shoal.core.errors import StoreError
 from shoal.core.files import shoal_home
 from shoal.cost.score_rows import ErrorSummary, Row, calibrate, machine_key, summarise
-from shoal.ir import Machine, Report, ServeJob, ServeReport, TrainJob
+from shoal.cost.training_memory import TIERS, tier_bytes
+from shoal.ir import (
+    Interval,
+    Machine,
+    Plan,
+    Report,
+    ServeJob,
+    ServePlan,
+    ServeReport,
+    TrainJob,
+)
 
 __all__ = [
     "Entry",
@@ -34,6 +44,7 @@ __all__ = [
     "Score",
     "calibrate",
     "machine_key",
+    "predictions",
     "run_id",
     "summarise",
 ]
@@ -126,34 +137,40 @@ def run_id(path: Path) -> str:
     return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
 
 
-def _predicted(
-    report: Report | ServeReport,
-) -> dict[str, tuple[float, float | None, float | None]]:
+def predictions(plan: Plan | ServePlan) -> dict[str, tuple[float, float | None, float | None]]:
+    """Quantity -> value and the ends of its interval, under the names of ``Report.measured``."""
     found: dict[str, tuple[float, float | None, float | None]] = {}
-    cost = report.plan.estimate
-    if isinstance(report, ServeReport):
-        for name, told in report.plan.predicted.items():
-            found[name] = (told.value, told.low, told.high)
+
+    def told(name: str, value: Interval | None) -> None:
+        if value is not None:
+            found[name] = (value.value, value.low, value.high)
+
+    cost = plan.estimate
+    if isinstance(plan, ServePlan):
+        for name, value in plan.predicted.items():
+            told(name, value)
         if cost is not None and cost.memory_bytes:
             found["memory_bytes"] = (cost.memory_total, None, None)
         return found
     if cost is None:
         return {}
-    found |= {
-        "step_s": (cost.step_s.value, cost.step_s.low, cost.step_s.high),
-    }
+    told("step_s", cost.step_s)
     if cost.tokens:
         rates = [cost.tokens / s for s in (cost.step_s.value, cost.step_s.high, cost.step_s.low)]
         found["tokens_per_s"] = (rates[0], rates[1], rates[2])
-    if cost.memory_bytes:
-        found["memory_bytes"] = (cost.memory_total, None, None)
-    for name, interval in (
-        ("total_s", cost.total_s),
-        ("energy_j", cost.energy_j),
-        ("usd", cost.usd),
-    ):
-        if interval is not None:
-            found[name] = (interval.value, interval.low, interval.high)
+    causes = cost.memory_bytes
+    if causes:
+        rank = tier_bytes(plan.job, plan.machine, causes)["device"]
+        found["memory_bytes"] = (rank, None, None)
+    if plan.job.offload is not None:
+        for tier in TIERS:
+            if tier in causes:
+                found[f"{tier}_bytes"] = (causes[tier], None, None)
+    if cost.wire_bytes:
+        found["wire_bytes"] = (sum(cost.wire_bytes.values()), None, None)
+    told("total_s", cost.total_s)
+    told("energy_j", cost.energy_j)
+    told("usd", cost.usd)
     return found
 
 
@@ -307,7 +324,7 @@ class Score:
             StoreError: the file cannot be written.
         """
         now = time.time()
-        predicted = _predicted(report)
+        predicted = predictions(report.plan)
         job = report.plan.job
         key = machine_key(report.plan.machine)
         with self._open() as connection:

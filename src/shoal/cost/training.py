@@ -342,9 +342,9 @@ class Pricer:
         if rates.is_cpu:
             self._as_rehearsed(work, rates, terms)
         if job.offload is not None:
-            terms["memory"] += (
-                self._part("offload", job.offload).estimate(work, machine).step_s.value
-            )
+            away = self._part("offload", job.offload).estimate(work, machine).terms_s
+            terms["memory"] += away.get("memory", 0.0)
+            terms["optimizer"] = away.get("optimizer", terms["optimizer"])
         saved = self._part("activation", job.activation).estimate(work, machine)
         terms["memory"] += saved.terms_s.get("memory", 0.0)
         step = sum(terms.values())
@@ -435,8 +435,9 @@ class Pricer:
             self._trained(work),
         )
         saved = self._part("activation", job.activation).estimate(work, self.machine)
-        found["activations"] -= min(found["activations"], saved.memory_bytes.get("disk", 0.0))
-        return found
+        leaving = min(found["activations"], saved.memory_bytes.get("disk", 0.0))
+        found["activations"] -= leaving
+        return {**found, "disk": leaving} if leaving else found
 
     def passes(self, work: Work) -> OpCosts:
         """What each pass of the job's pipeline takes, stage by stage, tensor parallelism included.

@@ -6,13 +6,17 @@ Sources: Rajbhandari et al., ZeRO, 2020 (what is divided); Korthikanti et al., 2
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from shoal.cost.arithmetic import activation_bytes, logits_bytes, parameters
 from shoal.cost.ops import MOST_PLAIN_SCORES, stage_share
 from shoal.cost.rates import Rates, ranks_per_host
-from shoal.ir import TrainJob, Work
+from shoal.ir import Machine, TrainJob, Work
 
-__all__ = ["ALLOCATOR_SLACK", "RUNTIME_BYTES", "memory_of", "vocab_ranks"]
+__all__ = ["ALLOCATOR_SLACK", "RUNTIME_BYTES", "TIERS", "memory_of", "tier_bytes", "vocab_ranks"]
+
+TIERS = ("device", "host", "disk")
+"""Places of an offloaded job's state, as an estimate's causes name them."""
 
 # What a rank's process holds before the model: framework, libraries, allocator.
 RUNTIME_BYTES = {"cpu": 0.35e9, "gpu": 1.5e9}
@@ -93,3 +97,16 @@ def memory_of(
     if rates.is_cpu and job.parallel.world > 1:
         runtime += PEERS_BYTES + PEER_BYTES * ranks_per_host(rates.machine, job.parallel)
     return {**tensors, "runtime": runtime + ALLOCATOR_SLACK * sum(tensors.values())}
+
+
+def tier_bytes(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> dict[str, float]:
+    """Tier -> bytes of a rank, of causes as an estimate of a training step has them.
+
+    ``device`` has everything that lies in the rank's own memory, runtime included. A CPU's host is
+    its device; of a GPU's memory what is offloaded to the host takes none.
+    """
+    away = {"disk"}
+    if job.offload is not None and machine.device.kind == "gpu":
+        away.add("host")
+    found = {"device": sum(size for cause, size in causes.items() if cause not in away)}
+    return found | {tier: causes[tier] for tier in sorted(away, reverse=True) if causes.get(tier)}

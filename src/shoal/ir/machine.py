@@ -197,7 +197,8 @@ class Device(Value):
         matmul_flops: dtype -> FLOP/s that a large matrix product reaches.
         matmul_flops_1core: the same on one core of a CPU.
         op_overhead_s: time a framework spends to launch one operator.
-        memory: tiers from fastest to slowest; the main memory is named dram or hbm.
+        memory: tiers from fastest to slowest; the main memory is named dram or hbm. Behind a GPU's
+            hbm may be dram, the memory of its host, and disk; all devices of a node share these.
         power_watts: draw under load.
         idle_watts: draw while it waits.
     """
@@ -263,6 +264,16 @@ class Device(Value):
     def main_memory(self) -> MemoryTier:
         """The tier that holds the model."""
         return next(tier for tier in self.memory if tier.name in ("dram", "hbm"))
+
+    @property
+    def own_memory(self) -> tuple[MemoryTier, ...]:
+        """The main memory and the caches before it."""
+        return self.memory[: self.memory.index(self.main_memory) + 1]
+
+    def beyond(self, name: str) -> MemoryTier | None:
+        """What lies behind the main memory under this name: dram or disk; None if nobody says."""
+        behind = self.memory[len(self.own_memory) :]
+        return next((tier for tier in behind if tier.name == name), None)
 
 
 class Machine(Value):

@@ -56,7 +56,8 @@ class Report(Value):
         plan: what was planned.
         measured: quantity -> value, in the units of :class:`Estimate`:
             ``step_s``, ``tokens_per_s``, ``memory_bytes``, ``total_s``, ``loss``,
-            ``bits_per_byte``, ``mfu`` ...
+            ``bits_per_byte``, ``mfu`` ...; of an offloaded run the most bytes of each tier:
+            ``device_bytes``, ``host_bytes``, ``disk_bytes``.
         errors: quantity -> measured / predicted - 1.
         versions: package -> version.
     """

@@ -298,6 +298,8 @@ def _gpu(seen: _Seen, facts: dict[str, Any], local: Device, sources: dict[str, s
     memory = [MemoryTier(name="hbm", capacity_bytes=facts["memory_bytes"], read_bandwidth=rate)]
     if facts.get("l2_bytes"):
         memory.insert(0, MemoryTier(name="l2", capacity_bytes=facts["l2_bytes"]))
+    # What its node has behind it.
+    memory += [tier for tier in local.memory if tier.name in ("dram", "disk")]
     sources["device"] = "gpu: torch.cuda, NVML and products measured with torch"
     return Device(
         name=facts["name"],

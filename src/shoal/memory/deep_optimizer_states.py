@@ -5,6 +5,7 @@ Source: Maurya et al., Deep Optimizer States, 2024.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,8 +15,9 @@ from shoal.core.parts import part
 from shoal.core.sizes import Size, human_bytes
 from shoal.cost.arithmetic import parameters
 from shoal.cost.host_link import copy_bytes_per_s
+from shoal.cost.ops import stage_share
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
-from shoal.memory.needs import HOST_OF_A_GPU
+from shoal.memory.needs import HOST_OF_A_GPU, needs
 from shoal.memory.zero_infinity import Count
 from shoal.plan.stride import HOST_ONLY, SLOTS, Pattern, Rates, choose, timeline
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["DeepOptimizerStates"]
 
 _UPDATE_BYTES = 28
+_SECTOR = 4096
 # Sub-groups of an update that an estimate plays.
 _PLAYED = 200
 # No time at all: weights in training are fp32, and nothing is converted.
@@ -107,18 +110,26 @@ class DeepOptimizerStates:
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes by tier, and the seconds of an update by the machine's bandwidths."""
-        count = parameters(work.shape)
+        split = work.job.parallel
+        count = parameters(work.shape) * stage_share(work.shape, split.pp) / split.tp
         size = min(self.sub_group_numel, int(count))
         groups = -(-int(count) // size)
         few = min(groups, _PLAYED)  # the rest goes on as these do
-        seconds, chosen = self._pattern([size] * few, _rates(machine))
+        seconds, chosen = _played(self, size, few, _rates(machine))
         seconds *= groups / few
         moving = sum(chosen.on_device()) - chosen.residents
-        device = 8.0 * count + 12.0 * size * (min(SLOTS, moving) + chosen.residents)
+        passes = needs(
+            work, param="host", optim="host", act="device", sub_group_numel=2**14, prefetch_numel=0
+        )
+        # Weights and gradients, and of weights in bf16 what they are computed with.
+        whole = (10.0 if work.job.precision == "bf16" else 8.0) * count
+        # Of every sub-group value, gradient and moments begin at a sector.
+        host = 16.0 * count + 4 * groups * _SECTOR
+        groups_there = 12.0 * size * (min(SLOTS, moving) + chosen.residents)
         return Estimate(
             step_s=Interval.around(seconds, 0.5),
             terms_s={"optimizer": seconds},
-            memory_bytes={"device": device, "host": 16.0 * count},
+            memory_bytes={"device": whole + groups_there + passes.device, "host": host},
         )
 
     def notes(self, work: Work, machine: Machine) -> tuple[str, ...]:
@@ -128,7 +139,7 @@ class DeepOptimizerStates:
             return ()
         return (
             f"offload: device_budget {human_bytes(self.device_budget)} is below the "
-            f"{human_bytes(cost)} of weights, gradients and sub-groups; activations come on top",
+            f"{human_bytes(cost)} that the step is predicted to need",
         )
 
     def _pattern(self, sizes: Sequence[int], rates: Rates) -> tuple[float, Pattern]:
@@ -180,6 +191,12 @@ class DeepOptimizerStates:
             host_bytes=self.host_budget,
             values=values,
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _played(part: DeepOptimizerStates, size: int, few: int, rates: Rates) -> tuple[float, Pattern]:
+    """(seconds, who updates what) of equal sub-groups; a search asks for the same many times."""
+    return part._pattern([size] * few, rates)
 
 
 def _rates(machine: Machine) -> Rates:

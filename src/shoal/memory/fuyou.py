@@ -137,7 +137,7 @@ class Fuyou:
         values: Callable[[str], Tensor] | None = None,
     ) -> Offloaded:
         """Move a model's state to the disk, and start the process that updates it."""
-        from shoal.memory.fuyou_model import WantedSwap, fuyou_model
+        from shoal.memory.fuyou_build import WantedSwap, fuyou_model
 
         wanted = WantedSwap(
             device_bytes=self.device_budget or 2**40,

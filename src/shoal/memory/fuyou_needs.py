@@ -19,12 +19,15 @@ from shoal.ir import Estimate, Interval
 from shoal.memory.needs import (
     BOUNCE,
     BOUNCED,
+    HOST_OF_A_GPU,
     INCOMING,
     OUTGOING,
+    PROBED,
     Staging,
     disk_bandwidth,
     peak_flops,
     sizes,
+    vectors,
 )
 from shoal.plan.swap import Iteration, Swappable, Tensor, Times, choose
 
@@ -38,8 +41,8 @@ _SECTOR = 4096
 _STATES = 2
 # Token ids, tables of the rotation and other small things.
 _ASIDE = 2**17
-# Gradients in memory of both processes, pieces that are worked on there, and the probe's buffers.
-SLOTS, STAGED, PROBED = 6, 4, 8
+# Gradients in memory of both processes, and pieces that are worked on there.
+SLOTS, STAGED = 6, 4
 # Logits that the loss holds at a time (see shoal.model.loss).
 _LOGITS = 2**24
 
@@ -143,9 +146,7 @@ def predicted(part: Fuyou, work: Work, machine: Machine) -> Predicted:
     """Bytes by tier and times of a job."""
     job, shape = work.job, work.shape
     own = _Shape.of(work)
-    norms = [shape.hidden] * (2 * shape.num_layers + 1)
-    routers = [shape.num_experts * shape.hidden] * shape.num_layers if shape.num_experts else []
-    numels = [*sizes(shape), *norms, *routers]
+    numels = [*sizes(shape), *vectors(shape)]
     staged = float(staged_bytes(numels, 4, _STATES, part.sub_group_numel, part.prefetch_numel))
     always = own.always(job.seq_len, shape.head_dim)
     block = own.swappable()
@@ -176,9 +177,11 @@ def predicted(part: Fuyou, work: Work, machine: Machine) -> Predicted:
         times = iteration.times(ordered.nbytes[count], ordered.again_s[count])
     computed = (iteration.before + 1) * (iteration.forward_s + iteration.backward_s)
     seconds = max(0.0, times.seconds - computed)
+    # Of a GPU's step the update is no part of its own; a CPU does it beside the passes.
+    update = {} if machine.device.kind == "cpu" else {"optimizer": 0.0}
     estimate = Estimate(
         step_s=Interval.around(seconds, 0.5),
-        terms_s={"memory": seconds},
+        terms_s={"memory": seconds, **update},
         memory_bytes={"device": device, "host": host, "disk": disk},
     )
     return Predicted(estimate, least, staged, iteration, ordered, times)
@@ -232,6 +235,7 @@ def _iteration(
     tokens = microbatch_of(job) * job.seq_len
     computed = flops_per_token(work.shape, job.seq_len) * tokens / peak_flops(work, machine)
     link, disk = copy_bytes_per_s(machine), disk_bandwidth(machine)
+    gpu = machine.device.kind != "cpu"
     return Iteration(
         forward_s=computed / 3,
         backward_s=computed * 2 / 3,
@@ -240,6 +244,7 @@ def _iteration(
         gradients=rows,
         optimizer_read=rows * (1 + _STATES),
         optimizer_written=rows * (1 + _STATES),
+        update_s=rows / 4.0 / HOST_OF_A_GPU if gpu else 0.0,
         always=always,
         free_host=max(0.0, free),
         down=link,

@@ -26,6 +26,7 @@ __all__ = [
     "needs",
     "peak_flops",
     "sizes",
+    "vectors",
 ]
 
 SMALL = 2**13
@@ -38,6 +39,8 @@ _MOST_STAGED = 4 * 2**20
 INCOMING, OUTGOING, UPDATING = 4, 3, 3
 # Bounce buffers of what is swapped to a disk, each way, and their bytes.
 BOUNCED, BOUNCE = 4, 2 * 2**20
+# Transfers of that size by which a way is probed.
+PROBED = 8
 # Logits that the loss holds at a time (see shoal.model.loss).
 _LOGITS = 2**24
 # Token ids, tables of the rotation and other small things.
@@ -117,6 +120,23 @@ def sizes(shape: ModelShape, tp: int = 1, pp: int = 1) -> list[int]:
     ]
     tables = 1 if shape.tied else 2
     return [shape.vocab_size * hidden // tp] * tables + block * -(-shape.num_layers // pp)
+
+
+def vectors(shape: ModelShape) -> list[int]:
+    """Elements of what is no large matrix: norms, biases of attention, routers of experts."""
+    block = [shape.hidden] * 2
+    if shape.qk_norm:
+        block += [shape.head_dim] * 2
+    if shape.attention_bias:
+        block.append((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+    if shape.num_experts:
+        block.append(shape.num_experts * shape.hidden)
+    return [shape.hidden, *block * shape.num_layers]
+
+
+def _rows(numels: list[int]) -> float:
+    """Bytes of fp32 rows, each of whole sectors."""
+    return float(sum(-(-4 * numel // _SECTOR) * _SECTOR for numel in numels))
 
 
 def _device_bytes(work: Work, *, act: str, prefetch_numel: int) -> float:
@@ -201,9 +221,9 @@ def needs(
     mine = [-(-size // ranks) for size in sizes(work.shape, split.tp, split.pp)]
     staging = Staging.of(max(mine), 4, states, sub_group_numel)
     host = float(staging.nbytes)
-    weights = float(sum(-(-4 * size // _SECTOR) * _SECTOR for size in mine))
-    norms = (2 * work.shape.num_layers + 1) * (2 + states)
-    host += norms * (-(-4 * work.shape.hidden // _SECTOR) * _SECTOR)
+    small = vectors(work.shape)
+    weights = _rows([*mine, *(numel for numel in small if numel >= SMALL)])
+    host += _rows([numel for numel in small if numel < SMALL]) * (2 + states)
     kept = weights * (1 + states)
     disk = weights * (param == "disk") + kept * (optim == "disk")
     host += weights * (param == "host") + kept * (optim == "host")
@@ -255,11 +275,11 @@ def efficiency(flops_per_byte: float, bandwidth: float, peak: float) -> float:
     return moved / (moved + peak)
 
 
-def disk_bandwidth(machine: Machine) -> float:
+def disk_bandwidth(machine: Machine, *, writing: bool = False) -> float:
     """Bytes per second that the machine's disk reads; what a plain drive does if unknown."""
     for tier in machine.device.memory:
         if tier.name in ("disk", "nvme", "ssd") and tier.read_bandwidth:
-            return tier.read_bandwidth
+            return (tier.write_bandwidth if writing else None) or tier.read_bandwidth
     return 1e9
 
 

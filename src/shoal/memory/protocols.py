@@ -78,7 +78,11 @@ class Offload(Protocol):
     """A part of kind ``offload``."""
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Bytes by tier (device, host, disk) and the seconds of a step that are not hidden."""
+        """Bytes by tier (device, host, disk) and the seconds of a step that are not hidden.
+
+        Of its ``terms_s``, ``memory`` comes on top of a step and ``optimizer`` is there in the
+        place of the optimizer's own seconds.
+        """
         ...
 
     def notes(self, work: Work, machine: Machine) -> tuple[str, ...]:

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.sizes import Size, human_bytes
-from shoal.cost.arithmetic import activation_bytes
+from shoal.cost.arithmetic import activation_bytes, flops_per_token
+from shoal.cost.training import microbatch_of
 from shoal.ir import Estimate, Interval, Machine, Work
+from shoal.memory.needs import disk_bandwidth, peak_flops
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,16 +74,38 @@ class SSDTrain:
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes that leave: all but the last blocks', those read ahead and those in work.
 
-        As if the disk were fast enough; no more is written than hides behind the passes.
+        With ``adaptive`` no more than the disk takes during the forward pass; without, a step waits
+        for what does not hide behind its passes.
         """
         job, split = work.job, work.job.parallel
         layers = -(-work.shape.num_layers // split.pp)
-        away = max(0, layers - self.last - self.depth - 1)
-        microbatch = job.microbatch or max(1, job.global_batch // split.dp)
+        microbatch = microbatch_of(job)
+        leaving = self._saved(work, microbatch, max(0, layers - self.last - self.depth - 1))
+        tokens = job.seq_len * microbatch / (split.tp * split.pp * split.cp)
+        computed = flops_per_token(work.shape, job.seq_len) * tokens / peak_flops(work, machine)
+        write, read = disk_bandwidth(machine, writing=True), disk_bandwidth(machine)
+        if self.bytes_per_s is not None:
+            write = read = self.bytes_per_s
+        seconds = 0.0
+        if self.adaptive:
+            leaving = min(leaving, write * computed / 3)
+        else:
+            passes = max(1, job.global_batch // split.dp // microbatch)
+            waited = max(0.0, leaving / write - computed / 3)
+            waited += max(0.0, leaving / read - computed * 2 / 3)
+            seconds = passes * waited
         return Estimate(
-            step_s=Interval(value=0.0, low=0.0, high=0.0),
-            memory_bytes={"disk": self._saved(work, microbatch, away)},
+            step_s=Interval.around(seconds, 0.5),
+            terms_s={"memory": seconds},
+            memory_bytes={"disk": leaving},
         )
+
+    def stored(self, work: Work) -> float:
+        """Most bytes on the disk at one time: of every block, and every micro-batch under way."""
+        job, split = work.job, work.job.parallel
+        layers = -(-work.shape.num_layers // split.pp)
+        passes = max(1, job.global_batch // split.dp // microbatch_of(job))
+        return self._saved(work, microbatch_of(job) * min(passes, split.pp), layers)
 
     def _saved(self, work: Work, sequences: int, layers: int) -> float:
         """Bytes that so many blocks of a rank save for so many sequences."""

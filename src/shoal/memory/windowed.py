@@ -78,11 +78,12 @@ class Superpipeline:
         # A load hides behind the k - k' blocks between; what is left of one is waited for.
         hidden = (k - step) / k
         seconds = 0.0 if k == layers else moved / copy_bytes_per_s(machine) * (1.0 - hidden)
+        terms = {"memory": seconds}
         if machine.device.kind != "cpu":
-            seconds += parameters(work.shape) / (split.tp * split.pp) / HOST_OF_A_GPU
+            terms["optimizer"] = parameters(work.shape) / (split.tp * split.pp) / HOST_OF_A_GPU
         return Estimate(
-            step_s=Interval.around(seconds, 0.5),
-            terms_s={"memory": seconds},
+            step_s=Interval.around(sum(terms.values()), 0.5),
+            terms_s=terms,
             memory_bytes={"device": device, "host": 4 * (layers * block + tables) * 1.05},
         )
 

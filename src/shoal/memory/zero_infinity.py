@@ -132,13 +132,14 @@ class ZeroInfinity:
         shown *= work.job.seq_len / work.job.parallel.world / peak_flops(work, machine)
         fetched = need.fetched / bandwidth
         seconds = (need.read + need.written) / bandwidth
+        update: dict[str, float] = {}
         if machine.device.kind != "cpu":
             fetched = max(fetched, need.moved / copy_bytes_per_s(machine))
-            seconds += parameters(work.shape) / work.job.parallel.world / HOST_OF_A_GPU
-        seconds += max(0.0, fetched - shown)
+            update["optimizer"] = parameters(work.shape) / work.job.parallel.world / HOST_OF_A_GPU
+        terms = {"memory": seconds + max(0.0, fetched - shown), **update}
         return Estimate(
-            step_s=Interval.around(seconds, 0.5),
-            terms_s={"memory": seconds},
+            step_s=Interval.around(sum(terms.values()), 0.5),
+            terms_s=terms,
             memory_bytes={"device": need.device, "host": need.host, "disk": need.disk},
         )
 

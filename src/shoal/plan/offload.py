@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.core.errors import ConfigError, ShoalError, require
 from shoal.core.parts import Choice, options_of, table
 from shoal.core.sizes import bytes_of
 from shoal.cost.training import Pricer
+from shoal.cost.training_memory import TIERS
 from shoal.ir import Machine, ModelShape, TrainJob, Work
 
-__all__ = ["TIERS", "Way", "budgets_of", "ways"]
-
-TIERS = ("device", "host", "disk")
+__all__ = ["TIERS", "Way", "budgets_of", "places_of", "ways"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,17 @@ def budgets_of(text: str) -> dict[str, int]:
     return found
 
 
+def places_of(name: str, shape: ModelShape) -> list[dict[str, Any]]:
+    """Options of a part that are worth comparing: where what lies, and how much of it."""
+    known = options_of(table("offload").load(name))
+    if "optim" in known:
+        return [{"param": "host", "optim": "host"}, {}, {"act": "host"}]
+    if "k" in known:
+        # Half of the blocks, and the fewest of which one can come while another runs.
+        return [{}, {"k": 2}] if shape.num_layers > 4 else [{}]
+    return [{}]
+
+
 def ways(
     job: TrainJob,
     shape: ModelShape,
@@ -100,10 +111,9 @@ def ways(
         given = {
             f"{tier}_budget": size for tier, size in budgets.items() if f"{tier}_budget" in known
         }
-        places: list[dict[str, str]] = [{}]
-        if "optim" in known:
-            places = [{"param": "host", "optim": "host"}, {}, {"act": "host"}]
-        choices += [Choice(name=name, options={**given, **place}) for place in places]
+        choices += [
+            Choice(name=name, options={**given, **place}) for place in places_of(name, shape)
+        ]
     pricer = Pricer(machine)
     found = [
         _priced(job, shape, pricer, choice, recompute, budgets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shoal.core.errors import require
+from shoal.cost.training_memory import tier_bytes
 from shoal.ir import Interval, Plan
 
 __all__ = ["COLUMNS", "explain"]
@@ -42,13 +43,14 @@ def _row(plan: Plan) -> dict[str, str]:
         hint="plan the job again; a plan written by hand has none",
     )
     assert cost is not None
+    device = tier_bytes(plan.job, plan.machine, cost.memory_bytes)["device"]
     return {
         "plan": spell(plan),
         "fits": "yes" if plan.fits else "no",
         "step": _value(cost.step_s, _seconds),
         "tokens/s": _si(cost.tokens_per_s),
         "time": _interval(cost.total_s, _seconds),
-        "memory/rank": f"{cost.memory_total / 1e9:.1f} GB",
+        "memory/rank": f"{device / 1e9:.1f} GB",
         "energy": _value(cost.energy_j, _joules),
         "price": _interval(cost.usd, lambda _: (1.0, "USD")),
         "binds": cost.bound,
@@ -71,6 +73,10 @@ def spell(plan: Plan) -> str:
     words += [job.shard.name, f"mb{job.microbatch}"]
     if job.recompute != "none":
         words.append("recompute" if job.recompute == "full" else "recompute-stage")
+    if job.offload is not None:
+        words.append(job.offload.name)
+    if job.activation.name != "keep":
+        words.append(job.activation.name)
     if job.layers:
         words.append(f"{len(job.layers)} layer groups")
     words.append(job.precision)

@@ -11,6 +11,8 @@ from shoal.core.errors import StoreError
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
 from shoal.cost.pipeline_picture import svg
+from shoal.cost.score import predictions
+from shoal.cost.training_memory import TIERS
 from shoal.ir import Plan, Report
 from shoal.plan.table import spell
 from shoal.train.layout import RunDir
@@ -52,36 +54,24 @@ def make_report(plan: Plan, directory: RunDir) -> Report:
     if finals:
         measured["bits_per_byte"] = finals[-1]["bits_per_byte"]
         measured["heldout_loss"] = finals[-1]["loss"]
+    for tier in TIERS:
+        most = [event.get("tier_bytes", {}).get(tier) for event in steps.values()]
+        if any(most):
+            measured[f"{tier}_bytes"] = float(max(filter(None, most)))
     sent = [event["wire_bytes"] for event in steady if event.get("wire_bytes")]
     if sent:
         measured["wire_bytes"] = statistics.median(sent)
     return Report(plan=plan, measured=measured, errors=_errors(plan, measured), versions=versions())
 
 
-def predictions(plan: Plan) -> dict[str, float]:
-    """Quantity -> predicted value, under the names of ``Report.measured``."""
-    estimate = plan.estimate
-    if estimate is None:
-        return {}
-    found = {
-        "step_s": estimate.step_s.value,
-        "tokens_per_s": estimate.tokens_per_s,
-        "memory_bytes": estimate.memory_total,
-    }
-    if estimate.wire_bytes:
-        found["wire_bytes"] = sum(estimate.wire_bytes.values())
-    if estimate.total_s is not None:
-        found["total_s"] = estimate.total_s.value
-    return found
-
-
 def rows(report: Report) -> list[tuple[str, str, str, str]]:
     """(quantity, predicted, measured, error) as people read them."""
-    predicted = predictions(report.plan)
+    predicted = {name: told[0] for name, told in predictions(report.plan).items()}
     units: list[tuple[str, str, float, str]] = [
         ("step_s", "step time", 1e3, "ms"),
         ("tokens_per_s", "tokens per second", 1, ""),
         ("memory_bytes", "memory of a rank", 1 / 2**20, "MiB"),
+        *((f"{tier}_bytes", f"  most on the {tier}", 1 / 2**20, "MiB") for tier in TIERS),
         ("wire_bytes", "bytes a rank sends in a step", 1 / 2**20, "MiB"),
         ("total_s", "time in steps", 1, "s"),
         ("lost_s", "time lost with ranks", 1, "s"),
@@ -148,7 +138,7 @@ def _lost_seconds(events: Sequence[dict[str, Any]]) -> float:
 def _errors(plan: Plan, measured: dict[str, float]) -> dict[str, float]:
     return {
         key: measured[key] / value - 1
-        for key, value in predictions(plan).items()
+        for key, (value, _, _) in predictions(plan).items()
         if key in measured and value
     }
 

@@ -10,6 +10,7 @@ import typer
 
 from shoal.app.commands.plan_autotp import autotp
 from shoal.app.commands.plan_context import context
+from shoal.app.commands.plan_fit import show_fit, show_ways
 from shoal.app.commands.plan_gemm import gemm
 from shoal.app.commands.plan_longctx import longctx
 from shoal.app.commands.plan_mapping import mapping
@@ -67,6 +68,13 @@ def train(
     finetune: Annotated[
         str | None, typer.Option(help="Fine-tune by this method; auto takes the best that fits.")
     ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            help="Search ways beyond the device's memory too: auto, or names such as "
+            "none,zero_infinity,ssdtrain."
+        ),
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
     top: Annotated[int, typer.Option(help="Plans to show.")] = 5,
     fit: Annotated[
@@ -110,6 +118,8 @@ def train(
         shoal plan train Llama-3-8B -m 16xH100 --tokens 20B --emit torchtitan
 
         shoal plan train Llama-3-8B -m 1xH100 --tokens 20M --finetune auto
+
+        shoal plan train Llama-3-8B -m 1xRTX-4090 --tokens 20M --offload auto --out plan.yaml
     """
     from shoal.app.show import as_json
     from shoal.core.config import resolve
@@ -140,6 +150,8 @@ def train(
         flags["seq_len"] = seq_len or min(4096, shape_of(model).max_position)
         flags["global_batch"] = global_batch or max(128, target.num_devices)
     options, sets = split_options(set_ or [])
+    if offload is not None:
+        options["offload"] = offload
     job = resolve(TrainJob, file=file, flags=flags, sets=sets).value
     if finetune == "auto":
         best = advise(job, target)[0]
@@ -156,6 +168,7 @@ def train(
         write_emitted(plans, emit, emit_dir)
     if fit:
         show_fit(plans[0])
+        show_ways(job, target)
         raise typer.Exit(0 if plans[0].fits else 1)
     answers = ask(job, plans[0], planner=planner) if what_if else []
     plans = plans[:top]
@@ -372,29 +385,6 @@ def show_serve_plan(plan: ServePlan, others: Sequence[ServePlan] = ()) -> None:
     typer.echo(plan.why)
     for note in plan.notes:
         typer.echo(f"note: {note}")
-
-
-def show_fit(plan: Plan) -> None:
-    """Print whether a plan fits, what fills a rank, and what would help if it does not."""
-    from shoal.app.show import table
-    from shoal.core.sizes import human_bytes
-    from shoal.plan.strategy.judge import usable_bytes
-    from shoal.plan.table import spell
-
-    assert plan.estimate is not None
-    room = usable_bytes(plan.job, plan.machine)
-    verdict = "fits" if plan.fits else "does not fit"
-    typer.echo(f"{plan.job.model} {verdict} on {plan.machine.name}: {spell(plan)}")
-    memory = [
-        (cause, human_bytes(size), f"{100 * size / room:.0f} %")
-        for cause, size in plan.estimate.memory_bytes.items()
-        if size > 0
-    ]
-    total = plan.estimate.memory_total
-    memory.append(("of a rank's", human_bytes(room), f"{100 * total / room:.0f} %"))
-    table("memory of a rank", ("", "", "of what it may fill"), memory, numeric=" rr")
-    for note in plan.notes:
-        typer.echo(note)
 
 
 def show_answers(answers: Sequence[Answer]) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.app.show import Format
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shoal.ir import Machine, ModelShape, TrainJob
+    from shoal.plan.swap import Iteration, Swappable
 
 __all__ = ["memory"]
 
@@ -25,6 +31,12 @@ def memory(
     global_batch: Annotated[int | None, typer.Option(help="Sequences of a step.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain", help="With --policy fuyou: the time of a step by what is swapped."
+        ),
+    ] = False,
     output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
 ) -> None:
     """Which way trains a model beyond the device's memory?
@@ -37,11 +49,15 @@ def memory(
         shoal plan memory Llama-3-8B -m 1xRTX-4090 --budget device=20GiB,host=100GiB
 
         shoal plan memory shoal-16m --policy zero_infinity --global-batch 8 -o json
+
+        shoal plan memory shoal-16m --policy fuyou --set grad_clip=0 --explain
     """
     from dataclasses import asdict
 
+    from shoal.app.commands.plan_swap import curve_of, show_curve
     from shoal.app.show import as_json, table
     from shoal.core.config import resolve
+    from shoal.core.errors import require
     from shoal.core.sizes import human_bytes
     from shoal.cost.shapes import resolve as shape_of
     from shoal.ir import TrainJob
@@ -57,8 +73,21 @@ def memory(
     }
     job = resolve(TrainJob, file=file, flags=flags, sets=set_ or []).value
     shape = shape_of(job.model)
-    found = ways(job, shape, load(machine), budgets=budgets_of(budget), only=policy)
-    if output is Format.json:
+    target, budgets = load(machine), budgets_of(budget)
+    if explain:
+        require(
+            policy == "fuyou",
+            "--explain",
+            policy or "every policy",
+            expected="--policy fuyou with it, which chooses what is swapped",
+        )
+    found = ways(job, shape, target, budgets=budgets, only=policy)
+    swapped = _swapped(job, shape, target, budgets) if explain else None
+    if output is Format.json and swapped is not None:
+        as_json(
+            {"ways": [{**asdict(way), "fits": way.fits} for way in found], **curve_of(*swapped)}
+        )
+    elif output is Format.json:
         as_json([{**asdict(way), "fits": way.fits} for way in found])
     else:
         rows = [
@@ -99,8 +128,23 @@ def memory(
                     else ""
                 )
             )
+        if swapped is not None:
+            show_curve(*swapped, output)
     if not found[0].fits:
         raise typer.Exit(1)
+
+
+def _swapped(
+    job: TrainJob, shape: ModelShape, machine: Machine, budgets: Mapping[str, int]
+) -> tuple[Iteration, Swappable]:
+    """A step of the job with Fuyou, and what it can swap."""
+    from shoal.ir import Work
+    from shoal.memory.fuyou import Fuyou
+    from shoal.memory.fuyou_needs import predicted
+
+    part = Fuyou(device_budget=budgets.get("device"), host_budget=budgets.get("host"))
+    found = predicted(part, Work(shape=shape, job=job), machine)
+    return found.iteration, found.ordered
 
 
 def _size(nbytes: float | None, refused: str) -> str:

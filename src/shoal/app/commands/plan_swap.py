@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shoal.app.show import Format
 
-__all__ = ["swap"]
+if TYPE_CHECKING:
+    from shoal.plan.swap import Iteration, Swappable
+
+__all__ = ["curve_of", "show_curve", "swap"]
 
 # Bytes of a parameter: fp32 weight, gradient and two moments.
 _WORD, _STATE = 4.0, 12.0
@@ -35,10 +38,9 @@ def swap(
 
         shoal plan swap --forward 1 --backward 2 --again 1 --activations 4G --parameters 8e7 -o json
     """
-    from shoal.app.show import as_json, table
     from shoal.core.errors import require
-    from shoal.core.sizes import bytes_of, human_bytes
-    from shoal.plan.swap import Iteration, Swappable, Tensor, choose, curve
+    from shoal.core.sizes import bytes_of
+    from shoal.plan.swap import Iteration, Swappable, Tensor
 
     sizes = {
         "activations": bytes_of(activations),
@@ -72,15 +74,31 @@ def swap(
             for n in range(tensors)
         ]
     )
+    show_curve(iteration, ordered, output)
+
+
+def curve_of(iteration: Iteration, ordered: Swappable) -> dict[str, Any]:
+    """The best amount and nine others, as JSON has them."""
+    from shoal.plan.swap import choose, curve
+
     _, best = choose(iteration, ordered)
-    points = curve(iteration, ordered)
+    chosen, *points = [
+        {"swapped": one.swapped, "seconds": one.seconds, "binds": list(one.binds)}
+        for one in (best, *curve(iteration, ordered))
+    ]
+    return {"chosen": chosen, "curve": points}
+
+
+def show_curve(iteration: Iteration, ordered: Swappable, output: Format) -> None:
+    """Print the time of a step for nine amounts, and the best one."""
+    from shoal.app.show import as_json, table
+    from shoal.core.sizes import human_bytes
+    from shoal.plan.swap import choose, curve
+
     if output is Format.json:
-        told = [
-            {"swapped": one.swapped, "seconds": one.seconds, "binds": list(one.binds)}
-            for one in (best, *points)
-        ]
-        as_json({"chosen": told[0], "curve": told[1:]})
+        as_json(curve_of(iteration, ordered))
         return
+    _, best = choose(iteration, ordered)
     rows = [
         (
             human_bytes(one.swapped),
@@ -89,7 +107,7 @@ def swap(
             f"{one.seconds:.3f} s",
             *one.binds,
         )
-        for one in points
+        for one in curve(iteration, ordered)
     ]
     columns = ("swapped", "to the disk", "done again", "step", "forward", "backward")
     table("time of a step, and what binds it", columns, rows, numeric="rrrr  ")

@@ -10,7 +10,7 @@ from shoal.app.dash.runs import Events, number
 from shoal.app.dash.watch import WINDOW_S, Moment
 from shoal.core.errors import MachineError
 from shoal.core.svg import Band, Chart, Series
-from shoal.cost.score import Row
+from shoal.cost.score import Row, predictions
 from shoal.ir import Machine, Plan, ServePlan
 from shoal.machine.roofline import attainable, ridge
 
@@ -45,8 +45,8 @@ def of_run(events: Events, plan: Plan | ServePlan | None) -> list[Chart]:
         rate.append(Series("predicted", ends, [cost.tokens_per_s] * 2, dashed=True))
         bands.append(Band("predicted", ends, [low] * 2, [high] * 2))
     if cost is not None and cost.memory_bytes:
-        predicted = cost.memory_total / 2**20
-        memory.append(Series("predicted", ends, [predicted] * 2, dashed=True))
+        rank = predictions(plan)["memory_bytes"][0] / 2**20
+        memory.append(Series("predicted", ends, [rank] * 2, dashed=True))
     found = [
         _chart("Loss", "nats per token", loss),
         _chart("Tokens per second", "tokens/s", rate, bands),

@@ -15,7 +15,8 @@ from shoal.ir import TrainJob, Work
 from shoal.machine.described import load
 from shoal.memory.build import Wanted, offloaded
 from shoal.memory.fuyou import Fuyou
-from shoal.memory.fuyou_model import FuyouModel, WantedSwap, fuyou_model
+from shoal.memory.fuyou_build import WantedSwap, fuyou_model
+from shoal.memory.fuyou_model import FuyouModel
 from shoal.memory.fuyou_needs import predicted
 from shoal.memory.shared import SharedLink
 from shoal.model.config import ModelConfig

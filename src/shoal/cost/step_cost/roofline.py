@@ -160,8 +160,8 @@ class Roofline:
         """Byte/s at which weights are read: every step reads all of them, one after another."""
         tiers = [
             tier
-            for tier in self.machine.device.memory
-            if tier.read_bandwidth is not None and tier.name not in ("disk", "l1d")
+            for tier in self.machine.device.own_memory
+            if tier.read_bandwidth is not None and tier.name != "l1d"
         ]
         if not tiers:
             return self._stream(size)

@@ -7,14 +7,27 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shoal.core.parts import table
-from shoal.cost.rates import Rates
+from shoal.cost.rates import Rates, ranks_per_host
 from shoal.cost.training import Pricer, estimate, microbatch_of
+from shoal.cost.training_memory import tier_bytes
 from shoal.cost.training_totals import steps_of
 from shoal.ir import Estimate, Machine, ModelShape, Plan, TrainJob, Work
 from shoal.plan.length import with_steps
 from shoal.plan.strategy.objective import check_objective, worth
 
-__all__ = ["Judged", "describe", "fits", "may_fit", "rank", "to_plan", "usable_bytes"]
+__all__ = [
+    "Judged",
+    "beyond_room",
+    "describe",
+    "excess",
+    "filled",
+    "fits",
+    "may_fit",
+    "rank",
+    "tier_room",
+    "to_plan",
+    "usable_bytes",
+]
 
 # Share of a rank's memory that a plan may fill; the rest is for what nobody counted.
 FILL = {"gpu": 0.92, "cpu": 0.85}
@@ -35,21 +48,56 @@ def usable_bytes(job: TrainJob, machine: Machine) -> float:
     return FILL[machine.device.kind] * capacity
 
 
+def tier_room(job: TrainJob, machine: Machine) -> dict[str, float]:
+    """Tier -> bytes that a rank of ``job`` may fill; tiers whose size nobody says are left out.
+
+    ``device`` is the rank's own memory. Host and disk are their node's, and its ranks share them.
+    """
+    found = {"device": usable_bytes(job, machine)}
+    sharing, device = ranks_per_host(machine, job.parallel), machine.device
+    for tier, name in (("host", "dram"), ("disk", "disk")):
+        behind = device.beyond(name)
+        if behind is not None:
+            found[tier] = FILL["cpu"] * behind.capacity_bytes / sharing
+    return found
+
+
+def beyond_room(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> tuple[str, ...]:
+    """Tiers of which a rank needs more than it may fill."""
+    room = tier_room(job, machine)
+    needed = tier_bytes(job, machine, causes)
+    return tuple(tier for tier, size in needed.items() if size > room.get(tier, math.inf))
+
+
+def excess(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> float:
+    """What a rank needs of the tier that it fills most, as a multiple of what it may fill."""
+    room = tier_room(job, machine)
+    needed = tier_bytes(job, machine, causes)
+    return max(needed[tier] / room[tier] for tier in needed if tier in room)
+
+
 def fits(job: TrainJob, machine: Machine, cost: Estimate) -> bool:
-    """The predicted memory of a rank is within what it may fill."""
-    return _filled(job, machine, cost.memory_bytes) <= usable_bytes(job, machine)
-
-
-def _filled(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> float:
-    """Bytes of the device's memory; of a GPU's, what is offloaded takes none."""
-    away = {"disk", "host"} if job.offload and machine.device.kind == "gpu" else {"disk"}
-    return sum(size for cause, size in causes.items() if cause not in away)
+    """The predicted memory of a rank is within what it may fill, tier by tier."""
+    return not beyond_room(job, machine, cost.memory_bytes)
 
 
 def may_fit(work: Work, pricer: Pricer) -> bool:
     """The same, without pricing the plan."""
-    filled = _filled(work.job, pricer.machine, pricer.memory(work))
-    return filled <= usable_bytes(work.job, pricer.machine)
+    return not beyond_room(work.job, pricer.machine, pricer.memory(work))
+
+
+def filled(job: TrainJob, machine: Machine, cost: Estimate) -> str:
+    """What a rank fills of each tier, in words."""
+    room = tier_room(job, machine)
+    needed = tier_bytes(job, machine, cost.memory_bytes)
+    told = [f"a rank fills {needed.pop('device') / 1e9:.1f} of {room['device'] / 1e9:.1f} GB"]
+    for tier, size in needed.items():
+        told.append(
+            f"{size / 1e9:.1f} of {room[tier] / 1e9:.1f} GB of the {tier}"
+            if tier in room
+            else f"{size / 1e9:.1f} GB of the {tier}, whose size {machine.name} does not say"
+        )
+    return ", ".join(told)
 
 
 def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Judged) -> str:
@@ -65,8 +113,7 @@ def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Ju
         "overhead": terms["overhead"],
     }
     bound = f"{cost.bound} binds it ({100 * groups[cost.bound] / step:.0f} % of a step)"
-    room = usable_bytes(job, machine)
-    memory = f"a rank fills {cost.memory_total / 1e9:.1f} of {room / 1e9:.1f} GB"
+    memory = filled(job, machine, cost)
     if not fits(job, machine, cost):
         return f"does not fit: {memory}; {bound}"
     if place == 1:
@@ -81,10 +128,11 @@ def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Ju
     return f"{pace}; {bound}; {memory}"
 
 
-def _complexity(job: TrainJob) -> tuple[int, int, int, int, int]:
+def _complexity(job: TrainJob) -> tuple[int, ...]:
     """Among plans of equal time the plainer one is better."""
     shards = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 3}
     return (
+        int(job.offload is not None) + int(job.activation.name != "keep"),
         job.parallel.pp,
         job.parallel.tp,
         shards.get(job.shard.name, 4),
@@ -111,7 +159,7 @@ def rank(found: Sequence[Judged], machine: Machine) -> list[Judged]:
         job, cost = item
         if not fits(job, machine, cost):
             # Plans that miss by about as much are sorted by time.
-            missing = cost.memory_total / usable_bytes(job, machine)
+            missing = excess(job, machine, cost.memory_bytes)
             return (1, round(math.log(missing) / math.log(1.15)), worth_of(item))
         return (0, worth_of(item), cost.memory_total)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from shoal.core.errors import ShoalError
-from shoal.core.parts import Choice, options_of, table
 from shoal.cost.training import Pricer, microbatch_of
+from shoal.cost.training_memory import tier_bytes
 from shoal.ir import Link, Machine, ModelShape, TrainJob, Work
+from shoal.plan.strategy.beyond import NONE, all_ways
 from shoal.plan.strategy.judge import Judged, fits, rank, usable_bytes
 from shoal.plan.strategy.space import candidates
 
@@ -37,14 +38,15 @@ def remedies(
     cost = nearest[1]
     room = usable_bytes(nearest[0], machine)
     largest = max(cost.memory_bytes, key=lambda cause: cost.memory_bytes[cause])
+    need = tier_bytes(nearest[0], machine, cost.memory_bytes)["device"]
     found = [
-        f"it does not fit: a rank needs {cost.memory_total / 1e9:.1f} GB and may fill "
+        f"it does not fit: a rank needs {need / 1e9:.1f} GB and may fill "
         f"{room / 1e9:.1f} GB; the largest part is {largest} with "
         f"{cost.memory_bytes[largest] / 1e9:.1f} GB"
     ]
     for would in (
         _opened(job, shape, machine),
-        _offloaded(job, shape, machine),
+        *_offloaded(job, shape, machine),
         _more_devices(job, shape, machine),
         _smaller(job, shape, machine),
     ):
@@ -108,19 +110,13 @@ def _opened(job: TrainJob, shape: ModelShape, machine: Machine) -> str:
     return ""
 
 
-def _offloaded(job: TrainJob, shape: ModelShape, machine: Machine) -> str:
-    """A part that keeps the state elsewhere than on the device."""
-    if job.offload is not None:
-        return ""
-    for name in table("offload"):
-        known = options_of(table("offload").load(name))
-        for options in ({}, {"act": "host"}) if "act" in known else ({},):
-            choice = Choice(name=name, options=options)
-            away = job.model_copy(update={"offload": choice, "shard": Choice(name="replicated")})
-            item = _best(away, shape, machine)
-            if item is not None:
-                return f"offload: {choice}, recompute: {item[0].recompute}"
-    return ""
+def _offloaded(job: TrainJob, shape: ModelShape, machine: Machine) -> list[str]:
+    """Every part by which some of the state lies elsewhere than on the device, fastest first."""
+    return [
+        f"{way.spelled} ({way.best[1].step_s.value:.3g} s a step)"
+        for way in all_ways(job, shape, machine)
+        if way.fits and way.best is not None and way.name != NONE
+    ]
 
 
 def enlarged(machine: Machine, factor: int) -> Machine:

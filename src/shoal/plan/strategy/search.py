@@ -7,6 +7,7 @@ from shoal.core.parts import part
 from shoal.cost.shapes import resolve
 from shoal.cost.training import Pricer
 from shoal.ir import Machine, ModelShape, Plan, TrainJob, Work
+from shoal.plan.strategy.beyond import NONE, names_of, refusal, ways
 from shoal.plan.strategy.judge import Judged, describe, fits, may_fit, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
 from shoal.plan.strategy.space import candidates
@@ -22,17 +23,22 @@ class Search:
 
     Args:
         keep: plans handed back, best first.
+        offload: ways beyond the device's memory that are searched too: names of parts of kind
+            ``offload`` or ``activation``, ``none`` for everything on the device, or auto for all;
+            empty takes the job as it is.
     """
 
     keep: int = 10
+    offload: tuple[str, ...] | str = ()
 
     def __post_init__(self) -> None:
         require(1 <= self.keep <= 10_000, "planner.search.keep", self.keep, expected="1 to 10000")
+        names_of(self.offload or (NONE,))
 
     def plan(self, job: TrainJob, machine: Machine) -> list[Plan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
         shape = resolve(job.model)
-        found = price_all(job, shape, machine)
+        found = self._found(job, shape, machine)
         if not found:
             raise PlanError(
                 f"{job.model} on {machine.name}: no split of {machine.num_devices} device(s) is "
@@ -61,6 +67,20 @@ class Search:
             )
             for place, item in enumerate(ordered, 1)
         ]
+
+    def _found(self, job: TrainJob, shape: ModelShape, machine: Machine) -> list[Judged]:
+        """Legal concrete jobs with their estimates: those that fit, or all where none does.
+
+        Raises:
+            PlanError: other ways are searched too, and none of them fits.
+        """
+        if not self.offload:
+            return price_all(job, shape, machine)
+        tried = ways(job, shape, machine, names_of(self.offload), Pricer(machine))
+        found = [item for way in tried if way.fits for item in way.found]
+        if not found:
+            raise refusal(job, machine, tried)
+        return found
 
 
 def price_all(job: TrainJob, shape: ModelShape, machine: Machine) -> list[Judged]:

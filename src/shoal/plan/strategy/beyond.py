@@ -1,0 +1,236 @@
+"""Ways beyond the device's memory, as a dimension of the space of plans.
+
+A job that does not state ``offload`` can be planned with every part of that kind, in every place
+that the part offers, and with what the forward pass saves on a disk. Budgets are what the machine
+has: of a GPU's memory, and of the host's and the disk's where its description says how large they
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shoal.core.errors import ConfigError, PlanError, require
+from shoal.core.parts import Choice, options_of, table
+from shoal.cost.training import Pricer
+from shoal.cost.training_memory import RUNTIME_BYTES
+from shoal.ir import Machine, ModelShape, TrainJob, Work
+from shoal.plan.offload import places_of
+from shoal.plan.strategy.judge import (
+    Judged,
+    beyond_room,
+    excess,
+    filled,
+    rank,
+    tier_room,
+)
+from shoal.plan.strategy.space import candidates, most_ranks
+
+__all__ = ["NONE", "Way", "all_ways", "every_way", "names_of", "refusal", "ways"]
+
+NONE = "none"
+"""The way of a job as it is."""
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One part, and the best that a job can do with it.
+
+    Args:
+        name: of a part of kind ``offload`` or ``activation``, or :data:`NONE`.
+        found: plans that fit, or where none does the one that misses by least.
+        best: the best of them; None if none is legal.
+        fits: it does.
+        refused: why none is legal.
+    """
+
+    name: str
+    found: tuple[Judged, ...] = ()
+    best: Judged | None = None
+    fits: bool = False
+    refused: str = ""
+
+    @property
+    def spelled(self) -> str:
+        """The settings of a job that choose it."""
+        if self.best is None:
+            return self.name
+        job = self.best[0]
+        told = [] if job.offload is None else [f"offload: {job.offload}"]
+        if job.activation.name != "keep":
+            told.append(f"activation: {job.activation}")
+        return ", ".join([*told, f"recompute: {job.recompute}"])
+
+
+def every_way() -> tuple[str, ...]:
+    """All names: none, the parts of kind ``offload``, and of kind ``activation`` all but keep."""
+    return (NONE, *table("offload"), *(name for name in table("activation") if name != "keep"))
+
+
+def names_of(asked: Sequence[str] | str) -> tuple[str, ...]:
+    """The ways that an option asks for: ``auto`` for all, or names.
+
+    Raises:
+        ConfigError: there is no such way.
+    """
+    names = tuple(part.strip() for part in asked.split(",")) if isinstance(asked, str) else asked
+    if tuple(names) == ("auto",):
+        return every_way()
+    for name in names:
+        require(
+            name in every_way(),
+            "planner.search.offload",
+            name,
+            expected=f"auto, or some of {', '.join(every_way())}",
+        )
+    return tuple(dict.fromkeys(names))
+
+
+def ways(
+    job: TrainJob, shape: ModelShape, machine: Machine, names: Sequence[str], pricer: Pricer
+) -> list[Way]:
+    """Each of these ways with its plans, in the order of the names.
+
+    Raises:
+        PlanError: the job states one of its own; or no split is legal whatever the way.
+    """
+    stated = job.offload is not None or job.activation.name != "keep"
+    others = [name for name in names if name != NONE]
+    if stated and others:
+        said = f"offload: {job.offload}" if job.offload else f"activation: {job.activation}"
+        raise PlanError(
+            f"planner.search.offload = {', '.join(names)}: the job states {said}; leave one of "
+            "the two out"
+        )
+    return [_way(job, shape, machine, name, pricer) for name in names]
+
+
+def _way(job: TrainJob, shape: ModelShape, machine: Machine, name: str, pricer: Pricer) -> Way:
+    found: list[tuple[float, Work]] = []
+    refused = ""
+    for variant in _variants(job, shape, name):
+        for candidate in candidates(variant, machine, shape=shape):
+            if name != NONE and not _tried(candidate, job, machine):
+                continue
+            why = "" if name == NONE else _refused(candidate, variant)
+            if why:
+                refused = refused or why
+                continue
+            concrete = _within(candidate, shape, machine)
+            work = Work.model_construct(shape=shape, job=concrete)
+            found.append((excess(concrete, machine, pricer.memory(work)), work))
+    if not found:
+        return Way(name=name, refused=refused or "no split is legal")
+    fitting = [work for needed, work in found if needed <= 1.0]
+    # Where none fits, the one that misses by least says enough.
+    nearest = fitting or [min(found, key=lambda item: item[0])[1]]
+    priced = tuple((work.job, pricer.estimate(work)) for work in nearest)
+    return Way(name=name, found=priced, best=rank(priced, machine)[0], fits=bool(fitting))
+
+
+def _tried(candidate: TrainJob, job: TrainJob, machine: Machine) -> bool:
+    """Of a split that nobody stated: all devices, those of a node or one, in a plain pipeline.
+
+    What lies in slow tiers is what a step waits for then; a finer search would find no more. The
+    ranks of a CPU have one memory, of which stages save nothing.
+    """
+    if "parallel" in job.model_fields_set:
+        return True
+    most = most_ranks(machine)
+    split = candidate.parallel
+    if split.world not in (most, most // machine.nodes, 1) or split.schedule.name != "1f1b":
+        return False
+    return split.pp == 1 or machine.device.kind == "gpu"
+
+
+def _variants(job: TrainJob, shape: ModelShape, name: str) -> Iterator[TrainJob]:
+    """The job with this part, in each place that the part offers."""
+    if name == NONE:
+        yield job
+    elif name in table("activation"):
+        yield job.model_copy(update={"activation": Choice(name=name)})
+    else:
+        for place in places_of(name, shape):
+            choice = Choice(name=name, options=place)
+            yield job.model_copy(update={"offload": choice})
+
+
+def _refused(candidate: TrainJob, variant: TrainJob) -> str:
+    """Why a part does not go with a job; empty if it does."""
+    if candidate.layers:
+        return "layers: blocks that run in different ways are not priced with offload"
+    if variant.offload is None:
+        if candidate.compile:
+            return f"activation: {candidate.activation.name} does not go with compile"
+        return ""
+    if candidate.parallel.schedule.name == "zb_h1" or candidate.parallel.vocab == "pp":
+        return f"offload: {variant.offload.name} does not go with a schedule that splits backward"
+    try:
+        table("offload").build(variant.offload).check(candidate)
+    except ConfigError as cause:
+        return str(cause)
+    return ""
+
+
+def _within(job: TrainJob, shape: ModelShape, machine: Machine) -> TrainJob:
+    """The job with budgets that its part takes from what a rank may fill."""
+    if job.offload is None:
+        return _stored(job, shape, machine)
+    if machine.device.kind == "cpu":
+        return job  # its device and its host are one memory
+    known = options_of(table("offload").load(job.offload.name))
+    room = tier_room(job, machine)
+    room["device"] -= RUNTIME_BYTES["gpu"]
+    budgets = {
+        f"{tier}_budget": int(size) // _MIB * _MIB
+        for tier, size in room.items()
+        if f"{tier}_budget" in known and size >= _MIB
+    }
+    choice = Choice(name=job.offload.name, options={**job.offload.options, **budgets})
+    return job.model_copy(update={"offload": choice})
+
+
+def _stored(job: TrainJob, shape: ModelShape, machine: Machine) -> TrainJob:
+    """The job with room on the disk for what it saves there."""
+    part = table("activation").build(job.activation)
+    if not hasattr(part, "capacity"):
+        return job
+    work = Work.model_construct(shape=shape, job=job)
+    need = -(-int(part.stored(work)) // _MIB) * _MIB
+    if need <= part.capacity:
+        return job
+    choice = Choice(name=job.activation.name, options={**job.activation.options, "capacity": need})
+    return job.model_copy(update={"activation": choice})
+
+
+def refusal(job: TrainJob, machine: Machine, found: Sequence[Way]) -> PlanError:
+    """Nothing fits: what each way needs, or why it cannot be had."""
+    told = []
+    for way in found:
+        if way.best is None:
+            told.append(f"{way.name}: {way.refused}")
+            continue
+        candidate, cost = way.best
+        short = " and ".join(beyond_room(candidate, machine, cost.memory_bytes))
+        told.append(f"{way.name}: too little {short}, {filled(candidate, machine, cost)}")
+    names = ", ".join(way.name for way in found)
+    return PlanError(
+        f"{job.model} on {machine.name}: nothing fits with offload {names} "
+        f"({'; '.join(told)}); give more devices, a shorter seq_len or a smaller model"
+    )
+
+
+def all_ways(job: TrainJob, shape: ModelShape, machine: Machine) -> list[Way]:
+    """Every way, those that fit before the others, fastest first; none if the job states one."""
+    if job.offload is not None or job.activation.name != "keep":
+        return []
+    found = ways(job, shape, machine, every_way(), Pricer(machine))
+
+    def order(way: Way) -> tuple[bool, bool, float]:
+        seconds = way.best[1].step_s.value if way.best is not None else 0.0
+        return not way.fits, way.best is None, seconds
+
+    return sorted(found, key=order)
