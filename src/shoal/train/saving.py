@@ -1,0 +1,160 @@
+"""The saves of a run, on one rank: when they are made, and what is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from shoal.checkpoint.interval import FIRST_STEPS, choose, failures_seen
+from shoal.checkpoint.peers import CommPeers
+from shoal.checkpoint.store import Store
+from shoal.core.meter import read_events
+from shoal.core.parts import table
+from shoal.train.resuming import meta_of
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.protocols import Saver
+    from shoal.core.errors import ShoalError
+    from shoal.core.meter import Meter
+    from shoal.ir import TrainJob
+    from shoal.parallel.comm import TorchComm
+    from shoal.train.layout import RunDir
+    from shoal.train.loop import Trainer
+
+__all__ = ["Saves"]
+
+
+class Saves:
+    """Saves a run; all ranks make the same calls.
+
+    Args:
+        directory: of the run.
+        job: its job, as the plan has it.
+        comm: all ranks.
+        meter: where rank 0 tells.
+        device: where the ranks compute.
+
+    Attributes:
+        store: the checkpoints.
+
+    Raises:
+        CheckpointError: another run is saving there, or the place refuses.
+    """
+
+    def __init__(
+        self, directory: RunDir, job: TrainJob, comm: TorchComm, meter: Meter, *, device: str
+    ) -> None:
+        self._directory, self._job, self._comm, self._meter = directory, job, comm, meter
+        self._peers = CommPeers(comm)
+        self.store = Store(directory.saved_in(job), keep=job.checkpoint.keep)
+        mode = table("save_mode").build(job.checkpoint.mode)
+        self._saver: Saver = mode.build(self.store, self._peers, device=device)
+        every = job.checkpoint.every
+        self._auto = every == "auto"
+        self._interval = FIRST_STEPS if every == "auto" else every
+        self._saved_at = self._first = 0
+        self._stall_s = 0.0
+        self._unsaved: ShoalError | None = None
+
+    def begin(self, first: int) -> None:
+        """The run begins with this step."""
+        self._saved_at = self._first = first
+
+    def due(self, done: int) -> bool:
+        """Whether a checkpoint is due when so many steps are done."""
+        if self._auto:
+            return done - self._saved_at >= self._interval
+        return bool(self._interval) and done % self._interval == 0
+
+    def before_update(self, names: Collection[str] | None = None) -> None:
+        """See :class:`~shoal.checkpoint.protocols.Saver`."""
+        self._saver.before_update(names)
+
+    def save(self, trainer: Trainer, step: int) -> None:
+        """Begin to save; what training waits for is over when this returns."""
+        meta = meta_of(trainer, self._job, step)
+        self._saver.save(step, trainer.pieces(), meta)
+        self._saved_at = step
+        if self._job.checkpoint.dump:
+            from shoal.checkpoint.formats.deepspeed_dump import dump
+
+            dump(
+                self._directory.dumps,
+                step,
+                trainer.engine,
+                trainer.updater.state(),
+                meta,
+                self._comm.barrier,
+                keep=self._job.checkpoint.keep,
+            )
+
+    def tell(self, done: int, step_s: float) -> None:
+        """Say which saves are over, after each step; one that failed does not end the run.
+
+        Args:
+            done: steps done.
+            step_s: seconds of the last one.
+        """
+        self._tell()
+        if self._auto and self._first < self._saved_at == done - 1:
+            # The step after a save has shown all that the save held up.
+            self._choose_interval(done, step_s)
+
+    def end(self) -> None:
+        """Wait for what is under way.
+
+        Raises:
+            CheckpointError: the last step is not saved.
+        """
+        self._saver.close()
+        self._tell()
+        # Rank 0 commits for all, so nobody leaves before it is done.
+        self._comm.barrier()
+        if self._unsaved is not None:
+            raise self._unsaved
+
+    def abandon(self) -> None:
+        """Commit nothing more."""
+        self._saver.close(abandon=True)
+
+    def _tell(self) -> None:
+        for ticket in self._saver.finished():
+            self._unsaved = ticket.error
+            self._stall_s = sum(ticket.blocked_s.values())
+            if self._peers.rank:
+                continue
+            if ticket.error is not None:
+                message = str(ticket.error)
+                self._meter.event("checkpoint_failed", step=ticket.step, message=message)
+                continue
+            self._meter.event(
+                "checkpoint",
+                step=ticket.step,
+                seconds=ticket.seconds,
+                blocked_s=ticket.blocked_s,
+                phases_s=ticket.phases_s,
+                bytes=ticket.bytes,
+                ranks_s=list(ticket.ranks_s),
+            )
+            for number, phases in enumerate(ticket.ranks_s):
+                for name, seconds in phases.items():
+                    self._meter.gauge("checkpoint_phase_s", seconds, rank=str(number), phase=name)
+
+    def _choose_interval(self, step: int, step_s: float) -> None:
+        """Take the interval that loses the least, the same on all ranks, and show it."""
+        chosen = None
+        if self._peers.rank == 0:
+            failures, seconds = failures_seen(read_events(self._directory.events))
+            chosen = choose(
+                stall_s=self._stall_s, step_s=step_s, failures=failures, observed_s=seconds
+            )
+            self._meter.event(
+                "checkpoint_interval",
+                step=step,
+                steps=chosen.steps,
+                stall_s=chosen.stall_s,
+                mtbf_s=chosen.mtbf_s,
+                overhead=chosen.overhead,
+            )
+        told = self._peers.gather(str(chosen.steps if chosen else 0).encode())
+        self._interval = int(told[0])
