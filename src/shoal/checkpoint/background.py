@@ -11,7 +11,6 @@ DataStates-LLM, 2024, section IV (asynchronous consolidation by two-phase commit
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import threading
 import time
@@ -20,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.image import Chunk, Image, write_image
+from shoal.checkpoint.peers import told_by_first
 from shoal.checkpoint.protocols import SaveTicket
 from shoal.checkpoint.store import vote_name
 from shoal.core.errors import CheckpointError, ShoalError
@@ -49,15 +49,12 @@ class Session:
 
     def __init__(self, store: Store, peers: Peers) -> None:
         self._held = contextlib.ExitStack()
-        said = [secrets.token_hex(4), ""]
-        if peers.rank == 0:
-            try:
-                self._held.enter_context(store.hold())
-            except ShoalError as cause:
-                said[1] = str(cause)
-        self._name, refusal = json.loads(peers.gather(json.dumps(said).encode())[0])
-        if refusal:
-            raise CheckpointError(refusal)
+
+        def begin() -> str:
+            self._held.enter_context(store.hold())
+            return secrets.token_hex(4)
+
+        self._name = told_by_first(peers, begin)
         self._saves = 0
 
     def attempt(self) -> str:

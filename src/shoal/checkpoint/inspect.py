@@ -35,7 +35,7 @@ __all__ = [
     "Row",
     "Verification",
     "convert",
-    "export_newest",
+    "export",
     "find",
     "listing",
     "require_new",
@@ -355,22 +355,19 @@ def written(out: Path | str, step: int) -> Path | str:
     return str(out) if is_address(out) else Path(out) / f"step-{step:08d}"
 
 
-def export_newest(where: Path | str, out: Path, *, tokenizer: Path | None = None) -> None:
-    """Write the model of the newest checkpoint of a store, wherever it lies, for Hugging Face.
+def export(saved: Saved, out: Path, *, tokenizer: Path | None = None) -> None:
+    """Write the model of a checkpoint, wherever it lies, for Hugging Face.
 
     Args:
-        where: directory or address of the store.
+        saved: the checkpoint.
         out: directory to create.
         tokenizer: ``tokenizer.json`` to put beside the model.
 
     Raises:
-        CheckpointError: the store is empty, or its newest is damaged.
+        CheckpointError: it holds no model, or is damaged.
     """
     from shoal.model import huggingface
 
-    saved = Store(where).latest()
-    if saved is None:
-        raise CheckpointError(f"{where}: holds no checkpoint to export")
     huggingface.write(out, load_model(saved), tokenizer)
 
 

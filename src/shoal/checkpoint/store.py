@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,11 +49,15 @@ class Store:
 
     Attributes:
         storage: the place itself.
+        followers: called with every step that is committed here, before older ones are deleted.
+        pinned: step -> how many still read it; it is not deleted meanwhile.
     """
 
     def __init__(self, root: Path | str, keep: int = 3) -> None:
         require(keep >= 1, "checkpoint.keep", keep, expected="a number of at least 1")
         self.storage: Storage = storage_of(root)
+        self.followers: list[Callable[[int], None]] = []
+        self.pinned: Counter[int] = Counter()
         self.root = Path(root)
         self.keep = keep
         self._held = False
@@ -314,12 +319,15 @@ class Store:
             ranks.append(parse(RankIndex, json.loads(vote), where=f"{self.where}: {name}"))
             draft.drop(name)
         self.storage.commit(draft, merge(draft.step, meta, ranks).encode())
+        for follow in self.followers:
+            follow(draft.step)
         return tuple(one.phases_s for one in ranks)
 
     def retain(self, newest: int) -> None:
         """Delete what is beyond ``keep``, after the new one was read back from the disk."""
         others = [step for step in self.steps() if step != newest]
         victims = others[: max(0, len(others) + 1 - self.keep)]
+        victims = [step for step in victims if not self.pinned[step]]
         if not victims:
             return
         self.storage.forget(newest)

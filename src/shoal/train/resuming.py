@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shoal.checkpoint.levels import LevelReport, nearest
+from shoal.checkpoint.peers import told_by_first
 from shoal.core.errors import CheckpointError
 from shoal.train.memory import version_in_memory
 from shoal.train.start import open_start, take_over
@@ -61,25 +63,75 @@ def resumed(
     Raises:
         CheckpointError: what there is, is damaged or of another run.
     """
-    version = version_in_memory() if resume and from_step is None else None
-    if version is not None and version.step >= max(saves.store.steps(), default=0):
-        with contextlib.closing(version):
-            _expect_run(trainer, version.meta, saves.store.where)
-            trainer.load(version)
-        return Resumed(step=version.step, level="memory" if version.step else "disk")
-    saved = None
-    if from_step is not None:
-        saved = saves.store.open(from_step, verify=False)
-    elif resume:
-        saved = saves.store.latest(verify=False)  # what is loaded is verified on the way
-    if saved is not None:
-        saved.require_model(identity(trainer))
-        _expect_run(trainer, saved.meta, saves.store.where)
-        return Resumed(step=saved.step, report=trainer.load(saved))
+    if resume or from_step is not None:
+        step, found = _nearest(saves, from_step)
+        version = version_in_memory() if from_step is None else None
+        if version is not None and version.step >= (step or 0):
+            with contextlib.closing(version):
+                _expect_run(trainer, version.meta, saves.store.where)
+                trainer.load(version)
+            return Resumed(step=version.step, level="memory" if version.step else "disk")
+        if step is not None:
+            return _loaded(trainer, saves, step, found)
     other = open_start(directory.root)
     if other is not None:
         return Resumed(step=take_over(trainer, other, identity(trainer), _run_of(trainer)))
     return Resumed()
+
+
+def _nearest(saves: Saves, step: int | None) -> tuple[int | None, list[int]]:
+    """The newest step, or a named one, and numbers of the levels that have it; as rank 0 sees it.
+
+    Raises:
+        CheckpointError: the named one is nowhere, or nobody knows what there is.
+    """
+
+    def ask() -> tuple[int | None, list[int]]:
+        found, levels, silent = nearest(saves.stores, step)
+        saves.tell_levels(silent)
+        return found, levels
+
+    found, levels = told_by_first(saves.peers, ask)
+    if step is not None and not levels:
+        saves.store.open(step)  # says which there are
+    return found, levels
+
+
+def _loaded(trainer: Trainer, saves: Saves, step: int, levels: Sequence[int]) -> Resumed:
+    """Load a step from the nearest of some levels that has it whole.
+
+    What is loaded is verified on the way, so a damaged one is known when some of it was loaded; the
+    next one then fills everything anew.
+    """
+    first: CheckpointError | None = None
+    for number in levels:
+        store = saves.stores[number]
+        failure: CheckpointError | None = None
+        saved = report = None
+        try:
+            saved = store.open(step, verify=False)
+        except CheckpointError as cause:
+            failure = cause
+        # Ranks that could open it must not load without those that could not.
+        told = [said.decode() for said in saves.peers.gather(str(failure or "").encode())]
+        words = next(filter(None, told), "")
+        if words and failure is None:
+            failure = CheckpointError(words)
+        if saved is not None and failure is None:
+            saved.require_model(identity(trainer))
+            _expect_run(trainer, saved.meta, store.where)
+            try:
+                report = trainer.load(saved)
+            except CheckpointError as cause:  # the same on all ranks
+                failure = cause
+        if failure is None:
+            level = "disk" if number == 0 else store.where
+            return Resumed(step=step, level=level, report=report)
+        first = first or failure
+        if len(levels) > 1:
+            saves.tell_levels([LevelReport(step, store.where, "passed_over", message=str(failure))])
+    assert first is not None
+    raise first
 
 
 def identity(trainer: Trainer) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.checkpoint.interval import FIRST_STEPS, choose, failures_seen
+from shoal.checkpoint.levels import Level, LevelReport, Levels
 from shoal.checkpoint.peers import CommPeers
 from shoal.checkpoint.store import Store
 from shoal.core.meter import read_events
@@ -36,6 +38,8 @@ class Saves:
 
     Attributes:
         store: the checkpoints.
+        stores: those of all levels, nearest first.
+        peers: the ranks, as saving sees them.
 
     Raises:
         CheckpointError: another run is saving there, or the place refuses.
@@ -45,10 +49,19 @@ class Saves:
         self, directory: RunDir, job: TrainJob, comm: TorchComm, meter: Meter, *, device: str
     ) -> None:
         self._directory, self._job, self._comm, self._meter = directory, job, comm, meter
-        self._peers = CommPeers(comm)
+        self.peers = CommPeers(comm)
         self.store = Store(directory.saved_in(job), keep=job.checkpoint.keep)
+        farther = [(level, Store(level.path, keep=level.keep)) for level in job.checkpoint.levels]
+        self.stores = (self.store, *(store for _, store in farther))
+        self._levels = Levels(
+            self.peers,
+            [
+                functools.partial(Level, self.store, store, every=level.every, tries=level.tries)
+                for level, store in farther
+            ],
+        )
         mode = table("save_mode").build(job.checkpoint.mode)
-        self._saver: Saver = mode.build(self.store, self._peers, device=device)
+        self._saver: Saver = mode.build(self.store, self.peers, device=device)
         every = job.checkpoint.every
         self._auto = every == "auto"
         self._interval = FIRST_STEPS if every == "auto" else every
@@ -113,15 +126,29 @@ class Saves:
         if self._unsaved is not None:
             raise self._unsaved
 
+    def drain(self) -> None:
+        """Wait for what is still on its way to farther levels; no other rank is waited for."""
+        beat = self._comm.beat
+        self._levels.close(alive=(lambda: None) if beat is None else beat.alive)
+        self.tell_levels(self._levels.reports())
+
     def abandon(self) -> None:
-        """Commit nothing more."""
+        """Commit nothing more, and send nothing more."""
         self._saver.close(abandon=True)
+        self._levels.close(abandon=True)
+
+    def tell_levels(self, reports: Sequence[LevelReport]) -> None:
+        """Say what became of checkpoints at farther levels, on rank 0."""
+        if self.peers.rank == 0:
+            for report in reports:
+                self._meter.event("checkpoint_level", **report._asdict())
 
     def _tell(self) -> None:
+        self.tell_levels(self._levels.reports())
         for ticket in self._saver.finished():
             self._unsaved = ticket.error
             self._stall_s = sum(ticket.blocked_s.values())
-            if self._peers.rank:
+            if self.peers.rank:
                 continue
             if ticket.error is not None:
                 message = str(ticket.error)
@@ -143,7 +170,7 @@ class Saves:
     def _choose_interval(self, step: int, step_s: float) -> None:
         """Take the interval that loses the least, the same on all ranks, and show it."""
         chosen = None
-        if self._peers.rank == 0:
+        if self.peers.rank == 0:
             failures, seconds = failures_seen(read_events(self._directory.events))
             chosen = choose(
                 stall_s=self._stall_s, step_s=step_s, failures=failures, observed_s=seconds
@@ -156,5 +183,5 @@ class Saves:
                 mtbf_s=chosen.mtbf_s,
                 overhead=chosen.overhead,
             )
-        told = self._peers.gather(str(chosen.steps if chosen else 0).encode())
+        told = self.peers.gather(str(chosen.steps if chosen else 0).encode())
         self._interval = int(told[0])

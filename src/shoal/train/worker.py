@@ -81,6 +81,7 @@ def run_rank(directory: RunDir, *, resume: bool, from_step: int | None = None) -
             rank.saves.end()
         if not stopped:
             _finish(rank)
+        rank.saves.drain()
         if rank.chief:
             rank.meter.event("stop" if stopped else "end", step=rank.total)
 
