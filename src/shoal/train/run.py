@@ -283,7 +283,7 @@ def prepare_run(
 
 def conclude(plan: Plan, directory: RunDir) -> Report:
     """Export the trained model, write the report and add it to the score."""
-    from shoal.checkpoint.inspect import export as export_model
+    from shoal.checkpoint.convert import export as export_model
     from shoal.checkpoint.levels import newest
     from shoal.checkpoint.store import Store
     from shoal.corpora.tokens import open_tokens
