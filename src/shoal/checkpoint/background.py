@@ -143,8 +143,7 @@ class Background:
                 vote = ticket.timed(
                     lambda: write_image(draft, rank, image, chunks, checksums), phase="write"
                 )
-                vote = vote.model_copy(update={"phases_s": ticket.own_phases()})
-                draft.put(vote_name(rank), vote.model_dump_json().encode())
+                self.store.vote(draft, rank, vote, ticket)
         except Exception as cause:  # a thread has nobody to raise to: the ticket tells
             failures.append(CheckpointError(f"step {ticket.step}: {type(cause).__name__}: {cause}"))
         finally:
@@ -176,7 +175,7 @@ class Background:
             with self.store.noting(failures, ticket.step):
                 if not failures:
                     ticket.timed(lambda: self._await_votes(draft), phase="votes")
-                    ticket.ranks_s = ticket.timed(
+                    ticket.ranks = ticket.timed(
                         lambda: self.store.commit(draft, self.peers.world, meta), phase="commit"
                     )
             if failures:

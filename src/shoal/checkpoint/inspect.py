@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shoal.checkpoint.formats import FORMATS
 from shoal.checkpoint.index import INDEX_NAME
@@ -29,7 +29,18 @@ from shoal.checkpoint.store import Store
 from shoal.core.config import Value
 from shoal.core.errors import CheckpointError, ModelError, ShoalError
 
-__all__ = ["FOREIGN", "Place", "Verification", "find", "listing", "opened", "verify"]
+__all__ = [
+    "FOREIGN",
+    "FilePart",
+    "Place",
+    "Summary",
+    "Verification",
+    "find",
+    "listing",
+    "opened",
+    "summary",
+    "verify",
+]
 
 # Formats that are neither ours nor Hugging Face's.
 FOREIGN = ("universal", "dcp", "deepspeed", "megatron")
@@ -244,3 +255,99 @@ def opened(place: Place, step: int | None, *, verify: bool = True) -> Saved:
     if verify:
         saved.verify()
     return saved
+
+
+class FilePart(Value):
+    """What a file holds.
+
+    Args:
+        name: of the file.
+        bytes: of its tensors; of one of our own checkpoints, of the whole file.
+        pieces: tensors, or boxes of tensors, in it.
+    """
+
+    name: str
+    bytes: int
+    pieces: int
+
+
+class Summary(Value):
+    """What a directory holds, at a glance.
+
+    Args:
+        path: of the weights.
+        kind: what it is.
+        steps: saved steps of a run.
+        step: which one the rest is about.
+        world: ranks that saved it.
+        version: of the format of our own checkpoints.
+        groups: first part of the names (model, optimizer, ...) -> tensors and bytes.
+        files: every file.
+        meta: what was kept beside the tensors.
+    """
+
+    path: Path | str
+    kind: str
+    steps: tuple[int, ...] = ()
+    step: int | None = None
+    world: int | None = None
+    version: int | None = None
+    groups: dict[str, tuple[int, int]]
+    files: tuple[FilePart, ...]
+    meta: dict[str, Any] = {}
+
+    @property
+    def balance(self) -> float | None:
+        """Bytes of the largest file over those of the smallest; None for one file."""
+        sizes = [file.bytes for file in self.files]
+        return max(sizes) / max(1, min(sizes)) if len(sizes) > 1 else None
+
+
+def summary(path: Path | str, step: int | None = None) -> Summary:
+    """What ``path`` holds; of a run its newest step, or a given one. No weights are loaded.
+
+    Raises:
+        ModelError: no weights.
+        CheckpointError: there is no such step, or index or headers are damaged.
+    """
+    place = find(path)
+    if place.kind not in ("checkpoint", "run"):
+        if step is not None:
+            raise CheckpointError(f"{path}: is no run, so it has no steps; leave --step out")
+        rows = listing(path)
+        files: dict[str, tuple[int, int]] = {}
+        for row in rows:
+            count, size = files.get(row.file, (0, 0))
+            files[row.file] = count + 1, size + row.bytes
+        return Summary(
+            path=place.path,
+            kind=place.kind,
+            groups={"weights": (len(rows), sum(row.bytes for row in rows))},
+            files=tuple(
+                FilePart(name=name, bytes=size, pieces=count)
+                for name, (count, size) in files.items()
+            ),
+        )
+    saved = opened(place, step, verify=False)
+    groups: dict[str, tuple[int, int]] = {}
+    pieces = dict.fromkeys(saved.index.files, 0)
+    for name, tensor in saved.index.tensors.items():
+        group = name.partition(".")[0]
+        count, size = groups.get(group, (0, 0))
+        groups[group] = count + 1, size + checkpoint_row(saved, name).bytes
+        for piece in tensor.pieces:
+            pieces[piece.file] += 1
+    return Summary(
+        path=saved.path,
+        kind=place.kind,
+        steps=place.steps,
+        step=saved.step,
+        world=saved.index.world,
+        version=saved.index.version,
+        groups=groups,
+        files=tuple(
+            FilePart(name=name, bytes=file.bytes, pieces=pieces[name])
+            for name, file in saved.index.files.items()
+        ),
+        meta=saved.meta,
+    )

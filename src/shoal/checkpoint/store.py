@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.checkpoint.image import image_of, write_image
 from shoal.checkpoint.index import RankIndex, merge
 from shoal.checkpoint.pieces import Chosen, Given, Piece, as_pieces, payload_bytes
+from shoal.checkpoint.protocols import RankShare, SaveTicket
 from shoal.checkpoint.remote import RemoteStorage, is_address
 from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.source import Source, straight
@@ -132,11 +133,14 @@ class Store:
         world: int = 1,
         barrier: Callable[[], None] | None = None,
         attempt: str = "",
+        ticket: SaveTicket | None = None,
     ) -> None:
         """The same with pieces that were checked already, or that are when they are asked for.
 
-        ``attempt`` tells this save from others of the same step, on all ranks alike.
+        ``attempt`` tells this save from others of the same step, on all ranks alike; ``ticket``
+        is told how long what took.
         """
+        ticket = ticket or SaveTicket(step)
         require(step >= 0, "step", step, expected="at least 0", error=CheckpointError)
         require(
             0 <= rank < world, "rank", rank, expected=f"0 to {world - 1}", error=CheckpointError
@@ -170,13 +174,15 @@ class Store:
             token = ""
             if not failures:
                 with self.noting(failures, step, needed):
-                    token = self._write(draft, rank, chosen, needed)
+                    token = self._write(draft, rank, chosen, needed, ticket)
             wait()
             if rank == 0:
                 if not failures:
                     with self.noting(failures, step, needed):
-                        self.commit(draft, world, plain)
-                        self.retain(step)
+                        ticket.ranks = ticket.timed(
+                            lambda: self.commit(draft, world, plain), phase="commit"
+                        )
+                        ticket.timed(lambda: self.retain(step), phase="retain")
                 if failures and prepared:
                     # What cannot be removed now is removed by the next save.
                     draft.discard()
@@ -272,7 +278,14 @@ class Store:
             return f"step {older} in {self.where} is intact; resume from it"
         return "no earlier step is intact; restore the file from a copy"
 
-    def _write(self, draft: Draft, rank: int, pieces: Mapping[str, Chosen], needed: int) -> str:
+    def _write(
+        self,
+        draft: Draft,
+        rank: int,
+        pieces: Mapping[str, Chosen],
+        needed: int,
+        ticket: SaveTicket,
+    ) -> str:
         if not draft.ready():
             raise CheckpointError(
                 f"{self.where}: step {draft.step} is not prepared, because rank 0 failed or the "
@@ -281,9 +294,22 @@ class Store:
         self.require_room(draft.step, needed)
         image = image_of(pieces)
         source = Source(image, pieces)
-        written = write_image(draft, rank, image, straight(source), source.checksums)
-        draft.put(vote_name(rank), written.model_dump_json().encode())
+        written = ticket.timed(
+            lambda: write_image(draft, rank, image, straight(source), source.checksums),
+            phase="write",
+        )
+        self.vote(draft, rank, written, ticket)
         return draft.token()
+
+    def vote(self, draft: Draft, rank: int, written: RankIndex, ticket: SaveTicket) -> None:
+        """Report what a rank has written, and how long that took.
+
+        Raises:
+            OSError: the place refuses.
+        """
+        _, phases, spans = ticket.share()
+        written = written.model_copy(update={"phases_s": phases, "spans_s": spans})
+        draft.put(vote_name(rank), written.model_dump_json().encode())
 
     def require_room(self, step: int, needed: int) -> None:
         """Refuse to write more than there is room for.
@@ -295,13 +321,11 @@ class Store:
         if free is not None and needed > free:
             raise self._full(step, needed, free)
 
-    def commit(
-        self, draft: Draft, world: int, meta: dict[str, Any]
-    ) -> tuple[dict[str, float], ...]:
+    def commit(self, draft: Draft, world: int, meta: dict[str, Any]) -> tuple[RankShare, ...]:
         """Make a checkpoint of what every rank has written and reported.
 
         Returns:
-            For every rank, phase -> seconds as it has reported them.
+            Every rank's share as it has reported it.
 
         Raises:
             CheckpointError: a rank has reported nothing, or ranks disagree.
@@ -321,7 +345,7 @@ class Store:
         self.storage.commit(draft, merge(draft.step, meta, ranks).encode())
         for follow in self.followers:
             follow(draft.step)
-        return tuple(one.phases_s for one in ranks)
+        return tuple(RankShare(one.file.bytes, one.phases_s, one.spans_s) for one in ranks)
 
     def retain(self, newest: int) -> None:
         """Delete what is beyond ``keep``, after the new one was read back from the disk."""

@@ -161,11 +161,17 @@ class Saves:
                 blocked_s=ticket.blocked_s,
                 phases_s=ticket.phases_s,
                 bytes=ticket.bytes,
-                ranks_s=list(ticket.ranks_s),
+                mode=self._job.checkpoint.mode.name,
+                spans_s=ticket.spans_s,
+                ranks_s=[share.phases_s for share in ticket.ranks],
+                ranks_spans_s=[share.spans_s for share in ticket.ranks],
+                ranks_bytes=[share.bytes for share in ticket.ranks],
             )
-            for number, phases in enumerate(ticket.ranks_s):
-                for name, seconds in phases.items():
-                    self._meter.gauge("checkpoint_phase_s", seconds, rank=str(number), phase=name)
+            for number, share in enumerate(ticket.ranks):
+                labels = {"rank": str(number)}
+                self._meter.gauge("checkpoint_bytes", share.bytes, **labels)
+                for name, seconds in share.phases_s.items():
+                    self._meter.gauge("checkpoint_phase_s", seconds, **labels, phase=name)
 
     def _choose_interval(self, step: int, step_s: float) -> None:
         """Take the interval that loses the least, the same on all ranks, and show it."""
