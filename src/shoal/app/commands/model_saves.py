@@ -49,10 +49,8 @@ def inspect(
         rows += [
             ("step", found.step),
             ("steps", ", ".join(map(str, found.steps)) or found.step),
-            (
-                "saved by",
-                f"{found.world} rank{'s' * (found.world != 1)}, in version {found.version} of the format",
-            ),
+            ("saved by", "one rank" if found.world == 1 else f"{found.world} ranks"),
+            ("format version", found.version),
         ]
     rows += [
         (name, f"{count} tensors, {human_bytes(size)}")
