@@ -13,8 +13,9 @@ torch = pytest.importorskip("torch")
 
 from dash_home import client_of, make_run, settings, step, write_events  # noqa: E402
 
-from shoal.app.dash.kept import checkpoints, slowest  # noqa: E402
+from shoal.app.dash.kept import checkpoints  # noqa: E402
 from shoal.app.dash.runs import Events  # noqa: E402
+from shoal.checkpoint.history import slowest  # noqa: E402
 from shoal.checkpoint.store import Store  # noqa: E402
 from shoal.cost.score import Score  # noqa: E402
 from shoal.train.layout import RunDir  # noqa: E402
@@ -46,12 +47,8 @@ def saves_of(place: Path):
 def test_what_is_kept_and_what_is_not(root: Path) -> None:
     newest, middle, oldest = saves_of(root)
     assert [one.step for one in (newest, middle, oldest)] == [30, 20, 10]
-    assert (newest.state, newest.stall_s, newest.mode, newest.files) == (
-        "complete",
-        0.25,
-        "lazy",
-        1,
-    )
+    assert (newest.state, newest.stall_s, newest.files) == ("complete", 0.25, 1)
+    assert newest.save is not None and newest.save.mode == "lazy"
     assert newest.nbytes is not None and newest.nbytes > 28
     assert (oldest.state, oldest.nbytes) == ("not kept", None)
 
@@ -111,11 +108,36 @@ def test_phases_of_every_rank_are_shown_and_the_slowest_is_marked(root: Path) ->
         {"plan": 0.002, "copy": 0.125, "write": 1.0},
     ]
     write_events(root, {"time": 9.0, "kind": "checkpoint", "step": 30, "ranks_s": ranks}, more=True)
-    newest = saves_of(root)[0]
-    assert newest.ranks_s == tuple(ranks)
+    far = {"kind": "checkpoint_level", "step": 30, "place": "s3://b", "state": "failed"}
+    write_events(root, far, {**far, "message": "the server is <i>ill</i>"}, more=True)
+    newest = saves_of(root)[0].save
+    assert newest is not None
+    assert tuple(share.phases_s for share in newest.ranks) == tuple(ranks)
     assert slowest(newest) == {"plan": 1, "copy": 0, "write": 0}
     home = settings(root.parents[1], runs=(root.parent,))
     address = re.search(r'href="/runs/([^"/]+)"', client_of(home).get("/runs").text)
     assert address is not None
     page = client_of(home).get(f"/runs/{address[1]}").text
     assert "by rank" in page and page.count("<strong>") >= 3
+    assert "<title>Save of step 30, by rank and phase</title>" in page
+    assert "s3://b: failed" in page and "<i>ill" not in page
+
+
+def test_what_events_cannot_mean_is_left_out(root: Path) -> None:
+    strange = {
+        "kind": "checkpoint",
+        "step": 30,
+        "blocked_s": {"copy": "x"},
+        "ranks_s": [{"plan": None}, {"write": [1]}],
+        "ranks_spans_s": [{"plan": [2, 1]}, {"write": "x"}],
+        "ranks_bytes": ["many", 5],
+    }
+    write_events(root, strange, {"kind": "checkpoint_level", "step": 30, "tries": {}}, more=True)
+    newest = saves_of(root)[0].save
+    assert newest is not None and newest.stall_s is None
+    assert [share.spans_s for share in newest.ranks] == [{}, {}]
+    assert [share.nbytes for share in newest.ranks] == [0, 5]
+    home = settings(root.parents[1], runs=(root.parent,))
+    address = re.search(r'href="/runs/([^"/]+)"', client_of(home).get("/runs").text)
+    assert address is not None
+    assert client_of(home).get(f"/runs/{address[1]}").status_code == 200

@@ -97,3 +97,42 @@ def test_what_cannot_be_is_one_line(
     assert told in found.stderr
     assert len(found.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_saves_of_a_run_as_tables_and_pictures(run: Path, tmp_path: Path) -> None:
+    ranks = [{"plan": 0.25, "write": 1.0}, {"plan": 0.5, "write": 0.75}]
+    spans = [{"write": [0.25, 1.25]}, {"write": [0.5, 1.25]}]
+    event = {
+        "kind": "checkpoint",
+        "step": 4,
+        "time": 1.0,
+        "seconds": 2.0,
+        "mode": "lazy",
+        "blocked_s": {"plan": 0.25, "before_update": 0.5},
+        "ranks_s": ranks,
+        "ranks_spans_s": spans,
+    }
+    (run / "events.jsonl").write_text(json.dumps(event) + "\n")
+    picture, heat = tmp_path / "stalls.svg", tmp_path / "heat.svg"
+    told = shoal("model", "stalls", run, "--svg", picture)
+    assert told.returncode == 0, told.stderr
+    assert "0.7500" in told.stdout and "before_update" in told.stdout and picture.exists()
+    told = shoal("model", "timeline", run, "--heat", heat, "-o", "json")
+    assert json.loads(told.stdout)["slowest"] == {"plan": 1, "write": 0} and heat.exists()
+    assert "1.0000*" in shoal("model", "timeline", run).stdout
+    refused = shoal("model", "timeline", run, "--step", "5")
+    assert refused.returncode == 2 and "those that have: 4" in refused.stderr
+    for word in ("stalls", "timeline"):
+        refused = shoal("model", word, tmp_path)
+        assert refused.returncode == 2 and "give the directory of a run" in refused.stderr
+
+
+def test_a_checkpoint_at_a_glance(run: Path) -> None:
+    found = json.loads(shoal("model", "inspect", run, "-o", "json").stdout)
+    assert (found["step"], found["world"], found["balance"]) == (4, 1, None)
+    assert found["groups"]["model"][0] == found["groups"]["optimizer"][0] == 15
+    assert found["files"][0]["pieces"] == 30
+    told = shoal("model", "inspect", run)
+    assert "one rank" in told.stdout and "rank-00000.safetensors" in told.stdout
+    refused = shoal("model", "inspect", run, "--step", "9")
+    assert refused.returncode == 2 and "there are: 4" in refused.stderr

@@ -12,7 +12,8 @@ from stored import META, tensors
 from typer.testing import CliRunner
 
 from shoal.app.commands.model import app
-from shoal.checkpoint.inspect import convert, find, listing, verify
+from shoal.checkpoint.convert import convert
+from shoal.checkpoint.inspect import find, listing, verify
 from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, ModelError, ShoalError
 

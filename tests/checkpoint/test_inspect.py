@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint.inspect import convert, find, listing, load_model, verify
+from shoal.checkpoint.convert import convert, load_model
+from shoal.checkpoint.inspect import find, listing, verify
 from shoal.checkpoint.store import MODEL, OPTIMIZER, Piece, Store
 from shoal.core.errors import CheckpointError, ConfigError, CorruptError, ModelError
 from shoal.model.config import ModelConfig

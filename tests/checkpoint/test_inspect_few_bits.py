@@ -8,7 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shoal.checkpoint.inspect import convert, find, listing, verify  # noqa: E402
+from shoal.checkpoint.convert import convert  # noqa: E402
+from shoal.checkpoint.inspect import find, listing, verify  # noqa: E402
 from shoal.core.errors import ModelError  # noqa: E402
 from shoal.kernel.formats import weight_format  # noqa: E402
 from shoal.model import QUANTIZERS, huggingface  # noqa: E402

@@ -149,13 +149,13 @@ def test_the_processes_save_without_the_trainers(fleet: Fleet, tmp_path: Path) -
     trainers.take(8)
     trainers.end()
     assert fleet.recover().step == 8
-    fleet.persist(tmp_path / "store", 2)
+    fleet.persist(str(tmp_path / "store"), 2)
     saved = Store(tmp_path / "store").open(8)
     assert all(torch.equal(saved.tensor(name), tensor) for name, tensor in state(8).items())
     fleet.kill(range(WORLD))
     assert fleet.recover().rung == "disk"
     with pytest.raises(RankError, match="no version in memory"):
-        fleet.persist(tmp_path / "store", 2)
+        fleet.persist(str(tmp_path / "store"), 2)
 
 
 def test_two_losses_under_two_parities(fleet: Fleet) -> None:

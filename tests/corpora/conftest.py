@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from shoal.corpora.tokens import TokenSet, prepare
+
+# The tests of this room share modules that are no tests.
+sys.path.insert(0, str(Path(__file__).parent))
 
 WORDS = (
     "the",

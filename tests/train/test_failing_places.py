@@ -7,12 +7,12 @@ import fcntl
 import os
 import struct
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from s3_server import Refusing, bucket
 
 from shoal.checkpoint.store import Store
 from shoal.core.meter import read_events
@@ -126,47 +126,12 @@ def test_lost_permission(make_plan: Make, tmp_path: Path) -> None:
         forbid(place, allow=True)
 
 
-class Refusing:
-    """A server of S3 that refuses all uploads of one step."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    def __call__(self, environ: dict[str, Any], start: Any) -> Any:
-        if environ["REQUEST_METHOD"] in ("PUT", "POST") and "step-00000040" in environ["PATH_INFO"]:
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start("500 Internal Server Error", [("Content-Type", "text/xml")])
-            return [b"<Error><Code>InternalError</Code><Message>no</Message></Error>"]
-        return self.app(environ, start)
-
-
 def test_a_server_that_answers_500(
     make_plan: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clients = pytest.importorskip("s3fs").S3FileSystem
-    moto = pytest.importorskip("moto.server")
-    from werkzeug.serving import make_server
-
-    server = Refusing(moto.DomainDispatcherApplication(moto.create_backend_app))
-    listening = make_server("127.0.0.1", 0, server, threaded=True)
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listening.server_port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    clients.clear_instance_cache()
-    try:
-        import fsspec
-
-        # The server's buckets are those of all tests of this process.
-        fsspec.filesystem("s3").mkdir("refusing")
-        place = "s3://refusing/run"
+    with bucket(monkeypatch, wrap=Refusing) as place:
         plan = make_plan(
             steps=60, checkpoint={"every": 20, "keep": 9, "mode": "lazy", "path": place}
         )
         breaker = Breaker(lambda: None, lambda: None)
         goes_on(plan, place, tmp_path / "run", breaker, "cannot be saved")
-    finally:
-        clients.clear_instance_cache()
-        listening.shutdown()
-        listening.server_close()

@@ -11,7 +11,6 @@ DataStates-LLM, 2024, section IV (asynchronous consolidation by two-phase commit
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import threading
 import time
@@ -20,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.image import Chunk, Image, write_image
+from shoal.checkpoint.peers import told_by_first
 from shoal.checkpoint.protocols import SaveTicket
 from shoal.checkpoint.store import vote_name
 from shoal.core.errors import CheckpointError, ShoalError
@@ -49,15 +49,12 @@ class Session:
 
     def __init__(self, store: Store, peers: Peers) -> None:
         self._held = contextlib.ExitStack()
-        said = [secrets.token_hex(4), ""]
-        if peers.rank == 0:
-            try:
-                self._held.enter_context(store.hold())
-            except ShoalError as cause:
-                said[1] = str(cause)
-        self._name, refusal = json.loads(peers.gather(json.dumps(said).encode())[0])
-        if refusal:
-            raise CheckpointError(refusal)
+
+        def begin() -> str:
+            self._held.enter_context(store.hold())
+            return secrets.token_hex(4)
+
+        self._name = told_by_first(peers, begin)
         self._saves = 0
 
     def attempt(self) -> str:
@@ -146,8 +143,7 @@ class Background:
                 vote = ticket.timed(
                     lambda: write_image(draft, rank, image, chunks, checksums), phase="write"
                 )
-                vote = vote.model_copy(update={"phases_s": ticket.own_phases()})
-                draft.put(vote_name(rank), vote.model_dump_json().encode())
+                self.store.vote(draft, rank, vote, ticket)
         except Exception as cause:  # a thread has nobody to raise to: the ticket tells
             failures.append(CheckpointError(f"step {ticket.step}: {type(cause).__name__}: {cause}"))
         finally:
@@ -179,7 +175,7 @@ class Background:
             with self.store.noting(failures, ticket.step):
                 if not failures:
                     ticket.timed(lambda: self._await_votes(draft), phase="votes")
-                    ticket.ranks_s = ticket.timed(
+                    ticket.ranks = ticket.timed(
                         lambda: self.store.commit(draft, self.peers.world, meta), phase="commit"
                     )
             if failures:

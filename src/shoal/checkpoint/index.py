@@ -146,12 +146,14 @@ class RankIndex(Value):
         file: its file.
         parts: its pieces.
         phases_s: phase -> seconds that its share of the save took.
+        spans_s: phase -> when it began and ended, s after the save began.
     """
 
     rank: NonNegativeInt
     file: StoredFile
     parts: tuple[Part, ...]
     phases_s: dict[str, float] = {}
+    spans_s: dict[str, tuple[float, float]] = {}
 
 
 class Index(Value):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shoal.core.errors import CheckpointError, ShoalError
 
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
 
-__all__ = ["Alone", "CommPeers", "Peers"]
+__all__ = ["Alone", "CommPeers", "Peers", "told_by_first"]
 
 _TAG = "checkpoint"
 
@@ -77,3 +81,22 @@ class CommPeers:
         self._comm.all_gather(out, x.to(device), tag=_TAG).wait()
         rows = out.cpu().view(self.world, longest).numpy()
         return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+def told_by_first(peers: Peers, call: Callable[[], Any]) -> Any:
+    """Call something on rank 0; all ranks hear what it returned, which is plain data.
+
+    Raises:
+        ShoalError: it was refused; on rank 0 as it was, on the others with the same words.
+    """
+    refusal: ShoalError | None = None
+    said: list[Any] = [None, ""]
+    if peers.rank == 0:
+        try:
+            said[0] = call()
+        except ShoalError as cause:
+            refusal, said[1] = cause, str(cause)
+    found, words = json.loads(peers.gather(json.dumps(said).encode())[0])
+    if words:
+        raise refusal or CheckpointError(words)
+    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shoal.core.errors import CheckpointError, ShoalError
 
@@ -20,7 +20,25 @@ if TYPE_CHECKING:
     from shoal.checkpoint.store import Store
     from shoal.ir import Estimate, Machine, Work
 
-__all__ = ["SaveMode", "SaveTicket", "Saver"]
+__all__ = ["SHARED", "RankShare", "SaveMode", "SaveTicket", "Saver"]
+
+
+SHARED = ("plan", "copy", "write")
+"""Phases that every rank has; votes, commit and retain are rank 0's alone."""
+
+
+class RankShare(NamedTuple):
+    """What a rank did of a save.
+
+    Args:
+        bytes: of its file.
+        phases_s: phase (plan, copy, write) -> seconds.
+        spans_s: phase -> when it began and ended, s after the save began.
+    """
+
+    bytes: int
+    phases_s: Mapping[str, float]
+    spans_s: Mapping[str, tuple[float, float]]
 
 
 class SaveTicket:
@@ -33,7 +51,8 @@ class SaveTicket:
         blocked_s: cause -> seconds for which training waited: plan, copy, write, before_update,
             back_pressure.
         phases_s: phase -> seconds in the background: write, commit, retain.
-        ranks_s: on rank 0, of a save that goes on behind: for every rank, phase -> seconds.
+        spans_s: phase or cause -> when it first began and last ended, s after the save began.
+        ranks: on rank 0: every rank's share.
         bytes: what this rank wrote.
         fresh_plan: the layout was new.
         error: why it failed, once it has.
@@ -43,7 +62,8 @@ class SaveTicket:
         self.step = step
         self.blocked_s: dict[str, float] = {}
         self.phases_s: dict[str, float] = {}
-        self.ranks_s: tuple[dict[str, float], ...] = ()
+        self.spans_s: dict[str, tuple[float, float]] = {}
+        self.ranks: tuple[RankShare, ...] = ()
         self.bytes = 0
         self.fresh_plan = False
         self.error: ShoalError | None = None
@@ -63,20 +83,26 @@ class SaveTicket:
         try:
             return call()
         finally:
-            self.phases_s[phase] = self.phases_s.get(phase, 0.0) + time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
+            self._span(phase, seconds)
 
-    def own_phases(self) -> dict[str, float]:
-        """Seconds of this rank's share so far: plan, copy, write."""
+    def share(self) -> RankShare:
+        """This rank's share so far: plan, copy, write."""
         blocked, behind = self.blocked_s, self.phases_s
-        return {
-            "plan": blocked.get("plan", 0.0),
-            "copy": blocked.get("copy", 0.0) + behind.get("copy", 0.0),
-            "write": blocked.get("write", 0.0) + behind.get("write", 0.0),
-        }
+        phases = {name: blocked.get(name, 0.0) + behind.get(name, 0.0) for name in SHARED}
+        spans = {name: self.spans_s[name] for name in SHARED if name in self.spans_s}
+        return RankShare(self.bytes, phases, spans)
 
     def blocked(self, cause: str, seconds: float) -> None:
-        """Training waited."""
+        """Training waited until now."""
         self.blocked_s[cause] = self.blocked_s.get(cause, 0.0) + seconds
+        self._span(cause, seconds)
+
+    def _span(self, name: str, seconds: float) -> None:
+        end = time.perf_counter() - self._begin
+        first = self.spans_s.get(name, (end - seconds, end))[0]
+        self.spans_s[name] = (first, end)
 
     def done(self) -> bool:
         """Whether it is over, well or not."""

@@ -162,6 +162,16 @@ class Checkpoints:
             source.loaded(plain.get(prefix))
         return report
 
+    def prepare(self, state: State) -> None:
+        """One step before :meth:`save`: loaders that read ahead begin to note their state.
+
+        A save without it is the same, and waits for the batch that is being read.
+        """
+        for value in state.values():
+            fetch = getattr(value, "fetch_state", None)
+            if fetch is not None:
+                fetch()
+
     def before_update(self) -> None:
         """Return when what is being saved may change."""
         saver = self._saver  # a thread that closes it may be under way

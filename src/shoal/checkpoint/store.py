@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.checkpoint.image import image_of, write_image
 from shoal.checkpoint.index import RankIndex, merge
 from shoal.checkpoint.pieces import Chosen, Given, Piece, as_pieces, payload_bytes
+from shoal.checkpoint.protocols import RankShare, SaveTicket
 from shoal.checkpoint.remote import RemoteStorage, is_address
 from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.source import Source, straight
@@ -48,11 +50,15 @@ class Store:
 
     Attributes:
         storage: the place itself.
+        followers: called with every step that is committed here, before older ones are deleted.
+        pinned: step -> how many still read it; it is not deleted meanwhile.
     """
 
     def __init__(self, root: Path | str, keep: int = 3) -> None:
         require(keep >= 1, "checkpoint.keep", keep, expected="a number of at least 1")
         self.storage: Storage = storage_of(root)
+        self.followers: list[Callable[[int], None]] = []
+        self.pinned: Counter[int] = Counter()
         self.root = Path(root)
         self.keep = keep
         self._held = False
@@ -127,11 +133,14 @@ class Store:
         world: int = 1,
         barrier: Callable[[], None] | None = None,
         attempt: str = "",
+        ticket: SaveTicket | None = None,
     ) -> None:
         """The same with pieces that were checked already, or that are when they are asked for.
 
-        ``attempt`` tells this save from others of the same step, on all ranks alike.
+        ``attempt`` tells this save from others of the same step, on all ranks alike; ``ticket``
+        is told how long what took.
         """
+        ticket = ticket or SaveTicket(step)
         require(step >= 0, "step", step, expected="at least 0", error=CheckpointError)
         require(
             0 <= rank < world, "rank", rank, expected=f"0 to {world - 1}", error=CheckpointError
@@ -165,13 +174,15 @@ class Store:
             token = ""
             if not failures:
                 with self.noting(failures, step, needed):
-                    token = self._write(draft, rank, chosen, needed)
+                    token = self._write(draft, rank, chosen, needed, ticket)
             wait()
             if rank == 0:
                 if not failures:
                     with self.noting(failures, step, needed):
-                        self.commit(draft, world, plain)
-                        self.retain(step)
+                        ticket.ranks = ticket.timed(
+                            lambda: self.commit(draft, world, plain), phase="commit"
+                        )
+                        ticket.timed(lambda: self.retain(step), phase="retain")
                 if failures and prepared:
                     # What cannot be removed now is removed by the next save.
                     draft.discard()
@@ -267,7 +278,14 @@ class Store:
             return f"step {older} in {self.where} is intact; resume from it"
         return "no earlier step is intact; restore the file from a copy"
 
-    def _write(self, draft: Draft, rank: int, pieces: Mapping[str, Chosen], needed: int) -> str:
+    def _write(
+        self,
+        draft: Draft,
+        rank: int,
+        pieces: Mapping[str, Chosen],
+        needed: int,
+        ticket: SaveTicket,
+    ) -> str:
         if not draft.ready():
             raise CheckpointError(
                 f"{self.where}: step {draft.step} is not prepared, because rank 0 failed or the "
@@ -276,9 +294,22 @@ class Store:
         self.require_room(draft.step, needed)
         image = image_of(pieces)
         source = Source(image, pieces)
-        written = write_image(draft, rank, image, straight(source), source.checksums)
-        draft.put(vote_name(rank), written.model_dump_json().encode())
+        written = ticket.timed(
+            lambda: write_image(draft, rank, image, straight(source), source.checksums),
+            phase="write",
+        )
+        self.vote(draft, rank, written, ticket)
         return draft.token()
+
+    def vote(self, draft: Draft, rank: int, written: RankIndex, ticket: SaveTicket) -> None:
+        """Report what a rank has written, and how long that took.
+
+        Raises:
+            OSError: the place refuses.
+        """
+        _, phases, spans = ticket.share()
+        written = written.model_copy(update={"phases_s": phases, "spans_s": spans})
+        draft.put(vote_name(rank), written.model_dump_json().encode())
 
     def require_room(self, step: int, needed: int) -> None:
         """Refuse to write more than there is room for.
@@ -290,13 +321,11 @@ class Store:
         if free is not None and needed > free:
             raise self._full(step, needed, free)
 
-    def commit(
-        self, draft: Draft, world: int, meta: dict[str, Any]
-    ) -> tuple[dict[str, float], ...]:
+    def commit(self, draft: Draft, world: int, meta: dict[str, Any]) -> tuple[RankShare, ...]:
         """Make a checkpoint of what every rank has written and reported.
 
         Returns:
-            For every rank, phase -> seconds as it has reported them.
+            Every rank's share as it has reported it.
 
         Raises:
             CheckpointError: a rank has reported nothing, or ranks disagree.
@@ -314,12 +343,15 @@ class Store:
             ranks.append(parse(RankIndex, json.loads(vote), where=f"{self.where}: {name}"))
             draft.drop(name)
         self.storage.commit(draft, merge(draft.step, meta, ranks).encode())
-        return tuple(one.phases_s for one in ranks)
+        for follow in self.followers:
+            follow(draft.step)
+        return tuple(RankShare(one.file.bytes, one.phases_s, one.spans_s) for one in ranks)
 
     def retain(self, newest: int) -> None:
         """Delete what is beyond ``keep``, after the new one was read back from the disk."""
         others = [step for step in self.steps() if step != newest]
         victims = others[: max(0, len(others) + 1 - self.keep)]
+        victims = [step for step in victims if not self.pinned[step]]
         if not victims:
             return
         self.storage.forget(newest)

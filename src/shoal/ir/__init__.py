@@ -15,6 +15,7 @@ from shoal.ir.engine import (
 )
 from shoal.ir.estimate import Estimate, Interval
 from shoal.ir.job import (
+    CheckpointLevel,
     CheckpointPolicy,
     Disagg,
     Evaluation,
@@ -52,6 +53,7 @@ from shoal.ir.watch import WatchPolicy
 
 __all__ = [
     "Arrival",
+    "CheckpointLevel",
     "CheckpointPolicy",
     "Chunk",
     "Compacting",

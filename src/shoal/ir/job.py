@@ -25,6 +25,7 @@ from shoal.ir.watch import WatchPolicy
 
 __all__ = [
     "TILES",
+    "CheckpointLevel",
     "CheckpointPolicy",
     "Disagg",
     "Evaluation",
@@ -176,6 +177,27 @@ class Evaluation(Value):
     sample_tokens: NonNegativeInt = 64
 
 
+class CheckpointLevel(Value):
+    """A farther place that checkpoints are sent to behind training, given as text or with options.
+
+    Args:
+        path: where, such as s3://bucket/run; usually slower and safer than the first place.
+        every: every so many-th checkpoint is sent, and the last one of the run.
+        keep: newest checkpoints kept there.
+        tries: how often a checkpoint is tried before it is given up.
+    """
+
+    path: str = Field(min_length=1)
+    every: PositiveInt = 1
+    keep: PositiveInt = 3
+    tries: PositiveInt = 5
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+
 class CheckpointPolicy(Value):
     """When to save and what to keep.
 
@@ -185,6 +207,8 @@ class CheckpointPolicy(Value):
         keep: newest checkpoints kept; the last verified one is kept in any case.
         path: where they lie, a directory or an address such as s3://bucket/run; the run's own
             directory if not given.
+        levels: farther places that complete checkpoints are sent to, nearest first; a run that goes
+            on takes the newest from the nearest place that has it whole.
         mode: how training and saving share the time.
         memory: how the newest state is kept in the memory of processes that outlive the
             trainers; None keeps it on the disk alone.
@@ -195,9 +219,18 @@ class CheckpointPolicy(Value):
     every: NonNegativeInt | Literal["auto"] = 100
     keep: PositiveInt = 3
     path: str | None = Field(default=None, min_length=1)
+    levels: tuple[CheckpointLevel, ...] = ()
     mode: Annotated[Choice, Kind("save_mode")] = Choice(name="blocking")
     memory: Annotated[Choice, Kind("memory_code")] | None = None
     dump: Literal["deepspeed"] | None = None
+
+    @model_validator(mode="after")
+    def _apart(self) -> CheckpointPolicy:
+        places = [*([self.path] if self.path else []), *(level.path for level in self.levels)]
+        for number, place in enumerate(places):
+            if place.rstrip("/") in [other.rstrip("/") for other in places[:number]]:
+                raise ValueError(f"levels: {place} is given twice; give each level its own place")
+        return self
 
     def fixed_every(self, who: str) -> int:
         """Steps between checkpoints, for those who cannot choose while they run.

@@ -91,6 +91,10 @@ class RunDir:
         """The checkpoint store of a job, which may lie elsewhere."""
         return job.checkpoint.path or self.checkpoints
 
+    def levels_of(self, job: TrainJob) -> list[Path | str]:
+        """All places of a job's checkpoints, nearest first."""
+        return [self.saved_in(job), *(level.path for level in job.checkpoint.levels)]
+
     def beat(self, rank: int) -> Path:
         """Heartbeat of a rank."""
         return self.ranks / f"rank-{rank}.beat"

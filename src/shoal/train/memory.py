@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shoal.checkpoint.inmemory import MEMORY_CODES
 from shoal.checkpoint.inmemory.layout import coding_groups
+from shoal.checkpoint.store import Store
 from shoal.core.errors import ConfigError, require
 from shoal.core.meter import SINKS, Meter
 
@@ -96,7 +97,7 @@ class MemoryLevel:
         self.watch = watch
         self.hosts = hosts
         self.fleet: Fleet | None = None
-        self._keep = job.checkpoint.keep
+        self._store = Store(directory.saved_in(job), keep=job.checkpoint.keep)
         self._start(job)
 
     def recover(self) -> None:
@@ -114,14 +115,11 @@ class MemoryLevel:
         Raises:
             RankError: it could not be saved.
         """
-        from shoal.checkpoint.store import Store
-
         if self.fleet is None:
             return
-        step = self.fleet.members.restore
-        store = Store(self.directory.checkpoints, keep=self._keep)
+        step, store = self.fleet.members.restore, self._store
         if step is not None and step > max(store.steps(), default=0):
-            self.fleet.persist(store.root, store.keep)
+            self.fleet.persist(store.where, store.keep)
 
     def change(self, job: TrainJob) -> TrainJob:
         """Go on with another job of the run, on other ranks; returns what can go on.

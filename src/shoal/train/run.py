@@ -283,7 +283,9 @@ def prepare_run(
 
 def conclude(plan: Plan, directory: RunDir) -> Report:
     """Export the trained model, write the report and add it to the score."""
-    from shoal.checkpoint.inspect import export_newest
+    from shoal.checkpoint.convert import export as export_model
+    from shoal.checkpoint.levels import newest
+    from shoal.checkpoint.store import Store
     from shoal.corpora.tokens import open_tokens
 
     report = make_report(plan, directory)
@@ -292,9 +294,8 @@ def conclude(plan: Plan, directory: RunDir) -> Report:
         if plan.job.finetune is not None:
             export(plan.job, directory, directory.tokenizer)
         else:
-            export_newest(
-                directory.saved_in(plan.job), directory.export, tokenizer=directory.tokenizer
-            )
+            saved = newest([Store(place) for place in directory.levels_of(plan.job)])
+            export_model(saved, directory.export, tokenizer=directory.tokenizer)
     if "bits_per_byte" in report.measured:
         tokens = open_tokens(Path(json.loads(directory.tokens.read_text())["path"]))
         report.measured["gzip_bits_per_byte"] = heldout.gzip_bits_per_byte(tokens)

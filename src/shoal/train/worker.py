@@ -13,14 +13,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from shoal.checkpoint.interval import FIRST_STEPS
-from shoal.checkpoint.peers import CommPeers
-from shoal.core.errors import CheckpointError, MachineError, PlanError, RankError, ShoalError
+from shoal.core.errors import MachineError, PlanError, RankError, ShoalError
 from shoal.core.files import write_json
 from shoal.cost.arithmetic import parameters
 from shoal.train import timeline
@@ -30,14 +28,13 @@ from shoal.train.watch.watched import phase
 
 if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.snapshot import Snapshots
-    from shoal.checkpoint.protocols import Saver
-    from shoal.checkpoint.store import Store
     from shoal.core.meter import Meter
     from shoal.corpora.tokens import TokenSet
     from shoal.ir import Plan, TrainJob
     from shoal.parallel.comm import TorchComm
     from shoal.train.loop import Trainer
     from shoal.train.replan import Replanner
+    from shoal.train.saving import Saves
 
 __all__ = ["main", "run_rank"]
 
@@ -58,18 +55,11 @@ class _Rank:
     comm: TorchComm
     tokens: TokenSet
     trainer: Trainer
-    store: Store
-    saver: Saver
+    saves: Saves
     total: int
     peak_flops: float
     undo: contextlib.ExitStack
     memory: Snapshots | None
-    interval: int = 0
-    """Steps between saves; 0 for only at the end."""
-    stall_s: float | None = None
-    """Seconds for which the newest save held this rank up."""
-    unsaved: ShoalError | None = None
-    """Why the newest save failed, if it did."""
 
     @property
     def chief(self) -> bool:
@@ -87,9 +77,11 @@ def run_rank(directory: RunDir, *, resume: bool, from_step: int | None = None) -
     with _joined(directory) as rank:
         first = _start(rank, resume=resume, from_step=from_step)
         stopped = _train(rank, first, asked)
-        _end_saves(rank)
+        with phase(rank.comm, "checkpoint"):
+            rank.saves.end()
         if not stopped:
             _finish(rank)
+        rank.saves.drain()
         if rank.chief:
             rank.meter.event("stop" if stopped else "end", step=rank.total)
 
@@ -109,9 +101,7 @@ def _catch_termination() -> Callable[[], bool]:
 def _joined(directory: RunDir) -> Iterator[_Rank]:
     import torch
 
-    from shoal.checkpoint.store import Store
     from shoal.core.meter import SINKS, Meter
-    from shoal.core.parts import table
     from shoal.corpora.tokens import open_tokens
     from shoal.ir import Plan
     from shoal.parallel.agree import agree
@@ -122,6 +112,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     from shoal.train.loop import Trainer
     from shoal.train.memory import snapshots_of
     from shoal.train.mfu import peak_flops
+    from shoal.train.saving import Saves
 
     plan = Plan.load(directory.plan)
     job = plan.job
@@ -179,15 +170,10 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
                     )
                 )
             )
-            store = Store(directory.saved_in(job), keep=job.checkpoint.keep)
-            saver: Saver = (
-                table("save_mode")
-                .build(job.checkpoint.mode)
-                .build(store, CommPeers(comm), device=device)
-            )
+            saves = Saves(directory, job, comm, meter, device=device)
             # After an error nothing more is committed; after a good end nothing is under way.
-            undo.callback(saver.close, abandon=True)
-            trainer.before_update = trainer.before_group = saver.before_update
+            undo.callback(saves.abandon)
+            trainer.before_update = trainer.before_group = saves.before_update
             memory = None
             if job.checkpoint.memory is not None:
                 memory = undo.enter_context(contextlib.closing(snapshots_of(trainer)))
@@ -198,8 +184,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
                 comm=comm,
                 tokens=tokens,
                 trainer=trainer,
-                store=store,
-                saver=saver,
+                saves=saves,
                 total=total,
                 peak_flops=peak_flops(plan, threads),
                 undo=undo,
@@ -249,188 +234,34 @@ def local_world() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
-def _identity(rank: _Rank) -> dict[str, Any]:
-    """What a checkpoint must agree with to be continued by this run."""
-    found = dict(rank.trainer.engine.config.model_dump(mode="json", exclude={"name"}))
-    tuned, job = rank.trainer.tuned, rank.plan.job
-    if tuned is not None and job.finetune is not None:
-        found |= {"finetune": job.finetune.model_dump(mode="json"), "base": tuned.base}
-    return found
-
-
 def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
-    """Load a checkpoint if asked, the newest or a named one; returns the first step.
+    """Load a state if asked, tell where the run begins, and return the first step."""
+    from shoal.train.resuming import resumed
 
-    A run that has saved none begins where its ``start.json`` says.
-    """
-    from shoal.train.memory import version_in_memory
-    from shoal.train.start import open_start, take_over
-
-    first = 0
-    saved = report = None
-    version = version_in_memory() if resume and from_step is None else None
-    if version is not None and version.step >= max(rank.store.steps(), default=0):
-        with contextlib.closing(version):
-            _expect_run(rank, version.meta)
-            rank.trainer.load(version)
-        first = version.step
-    elif from_step is not None:
-        saved = rank.store.open(from_step, verify=False)
-    elif resume:
-        saved = rank.store.latest(verify=False)  # what is loaded is verified on the way
-    if saved is not None:
-        saved.require_model(_identity(rank))
-        _expect_run(rank, saved.meta)
-        report = rank.trainer.load(saved)
-        first = int(saved.meta["step"])
-    elif not first and (other := open_start(rank.directory.root)) is not None:
-        first = take_over(rank.trainer, other, _identity(rank), _run_of(rank))
+    found = resumed(rank.trainer, rank.saves, rank.directory, resume=resume, from_step=from_step)
     if rank.chief:
         rank.meter.event(
             "start",
-            step=first,
+            step=found.step,
             total=rank.total,
             ranks=rank.comm.world,
-            resumed=first > 0,
-            level="memory" if version is not None and saved is None and first else "disk",
+            resumed=found.step > 0,
+            level=found.level,
             parameters=int(parameters(rank.plan.shape)),
-            **(
-                {}
-                if report is None
-                else {
-                    "load_s": report.seconds,
-                    "wanted_bytes": report.wanted_bytes,
-                    "read_bytes": report.read_bytes,
-                }
-            ),
+            **found.cost(),
         )
-    return first
-
-
-def _run_of(rank: _Rank) -> dict[str, Any]:
-    """What must stay when a run goes on."""
-    job = rank.plan.job
-    return {
-        "data": rank.tokens.fingerprint,
-        "seed": job.seed,
-        "global_batch": job.global_batch,
-        "seq_len": job.seq_len,
-        "optimizer": job.optimizer.name,
-    }
-
-
-def _expect_run(rank: _Rank, meta: Mapping[str, Any]) -> None:
-    """Refuse to continue on other data, with another seed or another batch."""
-    now = _run_of(rank)
-    then = meta["run"]
-    for key, value in now.items():
-        if then.get(key) != value:
-            raise CheckpointError(
-                f"{rank.store.where}: saved with {key} = {then.get(key)!r}, and the run "
-                f"has {value!r}; set it back, or start a new run under another name"
-            )
-
-
-def _save(rank: _Rank, step: int) -> None:
-    """Begin to save; what training waits for is over when this returns."""
-    meta = _meta(rank, step)
-    rank.saver.save(step, rank.trainer.pieces(), meta)
-    if rank.plan.job.checkpoint.dump:
-        from shoal.checkpoint.formats.deepspeed_dump import dump
-
-        trainer = rank.trainer
-        dump(
-            rank.directory.dumps,
-            step,
-            trainer.engine,
-            trainer.updater.state(),
-            meta,
-            rank.comm.barrier,
-            keep=rank.plan.job.checkpoint.keep,
-        )
-
-
-def _choose_interval(rank: _Rank, step: int, step_s: float) -> None:
-    """Take the interval that loses the least, the same on all ranks, and show it."""
-    from shoal.checkpoint.interval import choose, failures_seen
-    from shoal.core.meter import read_events
-
-    chosen = None
-    if rank.chief:
-        failures, seconds = failures_seen(read_events(rank.directory.events))
-        chosen = choose(
-            stall_s=rank.stall_s or 0.0, step_s=step_s, failures=failures, observed_s=seconds
-        )
-        rank.meter.event(
-            "checkpoint_interval",
-            step=step,
-            steps=chosen.steps,
-            stall_s=chosen.stall_s,
-            mtbf_s=chosen.mtbf_s,
-            overhead=chosen.overhead,
-        )
-    told = CommPeers(rank.comm).gather(str(chosen.steps if chosen else 0).encode())
-    rank.interval = int(told[0])
-
-
-def _tell_saves(rank: _Rank) -> None:
-    """Say which saves are over; one that failed does not end the run."""
-    for ticket in rank.saver.finished():
-        rank.unsaved = ticket.error
-        rank.stall_s = sum(ticket.blocked_s.values())
-        if not rank.chief:
-            continue
-        if ticket.error is not None:
-            rank.meter.event("checkpoint_failed", step=ticket.step, message=str(ticket.error))
-            continue
-        rank.meter.event(
-            "checkpoint",
-            step=ticket.step,
-            seconds=ticket.seconds,
-            blocked_s=ticket.blocked_s,
-            phases_s=ticket.phases_s,
-            bytes=ticket.bytes,
-            ranks_s=list(ticket.ranks_s),
-        )
-        for number, phases in enumerate(ticket.ranks_s):
-            for name, seconds in phases.items():
-                rank.meter.gauge("checkpoint_phase_s", seconds, rank=str(number), phase=name)
-
-
-def _end_saves(rank: _Rank) -> None:
-    """Wait for what is under way.
-
-    Raises:
-        CheckpointError: the last step is not saved.
-    """
-    with phase(rank.comm, "checkpoint"):
-        rank.saver.close()
-        _tell_saves(rank)
-        # Rank 0 commits for all, so nobody leaves before it is done.
-        rank.comm.barrier()
-    if rank.unsaved is not None:
-        raise rank.unsaved
-
-
-def _meta(rank: _Rank, step: int) -> dict[str, Any]:
-    """What is kept beside the tensors; order of the data and random numbers follow from it."""
-    job = rank.plan.job
-    return {
-        "step": step,
-        "model": _identity(rank),
-        "run": _run_of(rank),
-        "job": job.model_dump(mode="json"),
-    }
+    return found.step
 
 
 def _snapshot(rank: _Rank, step: int) -> None:
     """Begin to copy the state into memory; it is settled before the next update."""
     from shoal.train.loop import held_by
+    from shoal.train.resuming import meta_of
 
     assert rank.memory is not None
     if rank.memory.due(step):
         held = held_by(rank.trainer.engine, rank.trainer.updater)
-        rank.memory.begin(step, held, _meta(rank, step))
+        rank.memory.begin(step, held, meta_of(rank.trainer, rank.plan.job, step))
 
 
 def _settle(rank: _Rank) -> None:
@@ -447,9 +278,7 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
 
     job = rank.plan.job
     flops = step_flops(rank.plan)
-    every = job.checkpoint.every
-    rank.interval = FIRST_STEPS if every == "auto" else every
-    saved_at = first
+    rank.saves.begin(first)
     recorded = min(first + RECORDED, rank.total - 1) if job.parallel.pp > 1 else None
     replanner = _replanner(rank)
     if rank.memory is not None:
@@ -478,21 +307,13 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
         last = done == rank.total
         if rank.memory is not None and not last and not result.stop:
             _snapshot(rank, done)
-        if every == "auto":
-            due = done - saved_at >= rank.interval
-        else:
-            due = bool(every) and done % every == 0
-        if last or due or result.stop:
+        if last or result.stop or rank.saves.due(done):
             if job.watch.record and job.watch.check_every:
                 # What a unit that computes wrongly has spoilt must not become a checkpoint.
                 check_arithmetic(rank.comm.device, seed=done)
             with phase(rank.comm, "checkpoint"):
-                _save(rank, done)
-            saved_at = done
-        _tell_saves(rank)
-        if every == "auto" and first < saved_at == done - 1:
-            # The step after a save has shown all that the save held up.
-            _choose_interval(rank, done, result.seconds)
+                rank.saves.save(rank.trainer, done)
+        rank.saves.tell(done, result.seconds)
         if job.evaluation.every and done % job.evaluation.every == 0 and not last:
             with phase(rank.comm, "evaluate"):
                 _evaluate(rank, done, final=False)
@@ -521,9 +342,9 @@ def _replan(rank: _Rank, replanner: Replanner, step: int, seconds: float) -> Non
     from shoal.train.reshard import switch
 
     begin = time.perf_counter()
-    rank.saver.before_update()
+    rank.saves.before_update()
     rank.trainer, sent = switch(rank.trainer, change.job, rank.tokens, rank.comm)
-    rank.trainer.before_update = rank.trainer.before_group = rank.saver.before_update
+    rank.trainer.before_update = rank.trainer.before_group = rank.saves.before_update
     rank.undo.enter_context(contextlib.closing(rank.trainer))
     replanner.changed(change.job)
     if rank.chief:

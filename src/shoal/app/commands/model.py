@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from shoal.app.commands.model_kv import kv
+from shoal.app.commands.model_saves import inspect, stalls, timeline
 from shoal.app.show import Format
 
 __all__ = ["app"]
 
 
 app = typer.Typer(
-    help="List, verify, convert, compare, quantize and try model and checkpoint directories.",
+    help="List, inspect, verify, convert, compare, quantize and try models and checkpoints.",
     no_args_is_help=True,
 )
 
@@ -305,6 +306,9 @@ def _place(words: str) -> Path | str:
     return words if is_address(words) else Path(words)
 
 
+app.command("inspect")(inspect)
+app.command("stalls")(stalls)
+app.command("timeline")(timeline)
 app.command("kv")(kv)
 
 

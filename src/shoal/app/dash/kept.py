@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.app.dash.runs import Events, number
+from shoal.checkpoint.history import Told, heat_map, stalls
 from shoal.checkpoint.index import INDEX_NAME
 from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, ShoalError
 from shoal.core.svg import Chart, Series
+from shoal.core.svg_rows import Bars, HeatMap
 
-__all__ = ["Save", "checkpoints", "memory_by_tier", "slowest"]
+__all__ = ["Save", "checkpoints", "heat_of", "memory_by_tier", "stalls_of"]
 
 # Newest saves that a page lists.
 MOST = 50
-# Ranks of which a page tells.
-MOST_RANKS = 1024
 _MIB = 2**20
 
 
@@ -35,8 +36,7 @@ class Save:
         files: ranks that wrote it.
         state: complete, damaged, failed, or not kept.
         told: what is wrong.
-        mode: how it was saved, as the event says.
-        ranks_s: for every rank, phase -> seconds of its share.
+        save: what events tell of it.
     """
 
     step: int
@@ -45,19 +45,7 @@ class Save:
     files: int = 0
     state: str = "not kept"
     told: str = ""
-    mode: str = ""
-    ranks_s: tuple[dict[str, float], ...] = ()
-
-
-def slowest(save: Save) -> dict[str, int]:
-    """Phase -> the rank that it took longest; nothing for a rank alone."""
-    if len(save.ranks_s) < 2:
-        return {}
-    phases = save.ranks_s[0]
-    return {
-        name: max(range(len(save.ranks_s)), key=lambda rank: save.ranks_s[rank].get(name, 0.0))
-        for name in phases
-    }
+    save: Told | None = None
 
 
 def checkpoints(root: Path | None, events: Events) -> list[Save]:
@@ -66,7 +54,6 @@ def checkpoints(root: Path | None, events: Events) -> list[Save]:
     A kept one is called complete when its index, its headers and the sizes of its files are what
     was written; ``shoal model verify`` reads every byte.
     """
-    stalls = {int(step): event for step, event in events.saves.items()}
     folders: dict[int, Path] = {}
     if root is not None:
         store = root / "checkpoints"
@@ -75,39 +62,19 @@ def checkpoints(root: Path | None, events: Events) -> list[Save]:
         except (OSError, CheckpointError):
             folders = {}  # it is being replaced, or not ours to read: for a page it is not there
     found = []
-    for step in sorted({*stalls, *folders}, reverse=True)[:MOST]:
-        event = stalls.get(step, {})
-        stall = _stall(event)
-        mode = str(event.get("mode", ""))[:40]
-        ranks = _ranks(event)
-        if step not in folders:
-            failed = event.get("kind") == "checkpoint_failed"
-            told = str(event.get("message", ""))[:500] if failed else ""
-            found.append(
-                Save(step, stall, None, 0, "failed" if failed else "not kept", told, mode, ranks)
-            )
-            continue
-        state, told, nbytes, files = _looked_at(folders[step], _stamp(folders[step]))
-        found.append(Save(step, stall, nbytes, files, state, told, mode, ranks))
+    for step in sorted({*events.saves, *folders}, reverse=True)[:MOST]:
+        told = None
+        if step in events.saves:
+            told = Told.of(events.saves[step], events.levels.get(step, ()))
+        stall = None if told is None else told.stall_s
+        if step in folders:
+            state, what, nbytes, files = _looked_at(folders[step], _stamp(folders[step]))
+            found.append(Save(step, stall, nbytes, files, state, what, told))
+        else:
+            failed = told is not None and told.failed
+            words = "failed" if failed else "not kept"
+            found.append(Save(step, stall, None, 0, words, told.message if told else "", told))
     return found
-
-
-def _stall(event: dict[str, Any]) -> float | None:
-    """Seconds for which training stood still, of all causes; None if the event does not tell."""
-    blocked = event.get("blocked_s")
-    causes = blocked.values() if isinstance(blocked, dict) else [event.get("seconds")]
-    total = math.fsum(map(number, causes))
-    return total if math.isfinite(total) else None
-
-
-def _ranks(event: dict[str, Any]) -> tuple[dict[str, float], ...]:
-    """Seconds of every rank by phase, as far as the event tells them."""
-    told = event.get("ranks_s")
-    if not isinstance(told, list) or not all(isinstance(one, dict) for one in told):
-        return ()
-    return tuple(
-        {str(name)[:20]: number(value) for name, value in one.items()} for one in told[:MOST_RANKS]
-    )
 
 
 def _stamp(folder: Path) -> int:
@@ -127,6 +94,20 @@ def _looked_at(folder: Path, _changed: int) -> tuple[str, str, int | None, int]:
     except ShoalError as error:
         return "damaged", str(error), None, 0
     return "complete", "", sum(file.bytes for file in index.files.values()), len(index.files)
+
+
+def heat_of(saves: Sequence[Save]) -> HeatMap | None:
+    """Ranks and phases of the newest save, if its ranks have told."""
+    if not saves or saves[0].save is None or not saves[0].save.ranks:
+        return None
+    found = heat_map(saves[0].save)
+    return found if found.columns else None
+
+
+def stalls_of(saves: Sequence[Save]) -> Bars | None:
+    """For how long each save held training up; None if no event tells."""
+    told = [one.save for one in reversed(saves) if one.save is not None and one.save.blocked_s]
+    return stalls(told) if told else None
 
 
 def memory_by_tier(events: Events, width: int, height: int) -> Chart | None:

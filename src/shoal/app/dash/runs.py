@@ -39,6 +39,8 @@ MAX_EVENTS_BYTES = 64 * 2**20
 _TAIL_BYTES = 64 * 1024
 # Starts, faults and restarts that are kept of a run, and what tells of them.
 MAX_STORY = 2000
+# Events of one checkpoint at farther levels.
+MAX_LEVELS = 20
 _STORY = frozenset({"start", "step", "fault", "restart", "stop", "end"})
 
 # Files of a run that can be looked at, with the type they are served as.
@@ -112,6 +114,8 @@ class Events:
         self.evaluations: list[dict[str, Any]] = []
         # Step -> the newest event that tells of its checkpoint.
         self.saves: dict[int, dict[str, Any]] = {}
+        # Step -> what became of it at farther levels, the newest last.
+        self.levels: dict[int, deque[dict[str, Any]]] = {}
         self.start: dict[str, Any] = {}
         self.starts = 0
         # What says how the run went; of steps in a row the first and the newest.
@@ -155,6 +159,9 @@ class Events:
                 self.starts += 1
             elif kind in ("checkpoint", "checkpoint_failed"):
                 self.saves[int(event["step"])] = event
+            elif kind == "checkpoint_level" and event["step"] is not None:
+                kept = self.levels.setdefault(int(event["step"]), deque(maxlen=MAX_LEVELS))
+                kept.append(event)
             elif kind == "sample":
                 self.sample = str(event["text"])[:20_000]
             if kind in _STORY:

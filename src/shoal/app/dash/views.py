@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode
 
 from shoal.app.dash import charts
-from shoal.app.dash.kept import checkpoints, slowest
+from shoal.app.dash.kept import checkpoints, heat_of, stalls_of
 from shoal.app.dash.runs import FILES, Events, Found, Runs, number, open_inside
 from shoal.app.dash.watch import WINDOW_S, Watch
+from shoal.checkpoint.history import slowest
 from shoal.claims.catalogue import catalogue
 from shoal.claims.gallery.pages import Places, facets
 from shoal.claims.gallery.papers import Paper, counts, index_rows
@@ -221,7 +222,9 @@ def run(runs: Runs, found: Found) -> dict[str, Any]:
         "resumed": max(0, events.starts - 1),
         "charts": charts.of_run(events, plan_.value),
         "saves": (saves := checkpoints(entry.path, events)),
-        "slowest": slowest(saves[0]) if saves else {},
+        "pictures": [one for one in (heat_of(saves), stalls_of(saves)) if one is not None],
+        "newest": (newest := saves[0].save if saves else None),
+        "slowest": {} if newest is None else slowest(newest),
         "plan": plan_.value,
         "compared": [] if report.value is None else _compared(_so_far(report.value, found.live)),
         "troubles": _troubles(found, events, plan_.error or report.error),

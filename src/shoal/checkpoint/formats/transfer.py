@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from shoal.checkpoint.convert import require_new
 from shoal.checkpoint.formats import FORMATS
 from shoal.checkpoint.formats.shoal import ShoalContents, ShoalFormat
 from shoal.checkpoint.formats.universal import UniversalFormat
-from shoal.checkpoint.inspect import find, require_new
+from shoal.checkpoint.inspect import find
 from shoal.checkpoint.remote import is_address
 from shoal.checkpoint.store import MODEL, Store
 from shoal.checkpoint.universal.atomic import Universal
@@ -175,7 +176,8 @@ def convert_any(
     Raises:
         ShoalError: it cannot be read or written so.
     """
-    from shoal.checkpoint.inspect import FOREIGN, convert
+    from shoal.checkpoint.convert import convert
+    from shoal.checkpoint.inspect import FOREIGN
 
     name = "shoal" if to == "checkpoint" else to
     chosen = {"name": name, **dict(_option(word) for word in options)}

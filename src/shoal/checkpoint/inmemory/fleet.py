@@ -128,8 +128,12 @@ class Fleet:
         self._write(restore=found.step)
         return found
 
-    def persist(self, root: Path, keep: int) -> None:
-        """Write the recovered version to a store on the disk; the trainers have no part in it.
+    def persist(self, where: str, keep: int) -> None:
+        """Write the recovered version to a store; the trainers have no part in it.
+
+        Args:
+            where: its directory or address.
+            keep: newest checkpoints kept there.
 
         Raises:
             RankError: it could not be done; the message has the reason.
@@ -138,7 +142,7 @@ class Fleet:
             [
                 *self._prefix(0),
                 *(sys.executable, "-m", "shoal.checkpoint.inmemory.persist"),
-                *(str(root), str(keep)),
+                *(where, str(keep)),
             ],
             env={**os.environ, **self.environment},
             capture_output=True,

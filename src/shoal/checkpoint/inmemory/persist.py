@@ -7,7 +7,6 @@ checkpoint is saved. The trainers have no part in it, and need not live.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from shoal.checkpoint.inmemory.recovery import InMemory
 from shoal.checkpoint.inmemory.snapshot import members
@@ -34,7 +33,7 @@ def main() -> int:
         if found is None or found[0].restore is None:
             raise CheckpointError("there is no version in memory to save")
         root, keep = sys.argv[1:]
-        persist(InMemory(*found, found[0].restore), Store(Path(root), keep=int(keep)))
+        persist(InMemory(*found, found[0].restore), Store(root, keep=int(keep)))
     except ShoalError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -72,6 +72,7 @@ class BlockingSaver:
                 world=self._peers.world,
                 barrier=self._peers.barrier,
                 attempt=self._session.attempt(),
+                ticket=ticket,
             )
         except CheckpointError as cause:
             error = cause

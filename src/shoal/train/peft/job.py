@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.core.errors import CheckpointError, PlanError
+from shoal.core.errors import PlanError
 from shoal.core.parts import table
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
     """
     import torch
 
+    from shoal.checkpoint.levels import newest
     from shoal.checkpoint.store import Store
     from shoal.model import huggingface
     from shoal.model.transformer import Transformer
@@ -142,10 +143,7 @@ def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
     from shoal.train.peft import files
     from shoal.train.peft.run.handle import Handle
 
-    store = Store(directory.saved_in(job))
-    saved = store.latest()
-    if saved is None:
-        raise CheckpointError(f"{store.root}: holds no checkpoint to export")
+    saved = newest([Store(place) for place in directory.levels_of(job)])
     weights = FineTuned(weights_of(job), job)
     model = weights.model()
     handle = weights.handle

@@ -325,13 +325,13 @@ class _Driver:
         prepare_run(self.plan, self.directory, resume=True, watch=self.watch)
 
     def _saved(self) -> str:
+        from shoal.checkpoint.levels import newest
         from shoal.checkpoint.store import Store
 
         try:
-            saved = Store(self.directory.saved_in(self.plan.job)).latest()
+            places = self.directory.levels_of(self.plan.job)
+            saved = newest([Store(place) for place in places])
         except CheckpointError:
-            saved = None
-        if saved is None:
             return "there is no checkpoint yet: the run must begin again"
         return (
             f"the state of step {saved.meta['step']} is saved; mend or add a machine and continue "

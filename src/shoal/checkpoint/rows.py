@@ -1,0 +1,155 @@
+"""The tensors of a directory as rows of a list, format by format; no weights are loaded for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.core.config import Value
+from shoal.core.errors import ModelError
+from shoal.core.safetensors_header import ITEM_BYTES, read_header
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.formats.protocols import Contents
+    from shoal.checkpoint.saved import Saved
+
+__all__ = [
+    "WEIGHTS",
+    "WEIGHTS_INDEX",
+    "Row",
+    "checkpoint_row",
+    "contents_rows",
+    "gguf_rows",
+    "huggingface_rows",
+    "read_json",
+]
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+_MAX_JSON_BYTES = 2**28
+
+
+class Row(Value):
+    """One tensor as stored.
+
+    Args:
+        name: its name.
+        dtype: the file format's name, such as ``BF16``.
+        shape: its whole shape.
+        bytes: of the whole tensor.
+        file: where it lies; the first of several files and how many more.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    file: str
+
+
+def contents_rows(contents: Contents) -> list[Row]:
+    """Of a checkpoint of whatever format."""
+    found = []
+    for name in contents.names():
+        dtype, shape = contents.dtype(name), contents.shape(name)
+        size = ITEM_BYTES[dtype] * math.prod(shape)
+        row = {"name": name, "dtype": dtype, "shape": shape, "bytes": size}
+        found.append(Row.model_validate({**row, "file": contents.where(name)}))
+    return found
+
+
+def gguf_rows(path: Path) -> list[Row]:
+    """Of a GGUF file."""
+    from shoal.model.gguf_header import read_header as read_gguf
+
+    return [
+        Row(
+            name=tensor.name,
+            dtype=tensor.kind,
+            shape=tensor.shape,
+            bytes=tensor.stop - tensor.start,
+            file=path.name,
+        )
+        for tensor in read_gguf(path).tensors.values()
+    ]
+
+
+def checkpoint_row(saved: Saved, name: str) -> Row:
+    """Of one of our own checkpoints, one tensor."""
+    tensor = saved.index.tensors[name]
+    files = sorted({piece.file for piece in tensor.pieces})
+    size = ITEM_BYTES[tensor.dtype]
+    for extent in tensor.shape:
+        size *= extent
+    return Row(
+        name=name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        bytes=size,
+        file=files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else ""),
+    )
+
+
+def huggingface_rows(path: Path) -> list[Row]:
+    """Of a Hugging Face directory.
+
+    Raises:
+        ModelError: a shard is missing, or index and shards disagree.
+    """
+    index = path / WEIGHTS_INDEX
+    owners: dict[str, str] | None = None
+    files = [WEIGHTS]
+    if index.exists():
+        owners = _weight_map(index)
+        files = sorted(set(owners.values()))
+    rows: list[Row] = []
+    for file in files:
+        if not (path / file).exists():
+            raise ModelError(f"{path / file}: a missing shard, which {index.name} names; fetch it")
+        header = read_header(path / file)
+        rows += [
+            Row(name=t.name, dtype=t.dtype, shape=t.shape, bytes=t.num_bytes, file=file)
+            for t in header.tensors.values()
+        ]
+    if owners is not None:
+        held = {row.name: row.file for row in rows}
+        for name in sorted(held.keys() | owners.keys()):
+            if held.get(name) != owners.get(name):
+                raise ModelError(
+                    f"{index}: says that tensor {name!r} is in {owners.get(name, 'no file')}, and "
+                    f"it is in {held.get(name, 'no file')}; fetch index and shards again"
+                )
+    return rows
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ModelError(f"{index}: has no weight_map; fetch it again")
+    for name, file in found.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelError(
+                f"{index}: tensor {name!r} is said to be in {file!r}, which is no file name"
+            )
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A mapping in a JSON file.
+
+    Raises:
+        ModelError: it is something else, or cannot be read.
+    """
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelError(f"{path}: larger than {_MAX_JSON_BYTES} bytes; that is no JSON index")
+        found = json.loads(path.read_bytes())
+    except OSError as cause:
+        raise ModelError(f"{path}: cannot be read ({cause.strerror or cause})") from cause
+    except (ValueError, RecursionError) as cause:
+        raise ModelError(f"{path}: not JSON ({type(cause).__name__}); fetch it again") from cause
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: expected a mapping, found {type(found).__name__}")
+    return found

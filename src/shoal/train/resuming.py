@@ -1,0 +1,176 @@
+"""Where a run goes on: from memory, from a checkpoint of its own, or from another run's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shoal.checkpoint.levels import LevelReport, nearest
+from shoal.checkpoint.peers import told_by_first
+from shoal.core.errors import CheckpointError
+from shoal.train.memory import version_in_memory
+from shoal.train.start import open_start, take_over
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.loading import LoadReport
+    from shoal.ir import TrainJob
+    from shoal.train.layout import RunDir
+    from shoal.train.loop import Trainer
+    from shoal.train.saving import Saves
+
+__all__ = ["Resumed", "identity", "meta_of", "resumed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a run begins.
+
+    Args:
+        step: the first step.
+        level: where the state came from: ``disk``, ``memory``, or the address of a farther level.
+        report: what loading has cost, where a checkpoint of the run was loaded.
+    """
+
+    step: int = 0
+    level: str = "disk"
+    report: LoadReport | None = None
+
+    def cost(self) -> dict[str, Any]:
+        """The report as an event tells it."""
+        if self.report is None:
+            return {}
+        return {
+            "load_s": self.report.seconds,
+            "wanted_bytes": self.report.wanted_bytes,
+            "read_bytes": self.report.read_bytes,
+        }
+
+
+def resumed(
+    trainer: Trainer,
+    saves: Saves,
+    directory: RunDir,
+    *,
+    resume: bool,
+    from_step: int | None,
+) -> Resumed:
+    """Load a checkpoint if asked, the newest or a named one; called by all ranks.
+
+    A run that has saved none begins where its ``start.json`` says.
+
+    Raises:
+        CheckpointError: what there is, is damaged or of another run.
+    """
+    if resume or from_step is not None:
+        step, found = _nearest(saves, from_step)
+        version = version_in_memory() if from_step is None else None
+        if version is not None and version.step >= (step or 0):
+            with contextlib.closing(version):
+                _expect_run(trainer, version.meta, saves.store.where)
+                trainer.load(version)
+            return Resumed(step=version.step, level="memory" if version.step else "disk")
+        if step is not None:
+            return _loaded(trainer, saves, step, found)
+    other = open_start(directory.root)
+    if other is not None:
+        return Resumed(step=take_over(trainer, other, identity(trainer), _run_of(trainer)))
+    return Resumed()
+
+
+def _nearest(saves: Saves, step: int | None) -> tuple[int | None, list[int]]:
+    """The newest step, or a named one, and numbers of the levels that have it; as rank 0 sees it.
+
+    Raises:
+        CheckpointError: the named one is nowhere, or nobody knows what there is.
+    """
+
+    def ask() -> tuple[int | None, list[int]]:
+        found, levels, silent = nearest(saves.stores, step)
+        saves.tell_levels(silent)
+        return found, levels
+
+    found, levels = told_by_first(saves.peers, ask)
+    if step is not None and not levels:
+        saves.store.open(step)  # says which there are
+    return found, levels
+
+
+def _loaded(trainer: Trainer, saves: Saves, step: int, levels: Sequence[int]) -> Resumed:
+    """Load a step from the nearest of some levels that has it whole.
+
+    What is loaded is verified on the way, so a damaged one is known when some of it was loaded; the
+    next one then fills everything anew.
+    """
+    first: CheckpointError | None = None
+    for number in levels:
+        store = saves.stores[number]
+        failure: CheckpointError | None = None
+        saved = report = None
+        try:
+            saved = store.open(step, verify=False)
+        except CheckpointError as cause:
+            failure = cause
+        # Ranks that could open it must not load without those that could not.
+        told = [said.decode() for said in saves.peers.gather(str(failure or "").encode())]
+        words = next(filter(None, told), "")
+        if words and failure is None:
+            failure = CheckpointError(words)
+        if saved is not None and failure is None:
+            saved.require_model(identity(trainer))
+            _expect_run(trainer, saved.meta, store.where)
+            try:
+                report = trainer.load(saved)
+            except CheckpointError as cause:  # the same on all ranks
+                failure = cause
+        if failure is None:
+            level = "disk" if number == 0 else store.where
+            return Resumed(step=step, level=level, report=report)
+        first = first or failure
+        if len(levels) > 1:
+            saves.tell_levels([LevelReport(step, store.where, "passed_over", message=str(failure))])
+    assert first is not None
+    raise first
+
+
+def identity(trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint must agree with to be continued by this run."""
+    found = dict(trainer.engine.config.model_dump(mode="json", exclude={"name"}))
+    tuned, job = trainer.tuned, trainer.job
+    if tuned is not None and job.finetune is not None:
+        found |= {"finetune": job.finetune.model_dump(mode="json"), "base": tuned.base}
+    return found
+
+
+def meta_of(trainer: Trainer, job: TrainJob, step: int) -> dict[str, Any]:
+    """What is kept beside the tensors; order of the data and random numbers follow from it."""
+    return {
+        "step": step,
+        "model": identity(trainer),
+        "run": _run_of(trainer),
+        "job": job.model_dump(mode="json"),
+    }
+
+
+def _run_of(trainer: Trainer) -> dict[str, Any]:
+    """What must stay when a run goes on."""
+    job = trainer.job
+    return {
+        "data": trainer.tokens.fingerprint,
+        "seed": job.seed,
+        "global_batch": job.global_batch,
+        "seq_len": job.seq_len,
+        "optimizer": job.optimizer.name,
+    }
+
+
+def _expect_run(trainer: Trainer, meta: Mapping[str, Any], where: str) -> None:
+    """Refuse to continue on other data, with another seed or another batch."""
+    then = meta["run"]
+    for key, value in _run_of(trainer).items():
+        if then.get(key) != value:
+            raise CheckpointError(
+                f"{where}: saved with {key} = {then.get(key)!r}, and the run has {value!r}; "
+                "set it back, or start a new run under another name"
+            )
