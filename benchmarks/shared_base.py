@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,7 +118,7 @@ def main() -> None:
                 "second": both[1]["private"],
             }
             told[how]["added"] = told[how]["two"] - told[how]["one"]
-        image.unlink()
+        shutil.rmtree(image.parent)
     print(f"base in fp32: {size:.0f} MiB")
     print(json.dumps(told, indent=2))
     saved = (told["own"]["added"] - told["shared"]["added"]) / size

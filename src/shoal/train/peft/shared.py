@@ -14,8 +14,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import mmap
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ModelError, StoreError
-from shoal.core.files import shoal_home
-from shoal.core.safetensors_header import Header, encode_header, read_header
+from shoal.core.files import shoal_home, write_dir_atomic
+from shoal.core.safetensors_header import encode_header, read_header
 from shoal.model import huggingface
 from shoal.model.initialise import empty
 
@@ -36,6 +38,7 @@ __all__ = ["SharedWeights", "image_of"]
 
 # Goes up when an image is written in another way.
 _VERSION = 1
+_FILE = "model.safetensors"
 
 
 class SharedWeights:
@@ -56,22 +59,24 @@ class SharedWeights:
     def model(self) -> Transformer:
         """The whole model, ready to train."""
         model = empty(self.config)
-        found = _mapped(self.image, read_header(self.image))
-        for name, tensor in found.items():
+        for name, tensor in _mapped(self.image).items():
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor))
         return model.train()
 
     def whole(self, name: str) -> Tensor:
         """One whole parameter."""
-        return _mapped(self.image, read_header(self.image))[name]
+        return _mapped(self.image)[name]
 
 
-def _mapped(path: Path, header: Header, *, writes: bool = False) -> dict[str, Tensor]:
+def _mapped(path: Path, *, writes: bool = False) -> dict[str, Tensor]:
     """The tensors of an image; what is written to them reaches the file only if it says so."""
-    with path.open("r+b" if writes else "rb") as file:
-        access = mmap.ACCESS_WRITE if writes else mmap.ACCESS_COPY
-        memory = mmap.mmap(file.fileno(), 0, access=access)
+    header = read_header(path)
+    file = os.open(path, os.O_RDWR if writes else os.O_RDONLY)
+    try:
+        memory = mmap.mmap(file, 0, access=mmap.ACCESS_WRITE if writes else mmap.ACCESS_COPY)
+    finally:
+        os.close(file)
     found = {}
     for name, stored in header.tensors.items():
         flat = torch.frombuffer(
@@ -93,24 +98,28 @@ def image_of(directory: Path) -> Path:
     files = sorted(path for path in directory.iterdir() if path.suffix in (".json", ".safetensors"))
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     state = hashlib.sha256(json.dumps([_VERSION, stats]).encode()).hexdigest()[:16]
-    path = place / f"{directory.name}-{whose}-{state}.safetensors"
+    path = place / f"{directory.name}-{whose}-{state}"
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with (place / f"{directory.name}-{whose}.lock").open("wb") as lock:
+        lock = os.open(place / f"{directory.name}-{whose}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
             # The lock belongs to the open file: it ends with the process, however that ends.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.is_file():
-                _write(path, directory)
+            if not path.is_dir():
+                with write_dir_atomic(path, error=StoreError) as begun:
+                    _write(begun / _FILE, directory)
                 # Who maps an older image keeps its pages until it ends.
-                for older in place.glob(f"{directory.name}-{whose}-*.safetensors"):
+                for older in place.glob(f"{directory.name}-{whose}-*"):
                     if older != path:
-                        older.unlink()
-    except OSError as cause:
+                        shutil.rmtree(older)
+        finally:
+            os.close(lock)
+    except (OSError, StoreError) as cause:
         raise StoreError(
-            f"{place}: the image of the base cannot be written ({cause.strerror or cause}); give "
-            "base = own, or set SHOAL_HOME to a directory with room for four bytes a parameter"
+            f"the image of the base: {cause}; give base = own, or set SHOAL_HOME to a directory "
+            "with room for four bytes a parameter"
         ) from cause
-    return path
+    return path / _FILE
 
 
 def _write(path: Path, directory: Path) -> None:
@@ -118,23 +127,17 @@ def _write(path: Path, directory: Path) -> None:
     config = huggingface.read_config(directory)
     shapes = {name: tuple(p.shape) for name, p in empty(config).named_parameters()}
     header = encode_header({name: ("F32", shape) for name, shape in shapes.items()})
-    size = len(header) + 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
-    begun = path.with_suffix(f".{os.getpid()}.part")
+    size = len(header) + 4 * sum(math.prod(shape) for shape in shapes.values())
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        with begun.open("wb") as file:
-            file.write(header)
-            file.flush()
-            # Room that was promised: a full disk must not be met while pages are written.
-            os.posix_fallocate(file.fileno(), 0, size)
-        room = _mapped(begun, read_header(begun), writes=True)
-        made = huggingface.read(directory, torch.float32, packed=False, room=room)
-        odd = room.keys() ^ dict(made.named_parameters()).keys()
-        if odd:
-            raise ModelError(f"{directory}: {min(odd)} is no weight that can be shared")
-        del made, room
-        with begun.open("rb") as file:
-            os.fsync(file.fileno())
-        begun.chmod(0o444)
-        begun.rename(path)
+        os.write(file, header)
+        # Room that was promised: a full disk must not be met while pages are written.
+        os.posix_fallocate(file, 0, size)
     finally:
-        begun.unlink(missing_ok=True)
+        os.close(file)
+    room = _mapped(path, writes=True)
+    made = huggingface.read(directory, torch.float32, packed=False, room=room)
+    odd = room.keys() ^ dict(made.named_parameters()).keys()
+    if odd:
+        raise ModelError(f"{directory}: {min(odd)} is no weight that can be shared")
+    path.chmod(0o444)
