@@ -72,6 +72,15 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(backend, dt
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize(("n", "k"), [(32, 32), (33, 40), (96, 65), (7, 256)])
+def test_what_was_packed_can_be_had_back(n, k):
+    usable("amx")
+    weight = torch.randn(n, k).bfloat16()
+    call = Linear(4, n, k)
+    ready = KERNELS["amx"].prepare(call, weight, torch.randn(n))
+    assert torch.equal(KERNELS["amx"].unpack(call, ready), weight)
+
+
 @pytest.mark.parametrize(("backend", "dtype"), [("cpp", "fp32"), ("amx", "bf16")])
 def test_leading_dimensions_are_kept(backend, dtype):
     usable(backend, dtype)

@@ -138,6 +138,104 @@ def test_low_bit_weights_and_bf16_go_with_adapters(tuned, engine_for):
     assert plain != adapted
 
 
+def products(bank, adapter=None):
+    """What every layer gives for the same five rows of one adapter, or of the model itself."""
+    from shoal.ir import Chunk
+
+    request = Request("s", [1] * 5, 5, SamplingParams(max_tokens=1))
+    request.adapter = None if adapter is None else bank._keys[adapter]
+    bank.begin([Chunk(request, 0, 5)])
+    made = []
+    with torch.inference_mode():
+        for layer in bank._layers.values():
+            rows = torch.randn(
+                5, layer.base.in_features, generator=torch.Generator().manual_seed(3)
+            )
+            made.append(layer(rows.to(bank._model.weight.dtype)).float().flatten())
+    bank.rows = bank.needed = None
+    return torch.cat(made)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_merged_adapter_is_itself_and_leaves_no_trace(tuned, engine_for, precision):
+    from shoal.serve.build import prepare
+
+    base, found = tuned
+    prompt, other = prompts(2, 21)
+    names = {name: found[name][0] for name in ("lora", "rslora")}
+    job = ServeJob(model="tiny", precision=precision, adapters=names)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    made = prepare(job, copy.deepcopy(base).to(dtype))
+    engine = engine_for(made, precision=precision, adapters=names)
+    bank = engine.adapters
+    plain, apart = products(bank), products(bank, "lora")
+    before = answers(engine, [(prompt, None), (prompt, "lora"), (other, "rslora")])
+    bank.merge("lora")
+    merged = products(bank, "lora")
+    # Weights are rounded once more where they are merged in bf16, products where they are not.
+    close = {"fp32": 1e-5, "bf16": 0.01}[precision] * apart.abs().max()
+    assert (merged - apart).abs().max() <= close < (plain - apart).abs().max()
+    assert not bank.begin([])
+    if precision == "fp32":
+        # Twice, so that steps are recorded, too, and never those of another state.
+        for _ in range(2):
+            assert answers(engine, [(prompt, "lora")]) == before[1:2]
+    assert engine.stats()["adapter_merged"] == 1
+    assert answers(engine, [(prompt, None), (other, "rslora")]) == [before[0], before[2]]
+    assert bank.merged is None and engine.stats()["adapter_switches_total"] == 2
+    assert torch.equal(products(bank), plain), "the base is what it was, bit for bit"
+    assert torch.equal(products(bank, "lora"), apart)
+
+
+def test_who_is_merged_when(tuned, engine_for):
+    base, found = tuned
+    engine = engine_for(
+        copy.deepcopy(base),
+        precision="fp32",
+        adapters={name: found[name][0] for name in ("lora", "rslora")},
+    )
+    bank = engine.adapters
+    want = answers(engine, [(prompts(1)[0], "lora")])
+    with pytest.raises(ServeError, match="expected one of lora, rslora"):
+        bank.merge("sql")
+    with pytest.raises(ServeError, match="expected the one that is merged, none"):
+        bank.unmerge("lora")
+    engine.add(Request("x", [1, 2], 2, SamplingParams(max_tokens=2)))
+    with pytest.raises(ServeError, match=r"open requests for the model itself .* = 1"):
+        bank.merge("lora")
+    while engine.busy:
+        engine.step()
+    # A request that is under way goes on, whether its adapter is merged or taken out again.
+    request = Request("y", prompts(1)[0], 9, SamplingParams(max_tokens=12), adapter="lora")
+    engine.add(request)
+    for change in (None, bank.merge, bank.unmerge, bank.merge):
+        engine.step()
+        if change is not None:
+            change("lora")
+    other = Request("z", [1, 2], 2, SamplingParams(max_tokens=2), adapter="rslora")
+    engine.add(other)
+    assert bank.merged is None
+    while engine.busy:
+        engine.step()
+    assert [request.tokens[9:]] == want
+    bank.merge("lora")
+    bank.unload("lora")
+    assert bank.merged is None and bank.names == ("rslora",)
+
+
+def test_weights_in_few_bits_take_no_adapter_in(tuned, engine_for):
+    from shoal.serve.build import prepare
+
+    base, found = tuned
+    job = ServeJob(
+        model="tiny", weights="int8-channel", precision="fp32", adapters={"a": found["lora"][0]}
+    )
+    engine = engine_for(prepare(job, copy.deepcopy(base)), precision="fp32", adapters=job.adapters)
+    with pytest.raises(ServeError, match="few bits"):
+        engine.adapters.merge("a")
+    assert engine.adapters.merged is None
+
+
 @pytest.mark.parametrize(
     "changes", [{"replicas": 2}, {"parallel": {"tp": 2}}, {"disagg": {}}, {"kv": "distributed"}]
 )

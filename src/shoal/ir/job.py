@@ -300,6 +300,8 @@ class TrainJob(Value):
         threads: threads of one rank; 0 shares the cores among the ranks of a host.
         seed: seed of everything random.
         finetune: how a trained model is fine-tuned; None trains all of its weights.
+        base: where the frozen weights of a fine-tuned model lie: in memory of this job's own, or
+            shared with all jobs of this host that are tuned from the same directory.
         evaluation: when and how much to evaluate.
         checkpoint: when to save and what to keep.
         watch: what each rank records about itself.
@@ -338,6 +340,7 @@ class TrainJob(Value):
     threads: NonNegativeInt = 0
     seed: NonNegativeInt = 0
     finetune: Annotated[Choice, Kind("peft")] | None = None
+    base: Literal["own", "shared"] = "own"
     evaluation: Evaluation = Evaluation()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     watch: WatchPolicy = WatchPolicy()

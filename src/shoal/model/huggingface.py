@@ -251,13 +251,20 @@ def _stored(
         )
 
 
-def read(directory: Path, dtype: torch.dtype | None = None, *, packed: bool = True) -> Transformer:
+def read(
+    directory: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    packed: bool = True,
+    room: Mapping[str, Tensor] | None = None,
+) -> Transformer:
     """A model from its directory; nothing is allocated before every file was checked.
 
     Args:
         directory: config.json and safetensors; or a GGUF file.
         dtype: of the weights; as the embedding is stored, if not given.
         packed: matrices that are stored in few bits stay so; else they become plain weights.
+        room: name of a weight -> tensor that it is written to; memory of its own without.
 
     Raises:
         ModelError: anything is missing, malformed or not supported.
@@ -310,7 +317,8 @@ def read(directory: Path, dtype: torch.dtype | None = None, *, packed: bool = Tr
                 continue
             owner_name, _, leaf = name.rpartition(".")
             owner = model.get_submodule(owner_name)
-            value = torch.empty(getattr(owner, leaf).shape, dtype=dtype)
+            shape = getattr(owner, leaf).shape
+            value = torch.empty(shape, dtype=dtype) if room is None else room[name]
             parts = torch.split(value.view(-1), [piece.numel for piece in pieces])
             for part, piece in zip(parts, pieces, strict=True):
                 matrix = matrices.get(piece.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from shoal.core.errors import ModelError
@@ -85,6 +87,24 @@ class DispatchedLinear(nn.Module):
         self._wanted = "torch"
         self._by_rows.clear()
         self._by_backend.clear()
+
+    def dense(self) -> Tensor:
+        """The weight [N, K], also where a kernel has packed it; not of gated layers."""
+        if self.weight is not None:
+            return self.weight
+        kernel: Any = self._kernel(1)
+        found: Tensor = kernel.unpack(self.call(1), self._choose(1))
+        return found
+
+    def like(self, weight_NK: Tensor) -> DispatchedLinear:
+        """A layer with another weight that is computed as this one is."""
+        return DispatchedLinear(
+            weight_NK,
+            self.bias,
+            wanted=self._wanted,
+            exact=self._exact,
+            pack=self.weight is None,
+        )
 
     def packing(self) -> Kernel | None:
         """The kernel that multiplies any number of rows by a weight in an order of its own."""

@@ -6,6 +6,11 @@ multiplied by its matrices; single rows of many adapters by the matrices of all 
 with the products that are not a row's own set to zero in between: two products of matrices for any
 mixture.
 
+An adapter that every request asks for can be *merged*: layers with its changes in their weights
+take the place of those that it changes, and steps cost what those of the model alone do. The
+model's own layers stay beside them, and are back, bit for bit, as soon as anything else is asked
+for.
+
 Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023, section 4 (segments of rows
 gathered by adapter); Hu et al., LoRA, 2021, section 4.2 (switching).
 
@@ -16,7 +21,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +31,7 @@ from shoal.core.errors import ServeError, ShoalError, require
 from shoal.core.parts import table
 from shoal.ir import Chunk
 from shoal.model.transformer import Transformer
+from shoal.serve.adapted import Layered, Rows, Stack
 
 if TYPE_CHECKING:
     from shoal.train.peft.run.sites import Site
@@ -42,104 +47,6 @@ _MODULES = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.d
 _MOST_RUNS = 3
 # A run of so many rows is multiplied by itself: the products of others would be wasted work.
 _LONG = 8
-
-
-@dataclass
-class _Rows:
-    """Whose each row of a step is.
-
-    Args:
-        runs: (first row, behind the last, slot) of rows that have an adapter.
-        single: rows that are multiplied together, int64; none where all are in runs.
-        mask: [rows, S] 1 where the slot is the row's own.
-    """
-
-    runs: list[tuple[int, int, int]]
-    single: Tensor | None = None
-    mask: Tensor | None = None
-    spread: dict[int, Tensor] = field(default_factory=dict)
-
-    def own(self, ranks: int) -> Tensor:
-        """The mask, a column for each rank of each site of each slot."""
-        assert self.mask is not None
-        if ranks not in self.spread:
-            self.spread[ranks] = self.mask.repeat_interleave(ranks, 1)
-        return self.spread[ranks]
-
-
-@dataclass
-class _Stack:
-    """The matrices of all adapters for one module.
-
-    Args:
-        down: [S, sites * R, I].
-        ups: first row, behind the last, and [S, R, O] of each site.
-        rank: R.
-    """
-
-    down: Tensor
-    ups: list[tuple[int, int, Tensor]]
-    rank: int
-
-    def __post_init__(self) -> None:
-        # Views that every step wants.
-        self.every_down = self.down.flatten(0, 1).t()
-        self.every_up = [up.flatten(0, 1) for _, _, up in self.ups]
-
-
-class _Layered(nn.Module):
-    """A linear layer and what adapters add to it.
-
-    Args:
-        base: the layer.
-        bank: whose rows these are.
-        last: it is behind the attention of the last block, where some rows are not needed any more.
-    """
-
-    def __init__(self, base: nn.Module, bank: AdapterBank, *, last: bool) -> None:
-        super().__init__()
-        self.base = base
-        self._bank = [bank]  # a plain list: the bank is no module of the model
-        self._last = last
-        self.stack: _Stack | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, I] to [N, rows]."""
-        out: Tensor = self.base(x)
-        bank = self._bank[0]
-        rows = bank.needed if self._last else bank.rows
-        if rows is None or self.stack is None:
-            return out
-        stack = self.stack
-        for start, stop, slot in rows.runs:
-            _add(out[start:stop], x[start:stop] @ stack.down[slot].t(), stack, slot)
-        if rows.single is not None:
-            self._mixed(out, x, rows, stack)
-        return out
-
-    def _mixed(self, out: Tensor, x: Tensor, rows: _Rows, stack: _Stack) -> None:
-        """Add to single rows what is theirs of the products of all adapters."""
-        assert rows.single is not None
-        every = len(rows.single) == len(x)
-        some = x if every else x[rows.single]
-        sites = len(stack.ups)
-        inner = torch.mm(some, stack.every_down)  # [N, S * sites * R]
-        inner.mul_(rows.own(sites * stack.rank))
-        for place, (start, stop, _) in enumerate(stack.ups):
-            own = inner
-            if sites > 1:
-                own = inner.view(len(some), -1, sites, stack.rank)[:, :, place].flatten(1)
-            if every:
-                out[:, start:stop].addmm_(own, stack.every_up[place])
-            else:
-                out[rows.single, start:stop] += own @ stack.every_up[place]
-
-
-def _add(out: Tensor, inner: Tensor, stack: _Stack, slot: int) -> None:
-    """Add the products of one adapter to some rows."""
-    for place, (start, stop, up) in enumerate(stack.ups):
-        own = inner[:, place * stack.rank : (place + 1) * stack.rank]
-        out[:, start:stop].addmm_(own, up[slot])
 
 
 Pairs = dict[str, tuple["Site", Tensor, Tensor]]
@@ -194,22 +101,25 @@ class AdapterBank:
         max_rank: largest rank of one.
 
     Attributes:
+        merged: name of the adapter that is merged into the weights, or None.
         rows: of the step under way; None where it needs no adapter.
         needed: of the rows that the step needs behind its last attention.
     """
 
     def __init__(self, model: Transformer, *, most: int, max_rank: int) -> None:
         self.most, self.max_rank = most, max_rank
-        self.rows: _Rows | None = None
-        self.needed: _Rows | None = None
+        self.merged: str | None = None
+        self.rows: Rows | None = None
+        self.needed: Rows | None = None
+        self._switches = 0
         self._model = model
         self._pairs: dict[str, Pairs] = {}
         self._keys: dict[str, str] = {}
         self._slots: dict[str, int] = {}
-        self._open: Counter[str] = Counter()
+        self._open: Counter[str | None] = Counter()
         self._loads = 0
-        self._layers: dict[str, _Layered] = {}
-        self._known: tuple[list[tuple[int, int]], _Rows] | None = None
+        self._layers: dict[str, Layered] = {}
+        self._known: tuple[list[tuple[int, int]], Rows] | None = None
         last = len(model.blocks) - 1
         for layer, block in enumerate(model.blocks):
             for path in _MODULES:
@@ -219,7 +129,7 @@ class AdapterBank:
                 if not isinstance(base, nn.Module):
                     continue  # the matrices of experts are no layers
                 behind = layer == last and path != "attention.qkv_proj"
-                stand_in = _Layered(base, self, last=behind)
+                stand_in = Layered(base, self, last=behind)
                 setattr(inner, leaf, stand_in)
                 self._layers[f"blocks.{layer}.{path}"] = stand_in
 
@@ -279,14 +189,7 @@ class AdapterBank:
         Raises:
             ServeError: there is none of that name, or requests for it are open.
         """
-        require(
-            name in self._keys,
-            "adapter",
-            name,
-            expected=f"one of {', '.join(self._keys) or 'none'}",
-            error=ServeError,
-        )
-        key = self._keys[name]
+        key = self._key_of(name)
         require(
             self._open[key] == 0,
             f"adapter {name!r}: open requests",
@@ -295,24 +198,97 @@ class AdapterBank:
             hint="wait until they have ended",
             error=ServeError,
         )
+        if self.merged == name:
+            self.unmerge(name)
         del self._keys[name], self._pairs[key]
         self._stack()
 
-    def take(self, name: str) -> str:
-        """The identity of an adapter, for a request that begins.
+    def _key_of(self, name: str) -> str:
+        require(
+            name in self._keys,
+            "adapter",
+            name,
+            expected=f"one of {', '.join(self._keys) or 'none'}",
+            error=ServeError,
+        )
+        return self._keys[name]
+
+    def take(self, name: str | None) -> str | None:
+        """The identity of an adapter, for a request that begins; None for the model itself.
+
+        What another adapter is merged into is itself again first.
 
         Raises:
             ServeError: there is none of that name.
         """
-        if name not in self._keys:
+        if name is not None and name not in self._keys:
             listed = ", ".join(self._keys) or "none"
             raise ServeError(f"adapter = {name!r}: no such adapter; there are {listed}")
-        self._open[self._keys[name]] += 1
-        return self._keys[name]
+        if self.merged is not None and name != self.merged:
+            self.unmerge(self.merged)
+        key = None if name is None else self._keys[name]
+        self._open[key] += 1
+        return key
 
-    def leave(self, key: str) -> None:
-        """A request for this adapter has ended."""
+    def leave(self, key: str | None) -> None:
+        """A request for this adapter, or for the model itself, has ended."""
         self._open[key] -= 1
+
+    @torch.inference_mode(False)
+    def merge(self, name: str) -> None:
+        """Put an adapter into the weights; open requests for it go on with them.
+
+        Raises:
+            ServeError: there is none of that name, requests for others are open, or the weights
+                are in few bits.
+        """
+        key = self._key_of(name)
+        if self.merged == name:
+            return
+        others = sum(count for other, count in self._open.items() if other != key)
+        require(
+            others == 0,
+            f"adapter {name!r}: open requests for the model itself or for other adapters",
+            others,
+            expected="none where it is merged",
+            hint="wait until they have ended",
+            error=ServeError,
+        )
+        if self.merged is not None:
+            self.unmerge(self.merged)
+        by_owner: dict[str, list[tuple[Site, Tensor, Tensor]]] = {}
+        for site, down, up in self._pairs[key].values():
+            by_owner.setdefault(site.owner, []).append((site, down, up))
+        made = {owner: self._layers[owner].with_changes(some) for owner, some in by_owner.items()}
+        for owner, layer in made.items():
+            self._layers[owner].merged = layer
+        self.merged = name
+        self._switches += 1
+
+    def unmerge(self, name: str) -> None:
+        """Compute with the model's own weights again, which are what they were, bit for bit.
+
+        Raises:
+            ServeError: this adapter is not merged.
+        """
+        require(
+            self.merged == name,
+            "adapter",
+            name,
+            expected=f"the one that is merged, {self.merged or 'none'}",
+            error=ServeError,
+        )
+        for layer in self._layers.values():
+            layer.merged = None
+        self.merged = None
+        self._switches += 1
+
+    def stats(self) -> dict[str, float]:
+        """Gauges of now, and counters since the start, for metrics."""
+        return {
+            "adapter_merged": float(self.merged is not None),
+            "adapter_switches_total": float(self._switches),
+        }
 
     def _stack(self) -> None:
         """Lay the matrices of all adapters beside each other, module by module."""
@@ -342,14 +318,15 @@ class AdapterBank:
                         downs[slot, place, : len(down)] = down
                         stacked[slot, : len(up)] = up
                     ups.append((site.start, site.stop, stacked))
-                layer.stack = _Stack(downs.flatten(1, 2), ups, rank)
+                layer.stack = Stack(downs.flatten(1, 2), ups, rank)
 
     # ------------------------------------------------------------------ steps
 
     def begin(self, chunks: Sequence[Chunk]) -> bool:
         """Take in whose the rows of a step are; whether any is an adapter's."""
         self.rows = self.needed = None
-        if not any(chunk.request.adapter for chunk in chunks):
+        # Where one is merged, all requests are for it.
+        if self.merged is not None or not any(chunk.request.adapter for chunk in chunks):
             return False
         given = [
             (self._slots.get(chunk.request.adapter or "", -1), chunk.length) for chunk in chunks
@@ -371,7 +348,7 @@ class AdapterBank:
         ]
         self.needed = self._rows([(owner[row], 1) for row in rows])
 
-    def _rows(self, given: Sequence[tuple[int, int]]) -> _Rows:
+    def _rows(self, given: Sequence[tuple[int, int]]) -> Rows:
         """Runs of rows, and which are multiplied together."""
         runs: list[tuple[int, int, int]] = []
         at = 0
@@ -383,15 +360,15 @@ class AdapterBank:
             at += length
         runs = [run for run in runs if run[2] >= 0]
         if len(runs) <= _MOST_RUNS:
-            return _Rows(runs)
+            return Rows(runs)
         long = [run for run in runs if run[1] - run[0] >= _LONG]
         short = [run for run in runs if run[1] - run[0] < _LONG]
         if not short:
-            return _Rows(long)
+            return Rows(long)
         places = [row for start, stop, _ in short for row in range(start, stop)]
         slots = [slot for start, stop, slot in short for _ in range(start, stop)]
         weight = self._model.weight
         single = torch.tensor(places, device=weight.device)
         mask = weight.new_zeros(len(places), len(self._slots))
         mask[torch.arange(len(places)), torch.tensor(slots)] = 1.0
-        return _Rows(long, single, mask)
+        return Rows(long, single, mask)

@@ -34,7 +34,7 @@ from shoal import __version__
 from shoal.core.errors import ServeError
 from shoal.ir.serving import SamplingParams
 from shoal.serve import openai
-from shoal.serve.adapter_fields import read_adapter
+from shoal.serve.adapter_routes import ADAPTER_ROUTES, AdapterRoutes
 from shoal.serve.answer import Answer, Piece, pieces
 from shoal.serve.body import read_body
 from shoal.serve.client import EngineClient
@@ -58,7 +58,7 @@ from shoal.serve.writers import ChatWriter, CompletionWriter, Job, Prompt, Write
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-__all__ = ["ADAPTER_ROUTES", "ROUTES", "create_app", "protect"]
+__all__ = ["ROUTES", "create_app", "protect"]
 
 ROUTES: tuple[tuple[str, str], ...] = (
     ("GET", "/health"),
@@ -74,9 +74,6 @@ ROUTES: tuple[tuple[str, str], ...] = (
     ("POST", "/detokenize"),
 )
 """Every endpoint: method and path."""
-
-ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""Endpoints that ``--adapter-routes`` adds: POST, with vLLM's fields."""
 
 
 def create_app(
@@ -102,7 +99,7 @@ def create_app(
         limits: what a request may ask for.
         door: closed while the server drains.
         provider: who takes traces of requests; None for nobody.
-        adapter_routes: callers may load and unload adapters.
+        adapter_routes: callers may load, unload and merge adapters.
     """
     limits = limits or HttpLimits()
     metrics = Metrics(client, name)
@@ -127,8 +124,7 @@ def create_app(
     for method, path in ROUTES:
         app.add_api_route(path, handlers[method, path], methods=[method], response_model=None)
     if adapter_routes:
-        for path, change in zip(ADAPTER_ROUTES, (service.load, service.unload), strict=True):
-            app.add_api_route(path, change, methods=["POST"], response_model=None)
+        AdapterRoutes(client, limits, name).add_to(app)
     app.state.stop = service.stop
     protect(app, metrics.http, access=access, limits=limits, door=door)
     return app
@@ -287,25 +283,6 @@ class _Service:
             "max_model_len": self._client.model.max_position,
             **({} if adapter is None else {"parent": self._name}),
         }
-
-    async def load(self, request: Request) -> Response:
-        """Read an adapter from a directory of this machine."""
-        body = await read_body(request, self._limits)
-        name, path = read_adapter(body, path=True)
-        if name == self._name:
-            raise ApiError(
-                f"lora_name = {name!r}: the model is called so; give another",
-                param="lora_name",
-                code="invalid_value",
-            )
-        await self._client.set_adapter(name, path)
-        return JSONResponse({"status": "ok", "lora_name": name})
-
-    async def unload(self, request: Request) -> Response:
-        """Forget an adapter."""
-        name, _ = read_adapter(await read_body(request, self._limits), path=False)
-        await self._client.set_adapter(name, None)
-        return JSONResponse({"status": "ok", "lora_name": name})
 
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts."""

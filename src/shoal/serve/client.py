@@ -171,8 +171,15 @@ class EngineClient:
         """Names of the adapters that requests may ask for."""
         return tuple(self._job.adapters)
 
-    async def set_adapter(self, name: str, path: str | None) -> None:
-        """Load an adapter, or unload it where no path is given; a restarted engine has it, too.
+    async def change_adapter(self, what: str, name: str, path: str = "") -> None:
+        """Load an adapter, unload, merge or unmerge it.
+
+        A restarted engine has what was loaded, and nothing merged.
+
+        Args:
+            what: ``load``, ``unload``, ``merge`` or ``unmerge``.
+            name: of the adapter.
+            path: where it lies, to load it.
 
         Raises:
             EngineDownError: the engine is not there, or died meanwhile.
@@ -183,7 +190,7 @@ class EngineClient:
         number = self._next_ping
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         link.loading[number] = answer
-        message = {"kind": "adapter", "number": number, "name": name, "path": path}
+        message = {"kind": "adapter", "number": number, "do": what, "name": name, "path": path}
         link.writer.write(encode(message))
         try:
             error = await answer
@@ -193,8 +200,10 @@ class EngineClient:
             raise EngineDownError(self._reason or "the engine died") from None
         if error is not None:
             raise RefusedError(error)
+        if what not in ("load", "unload"):
+            return
         kept = {key: value for key, value in self._job.adapters.items() if key != name}
-        if path is not None:
+        if what == "load":
             kept[name] = path
         room = self._job.room_for_adapters
         self._job = self._job.model_copy(update={"adapters": kept, "max_adapters": room})

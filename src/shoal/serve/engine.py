@@ -141,7 +141,7 @@ class Engine:
         self.scheduler, self.runner, self.kv = scheduler, runner, kv
         self.vocab_size = vocab_size
         self.adapters = adapters
-        self._adapted: dict[str, str] = {}  # request -> identity of its adapter
+        self._adapted: dict[str, str | None] = {}  # request -> identity of its adapter
         self.clock = clock
         self._prompt_tokens = self._new_tokens = self._steps = self._preemptions = 0
         self._seconds = 0.0
@@ -182,7 +182,7 @@ class Engine:
                     error=ServeError,
                 )
         request.arrival = self.clock()
-        if request.adapter is not None and self.adapters is not None:
+        if self.adapters is not None:
             request.adapter = self.adapters.take(request.adapter)
             self._adapted[request.id] = request.adapter
         try:
@@ -197,9 +197,8 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def _ended(self, request_id: str) -> None:
-        key = self._adapted.pop(request_id, None)
-        if key is not None and self.adapters is not None:
-            self.adapters.leave(key)
+        if self.adapters is not None and request_id in self._adapted:
+            self.adapters.leave(self._adapted.pop(request_id))
 
     @property
     def busy(self) -> bool:
@@ -272,6 +271,7 @@ class Engine:
             "step_seconds_total": self._seconds,
             "preemptions_total": self._preemptions,
             **self._swaps.stats(),
+            **(self.adapters.stats() if self.adapters is not None else {}),
             "blocks_used": kept.get("blocks_used", 0.0),
             "blocks_total": self.kv.num_blocks if self.kv is not None else 0.0,
             "prefix_hit_tokens": kept.get("prefix_hit_tokens", 0.0),

@@ -91,6 +91,16 @@ _ENGINE = {
         "counter",
         "Answers that began with the cache of another one to the same prompt.",
     ),
+    "adapter_merged": (
+        "adapter_merged",
+        "gauge",
+        "1 while an adapter is merged into the weights.",
+    ),
+    "adapter_switches_total": (
+        "adapter_switches_total",
+        "counter",
+        "How often an adapter was merged into the weights, or taken out of them.",
+    ),
     "copied_blocks_total": (
         "blocks_copied_total",
         "counter",

@@ -6,8 +6,8 @@ while there is work), runs one step, and sends what the step gave, again and aga
 its parent does.
 
 Messages in: ``start`` (factory, job), ``add`` (id, tokens, params, priority, adapter, salt,
-fork_of), ``abort`` (id), ``adapter`` (number, name, path; without a path it is unloaded), ``ping``
-(number). Messages out: ``adapter`` (number, error), ``ready`` (what the model is),
+fork_of), ``abort`` (id), ``adapter`` (number, do, name, path: load, unload, merge or unmerge it),
+``ping`` (number). Messages out: ``adapter`` (number, error), ``ready`` (what the model is),
 ``outputs``, ``refused`` (a request that cannot be served, with the reason), ``vector`` (of a
 text), ``began`` (ids, and when their first step began), ``pong`` (number, stats), ``failed`` (why
 the process ends).
@@ -207,22 +207,22 @@ def _handle(engine: EngineLike, message: Mapping[str, Any], parent: Connection) 
     elif kind == "ping":
         parent.send({"kind": "pong", "number": message["number"], "stats": dict(engine.stats())})
     elif kind == "adapter":
-        error = _adapter(engine, message["name"], message["path"])
+        error = _adapter(engine, message["do"], message["name"], message["path"])
         parent.send({"kind": "adapter", "number": message["number"], "error": error})
     else:
         raise ServeError(f"message to the engine = {kind!r}: expected add, abort, adapter or ping")
 
 
-def _adapter(engine: EngineLike, name: str, path: str | None) -> str | None:
-    """Load or unload an adapter; what went wrong, if anything."""
+def _adapter(engine: EngineLike, what: str, name: str, path: str) -> str | None:
+    """Change an adapter; what went wrong, if anything."""
     bank: AdapterBank | None = getattr(engine, "adapters", None)
     if bank is None:
         return "this engine has no room for adapters; serve with --max-adapters"
     try:
-        if path is None:
-            bank.unload(name)
-        else:
+        if what == "load":
             bank.load(name, Path(path))
+        else:
+            {"unload": bank.unload, "merge": bank.merge, "unmerge": bank.unmerge}[what](name)
     except ServeError as cause:
         return str(cause)
     return None

@@ -101,6 +101,7 @@ class LocalRunner:
         self.model, self.cache = model, cache
         self.mover, self._captured = mover, captured
         self._adapters = adapters
+        self._recorded_of: str | None = None  # the adapter that was merged in what was recorded
         self.attention, self.prompts, self._exact = attention, prompts, exact
         self._clock = clock
         self._adjust = adjust or Adjuster()
@@ -157,6 +158,9 @@ class LocalRunner:
         for chunk in chunks:
             self._check(chunk)
         adapted = self._adapters is not None and self._adapters.begin(chunks)
+        if self._adapters is not None and self._adapters.merged != self._recorded_of:
+            self._recorded_of = self._adapters.merged
+            self._captured = None if self._captured is None else self._captured.over(self.cache)
         if self._captured is not None and not adapted:
             asked = [chunk.request for chunk in chunks if chunk.yields]
             if len(asked) == len(chunks) and not any(one.params.pooling for one in asked):

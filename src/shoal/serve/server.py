@@ -64,7 +64,8 @@ class ServerOptions:
         traces: where to send traces, as http://localhost:4318; nowhere if not given.
         client: how patient to be with the engine.
         factory: what builds the engine.
-        adapter_routes: callers may load and unload adapters, from any directory of this machine.
+        adapter_routes: callers with the key may load adapters from any directory of this machine,
+            unload and merge them.
     """
 
     host: str = "127.0.0.1"
@@ -82,6 +83,14 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "port", self.port, expected="0 to 65535", error=ServeError)
+        require(
+            not self.adapter_routes or self.key is not None,
+            "adapter_routes",
+            self.adapter_routes,
+            expected="a key that callers must send: they change what everybody is served",
+            hint="give one, made with: openssl rand -hex 16",
+            error=ServeError,
+        )
 
 
 class Backend(Protocol):

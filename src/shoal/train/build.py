@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
+    from shoal.train.peft.shared import SharedWeights
 
 __all__ = ["FreshWeights", "StoredWeights", "is_directory", "weights_of"]
 
@@ -92,7 +93,7 @@ class StoredWeights:
         return self._read[name].detach()
 
 
-def weights_of(job: TrainJob) -> FreshWeights | StoredWeights:
+def weights_of(job: TrainJob) -> FreshWeights | StoredWeights | SharedWeights:
     """What a job's model starts from: a directory, or fresh weights of the job's seed.
 
     Args:
@@ -100,9 +101,14 @@ def weights_of(job: TrainJob) -> FreshWeights | StoredWeights:
 
     Raises:
         ModelError: the directory cannot be read or the name is unknown.
+        StoreError: weights that jobs share cannot be laid where all of them find them.
     """
     from shoal.model.config import ModelConfig
 
+    if job.base == "shared":
+        from shoal.train.peft.shared import SharedWeights
+
+        return SharedWeights(Path(job.model))
     if is_directory(job.model):
         return StoredWeights(Path(job.model))
     return FreshWeights(ModelConfig.from_shape(resolve(job.model)), job.seed)

@@ -129,6 +129,10 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     cuda = plan.machine.device.kind == "gpu" and torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     if cuda:
+        if job.base == "shared":
+            raise PlanError(
+                "base = shared on a GPU: its memory holds the weights of one job; give base = own"
+            )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     sinks = []
     if number == 0:

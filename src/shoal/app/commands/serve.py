@@ -78,7 +78,9 @@ def serve(
     ] = None,
     adapter_routes: Annotated[
         bool,
-        typer.Option("--adapter-routes", help="Let callers load and unload adapters by path."),
+        typer.Option(
+            "--adapter-routes", help="Let callers with the key load, unload and merge adapters."
+        ),
     ] = False,
     threads: Annotated[
         int | None, typer.Option(help="Threads that compute; 0 for all cores but one.")

@@ -38,6 +38,21 @@ class Amx(BaseKernel):
     def _refuses(self, call: Linear) -> str | None:
         return None if has_tiles() else "needs the system's leave to use matrix tiles"
 
+    def unpack(self, call: Linear, ready: Ready) -> Tensor:
+        """The weight [N, K] that was packed, bit for bit.
+
+        Args:
+            call: what was prepared, without gates.
+            ready: what :meth:`prepare` gave.
+        """
+        import torch
+
+        steps = -(-call.k // 32)
+        packed: Tensor = ready.constants[0]  # type: ignore[attr-defined]
+        # A panel of 32 outputs, in it 32 inputs: two halves of 16 rows of 16 outputs' pairs.
+        tiles = packed.view(torch.bfloat16).view(-1, steps, 2, 16, 16, 2)
+        return tiles.permute(0, 2, 4, 1, 3, 5).reshape(-1, steps * 32)[: call.n, : call.k]
+
     def _prepare(self, call: Linear, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
         import torch
         import torch.nn.functional as F

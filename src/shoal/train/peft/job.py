@@ -48,6 +48,8 @@ def check_finetune(job: TrainJob) -> None:
     Raises:
         PlanError: names the key and what is possible.
     """
+    if job.base == "shared":
+        _check_shared(job)
     if job.finetune is None:
         return
     split = job.parallel
@@ -85,6 +87,21 @@ def check_finetune(job: TrainJob) -> None:
         raise PlanError(
             f"packing = {job.packing.name} with finetune = {name}: its passes see no borders of "
             "documents; give packing = stream"
+        )
+
+
+def _check_shared(job: TrainJob) -> None:
+    from shoal.train.build import is_directory
+
+    if job.finetune is None:
+        raise PlanError(
+            "base = shared without finetune: every weight is trained, and none stands still; give "
+            "finetune, or base = own"
+        )
+    if not is_directory(job.model):
+        raise PlanError(
+            f"base = shared with model = {job.model}: weights that are drawn by each job are not "
+            "the same; give a model directory"
         )
 
 
