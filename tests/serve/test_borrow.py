@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from shoal.plan.batching.distributed import Lend  # noqa: E402
-from shoal.serve.borrow import _Copies  # noqa: E402
-from shoal.serve.lender import LenderLostError  # noqa: E402
+from shoal.plan.batching.distributed import Lend
+from shoal.serve.borrow import _Copies
+from shoal.serve.lender import LenderLostError
 
 
 class _Lender:
