@@ -276,3 +276,21 @@ def test_an_instance_that_is_killed_while_it_lends_or_borrows_costs_no_token(
         assert (len(several.losses), several.told()) == (1, []), several.losses
         assert [one.tokens[one.n_prompt :] for one in made] == want
         assert sum(several.ledger.balances().values()) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_two_instances_that_are_killed_at_once_leave_all_requests_to_the_third(
+    model_dir, random_model, engine_for, serve_all
+) -> None:
+    made = [request(number, 20, 12) for number in range(9)]  # three at each instance
+    want = wanted(random_model, engine_for, serve_all, made)
+    with DistKVEngine(job(model_dir, timeout_s=20.0)) as several:
+        for one in made:
+            several.add(one)
+        for number in (0, 1):
+            os.kill(several.pids[f"instance {number}"], signal.SIGKILL)
+        drain(several)
+        assert several.told() == []
+        assert [one.tokens[one.n_prompt :] for one in made] == want
+        assert len(several.losses) == 2

@@ -340,6 +340,9 @@ class DistKVEngine:
         if child is None:
             return
         child.close()
+        homeless = [request for request, place in self._open.values() if place == number]
+        for request in homeless:
+            del self._open[request.id]
         self.ledger.lose(number)
         self.losses.append(f"{child.name}: {reason}")
         if not any(one < self.part.instances for one in self._children):
@@ -347,10 +350,7 @@ class DistKVEngine:
         for other in list(self._children):
             self._tell(other, {"kind": "lost", "instance": number})
             self._tell(other, {"kind": "room", "blocks": self._capacity(other)})
-        for request, place in list(self._open.values()):
-            if place != number:
-                continue
-            del self._open[request.id]
+        for request in homeless:
             place = self._place()
             try:
                 longest = self._children[place].ready["max_position"]
@@ -360,7 +360,10 @@ class DistKVEngine:
                 refused = {"kind": "refused", "id": request.id, "message": str(cause)}
                 self._told.append(refused)
                 continue
-            self._send(request, place)
+            try:
+                self._send(request, place)
+            except ServeError as cause:  # it is gone, too, and what it has got goes on elsewhere
+                self._lose(place, str(cause))
 
     def told(self) -> list[dict[str, Any]]:
         """Requests that cannot go on, once: ``refused`` (id, message)."""
