@@ -21,7 +21,7 @@ from shoal.core.extras import import_extra
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["combined", "copy_crc32c", "crc32c"]
+__all__ = ["combined", "copy_crc32c", "copy_crc32c_at", "crc32c"]
 
 # google-crc32c holds the interpreter's lock, so it is asked for little at a time.
 _CHUNK_BYTES = 2**20
@@ -51,11 +51,23 @@ def copy_crc32c(target: np.ndarray, data: np.ndarray, before: int = 0) -> int:
         data: uint8, contiguous, of one dimension.
         before: checksum of what came before.
     """
+    return copy_crc32c_at(target.ctypes.data, data.ctypes.data, data.nbytes, before)
+
+
+def copy_crc32c_at(target: int, data: int, nbytes: int, before: int = 0) -> int:
+    """The same of two places in memory, for who copies many small pieces.
+
+    Args:
+        target: address to copy to.
+        data: address of the bytes; both live, and lie apart.
+        nbytes: how many.
+        before: checksum of what came before.
+    """
     native = _native()
     if native is None:
-        ctypes.memmove(target.ctypes.data, data.ctypes.data, data.nbytes)
-        return _portable(target, before)
-    return int(native.shoal_copy_crc32c(before, target.ctypes.data, data.ctypes.data, data.nbytes))
+        ctypes.memmove(target, data, nbytes)
+        return _portable(memoryview((ctypes.c_uint8 * nbytes).from_address(target)), before)
+    return int(native.shoal_copy_crc32c(before, target, data, nbytes))
 
 
 @functools.cache
@@ -74,7 +86,7 @@ def _native() -> ctypes.CDLL | None:
     return library
 
 
-def _portable(data: np.ndarray, before: int) -> int:
+def _portable(data: np.ndarray | memoryview, before: int) -> int:
     google = import_extra("google_crc32c", extra="run", purpose="the checksums of checkpoints")
     for start in range(0, data.nbytes, _CHUNK_BYTES):
         before = google.extend(before, data[start : start + _CHUNK_BYTES])

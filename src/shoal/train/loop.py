@@ -390,14 +390,20 @@ def _held(
     for name, boxes in engine.held().items():
         if wanted(name):
             found[f"model.{name}"] = _pieces(boxes)
+    # All states of a kind at once: what the engine holds is asked for once and not for each.
+    kinds: dict[str, dict[str, torch.Tensor]] = {}
     for name, entries in updater.state().items():
         if not wanted(name):
             continue
         for key, value in entries.items():
-            whole = value.dim() == 0
-            boxes = [Held(value, (), ())] if whole else engine.boxes({name: value})[name]
-            saved = f"optimizer.{engine.saved_as(name)}.{key}"
-            found[saved] = _pieces(boxes) if whole else found.get(saved, []) + _pieces(boxes)
+            if value.dim():
+                kinds.setdefault(key, {})[name] = value
+            else:
+                saved = f"optimizer.{engine.saved_as(name)}.{key}"
+                found[saved] = _pieces([Held(value, (), ())])
+    for key, tensors in kinds.items():
+        for name, boxes in engine.boxes(tensors).items():
+            found.setdefault(f"optimizer.{engine.saved_as(name)}.{key}", []).extend(_pieces(boxes))
     order = {name: number for number, name in enumerate(engine.held())}
     return dict(sorted(found.items(), key=lambda item: order.get(_weight_of(item[0]), len(order))))
 

@@ -165,6 +165,7 @@ class SnapshotProcess:
                 "pid": os.getpid(),
                 "file": self._memory[0],
                 "kept": self.stripes.kept,
+                "block": self.stripes.block,
                 "stride": self._stride,
             }
 
@@ -221,10 +222,19 @@ class SnapshotProcess:
             slot.clear()
             return {"slot": self.slots.index(slot)}
 
-    def commit(self, step: int, slot: int, meta: dict[str, Any]) -> dict[str, Any]:
+    def commit(
+        self, step: int, slot: int, meta: dict[str, Any], crcs: list[int], end: int
+    ) -> dict[str, Any]:
         """The trainer has written ``step`` into the slot: seal it, then code it in the ring.
 
         Returns when the version is coded on this member.
+
+        Args:
+            step: which.
+            slot: where.
+            meta: what the trainer keeps beside.
+            crcs: of the blocks, as the trainer has read them from its tensors.
+            end: bytes of the piece; what is behind them in the last blocks is no part of it.
 
         Raises:
             CheckpointError: another member commits another step.
@@ -234,7 +244,7 @@ class SnapshotProcess:
         with self._lock:
             self._opened()
             found = self.slots[slot]
-            self._seal(found, range(self.stripes.data))
+            self._seal(found, crcs, end)
             found.meta, found.step = meta, step
         sealed = time.perf_counter()
         self._code(found, step)
@@ -337,7 +347,7 @@ class SnapshotProcess:
                 self.slots[0].data,
                 bucket=self.bucket,
             )
-            self._seal(self.slots[0], range(self.stripes.blocks))
+            self._sum(self.slots[0], range(self.stripes.blocks))
             self.slots[0].step, self.slots[0].meta = step, meta
         return {"seconds": time.perf_counter() - began}
 
@@ -375,7 +385,14 @@ class SnapshotProcess:
     def _block(self, slot: Slot, number: int) -> Bytes:
         return slot.data[number * self.stripes.block :][: self.stripes.block]
 
-    def _seal(self, slot: Slot, blocks: range) -> None:
+    def _seal(self, slot: Slot, crcs: list[int], end: int) -> None:
+        """The blocks of a piece with what the trainer has summed, and their padding."""
+        for block in range(self.stripes.data):
+            filled = min(max(0, end - block * self.stripes.block), self.stripes.block)
+            padding = self._block(slot, block)[filled:]
+            slot.crcs[block] = crc32c(padding, crcs[block] if filled else 0)
+
+    def _sum(self, slot: Slot, blocks: range) -> None:
         for block in blocks:
             slot.crcs[block] = crc32c(self._block(slot, block))
 
@@ -397,7 +414,7 @@ class SnapshotProcess:
             raise
         with self._lock:
             if slot.step == step:
-                self._seal(slot, range(self.stripes.data, self.stripes.blocks))
+                self._sum(slot, range(self.stripes.data, self.stripes.blocks))
 
     def _pass_on(self, slot: Slot, step: int) -> None:
         before, after = self._neighbours()

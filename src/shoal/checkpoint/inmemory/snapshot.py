@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.checkpoint.checksum import copy_crc32c_at
 from shoal.checkpoint.inmemory import MEMORY_CODES
 from shoal.checkpoint.inmemory.layout import (
     Entry,
@@ -71,6 +72,29 @@ class Settled(NamedTuple):
     copy_s: float
     code_s: float
     waited_s: float
+
+
+class _Run(NamedTuple):
+    """Bytes that are copied at once.
+
+    Args:
+        key: name and offset of a box.
+        first: byte of the box.
+        at: byte of the piece.
+        size: how many.
+        block: of the piece.
+    """
+
+    key: tuple[str, tuple[int, ...]]
+    first: int
+    at: int
+    size: int
+    block: int
+
+    @property
+    def end(self) -> int:
+        """Byte of the piece behind it."""
+        return self.at + self.size
 
 
 class _Copied(NamedTuple):
@@ -132,7 +156,8 @@ class Snapshots:
         self._pending: Future[_Copied] | None = None
         self._hurry = threading.Event()
         self._entries: list[Entry] | None = None
-        self._segments: list[Segment] = []
+        self._runs: list[_Run] = []
+        self._block = 1
         self._slots: list[np.ndarray] = []
         self._began = self._interval = 0.0
 
@@ -228,7 +253,8 @@ class Snapshots:
         view = np.frombuffer(mapped, np.uint8)
         stride = opened["stride"]
         self._slots = [view[i * stride :][: opened["kept"]] for i in range(len(view) // stride)]
-        self._segments = kept[self._rank]
+        self._runs = list(_runs(kept[self._rank], opened["block"], self.code.bucket))
+        self._block = opened["block"]
         self._entries = entries
 
     def _copy(
@@ -240,20 +266,20 @@ class Snapshots:
         out = self._slots[slot]
         if ready is not None:
             ready.synchronize()
-        total = piece_bytes(self._segments)
-        busy, copied, waiting = 0.0, 0, 0
-        for number, size in _copies(self._segments, boxes, out, self.code.bucket):
-            busy += number
-            copied += size
-            waiting += size
+        total = self._runs[-1].end if self._runs else 0
+        crcs = [0] * -(-total // self._block)
+        busy, waiting = 0.0, 0
+        for run, seconds in _copies(self._runs, boxes, out, crcs):
+            busy += seconds
+            waiting += run.size
             if waiting >= self.code.bucket and not self._hurry.is_set():
                 waiting = 0
-                self._pause(busy, copied, total, began)
+                self._pause(busy, run.end, total, began)
         done = time.perf_counter()
-        told = self._client.call("commit", step=step, slot=slot, meta=meta)
+        told = self._client.call("commit", step=step, slot=slot, meta=meta, crcs=crcs, end=total)
         if "code_s" not in told:
             raise CheckpointError(f"step {step}: the snapshot was not coded")
-        return _Copied(step, copied, busy, done - began, time.perf_counter() - done)
+        return _Copied(step, total, busy, done - began, time.perf_counter() - done)
 
     def _pause(self, busy: float, copied: int, total: int, began: float) -> None:
         """Leave the cores to the computation, so that copying takes its share and no more."""
@@ -287,24 +313,40 @@ def _event(boxes: Mapping[Any, torch.Tensor]) -> Any:
     return None
 
 
+def _runs(segments: Sequence[Segment], block: int, bucket: int) -> Iterator[_Run]:
+    """What is copied at once: no more than a bucket of one box, for one block of the piece."""
+    for segment in segments:
+        first, at = segment.first, segment.at
+        while first < segment.last:
+            size = min(bucket, segment.last - first, block - at % block)
+            yield _Run((segment.name, segment.offset), first, at, size, at // block)
+            first += size
+            at += size
+
+
 def _copies(
-    segments: Sequence[Segment],
+    runs: Sequence[_Run],
     boxes: Mapping[Any, torch.Tensor],
     out: np.ndarray,
-    bucket: int,
-) -> Iterator[tuple[float, int]]:
-    """Copy bucket by bucket; yields (seconds, bytes) of each."""
-    import torch
+    crcs: list[int],
+) -> Iterator[tuple[_Run, float]]:
+    """Copy run by run and sum what passes; yields each with its seconds.
 
-    target = torch.from_numpy(out)
-    for segment in segments:
-        tensor = boxes[segment.name, segment.offset].detach()
+    Args:
+        runs: in the order of the piece.
+        boxes: (name, offset) -> tensor.
+        out: the slot.
+        crcs: of the blocks so far; go on from there.
+    """
+    base = out.ctypes.data
+    flat: torch.Tensor | None = None
+    key: Any = None
+    for run in runs:
         began = time.perf_counter()
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-        for first in range(segment.first, segment.last, bucket):
-            size = min(bucket, segment.last - first)
-            at = segment.at + first - segment.first
-            target[at : at + size].copy_(flat[first : first + size])
-            now = time.perf_counter()
-            yield now - began, size
-            began = time.perf_counter()
+        if run.key != key:
+            # On its way from a device, and where it has gaps, a tensor takes memory of its own.
+            flat, key = boxes[run.key].detach().cpu().contiguous(), run.key
+        assert flat is not None
+        source = flat.data_ptr() + run.first
+        crcs[run.block] = copy_crc32c_at(base + run.at, source, run.size, crcs[run.block])
+        yield run, time.perf_counter() - began
