@@ -175,7 +175,7 @@ class InMemoryFT:
         ),
         Attempt(
             metric="disk_over_memory",
-            tried="buffers that are kept and a lower priority; trainers copy with torch's operators",
+            tried="kept buffers and a lower priority; trainers copy with torch's operators",
             value=2.432,
         ),
     )
