@@ -19,7 +19,6 @@ import itertools
 import json
 import mmap
 import os
-import select
 import socket
 import sys
 import threading
@@ -33,7 +32,15 @@ from shoal.checkpoint.checksum import crc32c
 from shoal.checkpoint.inmemory import MEMORY_CODES
 from shoal.checkpoint.inmemory.field import Bytes, native
 from shoal.checkpoint.inmemory.stripes import Stripes, pass_on
-from shoal.checkpoint.inmemory.wire import Client, Place, receive, refuse, send, welcome
+from shoal.checkpoint.inmemory.wire import (
+    Client,
+    Place,
+    exchange_bytes,
+    receive,
+    refuse,
+    send,
+    welcome,
+)
 from shoal.core.errors import CheckpointError, RankError, ShoalError, require
 from shoal.machine.host import memory_available
 
@@ -424,7 +431,7 @@ class SnapshotProcess:
 
         def exchange(data: Bytes) -> Bytes:
             came = next(turns)[: data.size]
-            _exchange(after, before, data.data, came.data)
+            exchange_bytes(after, before, data.data, came.data)
             return came
 
         theirs = exchange(np.array([step], np.int64).view(np.uint8)).view(np.int64)[0]
@@ -462,23 +469,6 @@ class SnapshotProcess:
         with self._ring:
             self._arrived[generation] = connection
             self._ring.notify_all()
-
-
-def _exchange(
-    after: socket.socket, before: socket.socket, out: memoryview, into: memoryview
-) -> None:
-    """Send to one while receiving from the other: no member waits for a buffer to be emptied."""
-    while len(out) or len(into):
-        readable, writable, _ = select.select(
-            [before] if len(into) else [], [after] if len(out) else [], []
-        )
-        if writable:
-            out = out[after.send(out) :]
-        if readable:
-            count = before.recv_into(into)
-            if not count:
-                raise ConnectionResetError("a member of the group has ended")
-            into = into[count:]
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ __all__ = [
     "Client",
     "Members",
     "Place",
+    "exchange_bytes",
     "receive",
     "refuse",
     "send",
@@ -40,6 +42,8 @@ _LENGTHS = struct.Struct("<IQ")
 _MOST_HEADER = 64 * 2**20
 _MOST_HELLO = 4096
 _CONNECT_S = 10.0
+# Bytes to wait for before the next of them are taken.
+_AT_ONCE = 2**20
 
 
 class Place(Value):
@@ -151,6 +155,31 @@ def refuse(connection: socket.socket, reason: str) -> None:
     """Tell the other why not, if it still listens."""
     with contextlib.suppress(OSError):
         send(connection, {"error": reason})
+
+
+def exchange_bytes(
+    after: socket.socket, before: socket.socket, out: memoryview, into: memoryview
+) -> None:
+    """Send to one while receiving from the other: no member waits for a buffer to be emptied.
+
+    Raises:
+        OSError: one of them is gone.
+    """
+    # Woken once for much and not for every packet: it is the trainers' processor.
+    before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, min(len(into), _AT_ONCE)))
+    while len(out) or len(into):
+        readable, writable, _ = select.select(
+            [before] if len(into) else [], [after] if len(out) else [], []
+        )
+        if writable:
+            out = out[after.send(out) :]
+        if readable:
+            count = before.recv_into(into)
+            if not count:
+                raise ConnectionResetError("a member of the group has ended")
+            into = into[count:]
+            if 0 < len(into) < _AT_ONCE:
+                before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(into))
 
 
 class Client:
