@@ -121,7 +121,9 @@ def saves(kills: int) -> tuple[list[Row], dict[str, Any]]:
                 time.sleep(choose.uniform(0.0, LONGEST_S))
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                told = b"".join(iter(lambda fd=reader: os.read(fd, 2**16), b""))
+                told = b""
+                while more := os.read(reader, 2**16):
+                    told += more
                 os.close(reader)
                 during += any(near.root.glob(".step-*"))
                 found = newest(near, max(done, int.from_bytes(told[-4:], "big")))
