@@ -19,6 +19,7 @@ from shoal.checkpoint.image import write_image
 from shoal.checkpoint.modes import lazy
 from shoal.checkpoint.peers import Alone
 from shoal.checkpoint.protocols import Saver
+from shoal.checkpoint.states import ModuleState
 from shoal.checkpoint.store import Piece, Store
 from shoal.core.errors import CheckpointError, ConfigError, CorruptError
 
@@ -301,6 +302,27 @@ def test_a_change_behind_its_back_drops_the_save_by_name(
         saver.save(2, live, META).wait(30)
     assert store.steps() == (2,)
     assert small.in_use == 0
+
+
+def test_buffers_that_the_forward_pass_changes_are_saved_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Small(monkeypatch)
+    go = threading.Event()
+    small.before_fill = lambda at: (go.wait(30), None)[1]
+    store = Store(tmp_path)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 600), torch.nn.BatchNorm1d(600))
+    with saving(small.mode, store) as saver:
+        then = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        ticket = saver.save(1, ModuleState(model).shards(), META)
+        model(torch.randn(5, 40))  # nothing was copied yet but the running means
+        assert not torch.equal(model[1].running_mean, then["1.running_mean"])
+        go.set()
+        ticket.wait(30)
+    assert ticket.blocked_s["copy"] > 0
+    saved = store.open(1)
+    for name, tensor in then.items():
+        assert torch.equal(saved.tensor(name), tensor), name
 
 
 def test_a_group_that_is_copied_may_change_before_the_rest(

@@ -14,7 +14,7 @@ from shoal.ir import Device, Link, Machine, MemoryTier, Plan, TrainJob, Work
 from shoal.train.run import with_kernels
 
 # The tests of this room share modules that are no tests.
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 @pytest.fixture(scope="session")

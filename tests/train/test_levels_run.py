@@ -11,9 +11,11 @@ import pytest
 from s3_server import Refusing, bucket
 
 from shoal.checkpoint.store import Store
+from shoal.core.errors import ConfigError
 from shoal.core.meter import read_events
-from shoal.ir import Plan
+from shoal.ir import Machine, Plan
 from shoal.train.run import execute
+from shoal_command import shoal
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -88,13 +90,26 @@ def test_a_far_place_that_fails_leaves_the_run_and_the_near_one(
 
 
 def test_begins_from_an_address(
-    make_plan: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_plan: Make,
+    tmp_path: Path,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    machine.save(tmp_path / "machine.yaml")
     with bucket(monkeypatch) as place:
         first, second = tmp_path / "first", tmp_path / "second"
-        execute(make_plan(checkpoint={"every": 12, "keep": 9, "path": place}), first)
+        saved = make_plan(checkpoint={"every": 12, "keep": 9, "path": place})
+        execute(saved, first)
+        with pytest.raises(ConfigError, match="holds checkpoints of another run, the newest of"):
+            execute(saved, tmp_path / "other")
         # Another run begins where a named one was saved, and does the same from there on.
-        execute(make_plan(), second, start=f"{place}/step-00000012")
+        done = shoal(
+            *("train", "--from", f"{place}/step-00000012", "--dir", second),
+            *("--machine", tmp_path / "machine.yaml", "--quiet"),
+        )
+        assert done.returncode == 0, done.stderr
         assert told(second, "start")[0]["step"] == 12
         assert losses(second) == {step: losses(first)[step] for step in range(12, 24)}
-        assert Store(second / "checkpoints").steps()[-1] == 24
+        # It has saved to its own directory, and the other one's are as they were.
+        assert Store(second / "checkpoints").steps() == (24,)
+        assert Store(place).steps() == (12, 24)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.core.boxes import Box, flat_boxes
@@ -44,11 +44,14 @@ class Piece:
         tensor: the elements of the box.
         global_shape: shape of the whole tensor.
         offset: where the box begins in it.
+        volatile: it changes outside the optimizer's update, as running means do in the forward
+            pass; no mode leaves it to be copied later.
     """
 
     tensor: torch.Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
+    volatile: bool = False
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Piece:
@@ -74,6 +77,10 @@ class Piece:
             found.append(cls(part, tuple(global_shape), box.offset))
             at += box.volume
         return tuple(found)
+
+    def copied(self) -> Piece:
+        """The same box with a copy of its elements."""
+        return replace(self, tensor=self.tensor.detach().clone())
 
     @property
     def box(self) -> Box:

@@ -126,8 +126,8 @@ class Source:
         if _version(self._tensors[number]) != self._versions[number]:
             raise CheckpointError(
                 f"tensor {self.image.slots[number].name!r} was changed while it was being saved, "
-                "so this save is dropped; call before_update() before tensors change, or save in "
-                "mode snapshot"
+                "so this save is dropped; call before_update() before tensors change, give what "
+                "the forward pass changes as a Piece with volatile=True, or save in mode snapshot"
             )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from shoal.checkpoint.loader import LoaderState, merge, split
@@ -190,7 +191,10 @@ class ModuleState:
 
         # Buffers such as running means change in the forward pass, which no mode waits for.
         return {
-            name: pieces_of(tensor if isinstance(tensor, Parameter) else tensor.clone())
+            name: [
+                replace(piece, volatile=not isinstance(tensor, Parameter))
+                for piece in pieces_of(tensor)
+            ]
             for name, tensor in self._tensors().items()
         }
 

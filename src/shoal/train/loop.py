@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -343,7 +343,8 @@ class Trainer:
         found = held_by(self.engine, self.updater)
         if self.handle is not None and self.comm.rank == 0:
             for name, value in self.handle.buffers().items():
-                found[f"finetune.{name}"] = [Piece(value, tuple(value.shape), (0,) * value.dim())]
+                # Methods change them before a step as well as in its update.
+                found[f"finetune.{name}"] = [replace(Piece.whole(value), volatile=True)]
         return found
 
     @torch.no_grad()

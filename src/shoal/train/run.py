@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, PlanError, RankError, require
+from shoal.checkpoint.store import Store
+from shoal.core.errors import CheckpointError, ConfigError, PlanError, RankError, require
 from shoal.core.files import write_atomic, write_json
 from shoal.core.parts import table
 from shoal.corpora import heldout
@@ -249,6 +250,8 @@ def prepare_run(
     check_split(job, shape)
     check_finetune(job)
     check_memory(job)
+    if not resume:
+        _check_free(directory.levels_of(job))
     vocab = shape.vocab_size
     tokenizer = job.tokenizer
     if tokenizer == "bpe" and Path(job.model, "tokenizer.json").is_file():
@@ -281,11 +284,25 @@ def prepare_run(
     plan.save(directory.plan, header="What will run, and what it is predicted to cost.")
 
 
+def _check_free(places: Sequence[Path | str]) -> None:
+    """Refuse to begin a run where another one has saved: what goes on would take its state."""
+    for place in places:
+        try:
+            steps = Store(place).steps()
+        except (OSError, CheckpointError):
+            continue  # whoever saves there tells
+        if steps:
+            raise ConfigError(
+                f"{place}: holds checkpoints of another run, the newest of step {steps[-1]}; give "
+                "this run another checkpoint.path or level, continue that run with --resume, or "
+                "begin from its checkpoint elsewhere with --from"
+            )
+
+
 def conclude(plan: Plan, directory: RunDir) -> Report:
     """Export the trained model, write the report and add it to the score."""
     from shoal.checkpoint.convert import export as export_model
     from shoal.checkpoint.levels import newest
-    from shoal.checkpoint.store import Store
     from shoal.corpora.tokens import open_tokens
 
     report = make_report(plan, directory)

@@ -70,7 +70,7 @@ def train(
         typer.Option(
             "--from",
             help="Begin where this checkpoint of another run stopped, whatever its format and "
-            "split: a directory, or universal:DIR.",
+            "split: a directory, universal:DIR, or an address such as s3://bucket/run.",
         ),
     ] = None,
     mesh: Annotated[
@@ -289,10 +289,12 @@ def _resolve(
 
         first = job_of(start)
         if first is not None:
-            # Ranks may be others now, and so may what each does at a time.
+            # Ranks may be others now, and so may what each does at a time. Where the other run
+            # saves is no place for this one.
+            own = first.checkpoint.model_copy(update={"path": None, "levels": ()})
             return resolve(
                 TrainJob,
-                base=first.model_copy(update={"microbatch": None}),
+                base=first.model_copy(update={"microbatch": None, "checkpoint": own}),
                 environment={},
                 flags=flags,
                 sets=sets,

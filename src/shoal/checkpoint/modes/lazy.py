@@ -3,7 +3,8 @@
 Weights and optimizer state do not change in forward and backward. So ``save`` only notes what there
 is; a thread copies it chunk by chunk into a ring of host memory, and another writes each chunk to
 the disk as soon as it is there and gives its place back. ``before_update`` waits for what has not
-been copied yet. A tensor that changed without that is noticed by its version, and the save dropped.
+been copied yet. Buffers that the forward pass changes are copied before ``save`` returns. A tensor
+that changed without either is noticed by its version, and the save dropped.
 
 Source: Maurya et al., DataStates-LLM: Lazy Asynchronous Checkpointing, 2024, sections III and IV.
 """
@@ -242,8 +243,14 @@ class LazySaver:
         planned = self._planner.plan(pieces)
         ticket.fresh_plan = planned.fresh
         ring = self._ring_for(planned.image)
-        source = Source(planned.image, planned.chosen(pieces))
         ticket.blocked("plan", time.perf_counter() - begin)
+        chosen = planned.chosen(pieces)
+        volatile = {key: one for key, one in chosen.items() if one.piece.volatile}
+        if volatile:  # it is small, and the next forward pass waits for nobody
+            begin = time.perf_counter()
+            chosen |= {k: one._replace(piece=one.piece.copied()) for k, one in volatile.items()}
+            ticket.blocked("copy", time.perf_counter() - begin)
+        source = Source(planned.image, chosen)
         capture = Capture(source, ring, ticket, pieces)
         self._captures = [c for c in self._captures if not c.ticket.done()]
         self._captures.append(capture)
