@@ -18,6 +18,9 @@ from shoal.train.timeline import timelines
 
 __all__ = ["make_report", "rows", "write_page"]
 
+# What the memory of a fine-tuning run is told apart by.
+ARENAS = ("base", "adapter", "gradients", "optimizer", "activations")
+
 # The first steps after a start pay for page faults, thread pools and compilation.
 _WARM_UP = 5
 
@@ -52,6 +55,9 @@ def make_report(plan: Plan, directory: RunDir) -> Report:
     if finals:
         measured["bits_per_byte"] = finals[-1]["bits_per_byte"]
         measured["heldout_loss"] = finals[-1]["loss"]
+    for event in events:
+        if event["kind"] == "arenas":
+            measured |= {f"{arena}_bytes": float(event[arena]) for arena in ARENAS}
     sent = [event["wire_bytes"] for event in steady if event.get("wire_bytes")]
     if sent:
         measured["wire_bytes"] = statistics.median(sent)
@@ -68,6 +74,11 @@ def predictions(plan: Plan) -> dict[str, float]:
         "tokens_per_s": estimate.tokens_per_s,
         "memory_bytes": estimate.memory_total,
     }
+    memory = estimate.memory_bytes
+    if "base" in memory:
+        found |= {f"{arena}_bytes": memory[arena] for arena in ARENAS}
+        # What passes allocate is counted as one.
+        found["activations_bytes"] += memory["logits"]
     if estimate.wire_bytes:
         found["wire_bytes"] = sum(estimate.wire_bytes.values())
     if estimate.total_s is not None:
@@ -82,6 +93,11 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
         ("step_s", "step time", 1e3, "ms"),
         ("tokens_per_s", "tokens per second", 1, ""),
         ("memory_bytes", "memory of a rank", 1 / 2**20, "MiB"),
+        ("base_bytes", "  the base's weights", 1 / 2**20, "MiB"),
+        ("adapter_bytes", "  the adapter's", 1 / 2**20, "MiB"),
+        ("gradients_bytes", "  gradients", 1 / 2**20, "MiB"),
+        ("optimizer_bytes", "  optimizer state", 1 / 2**20, "MiB"),
+        ("activations_bytes", "  activations and all else of passes", 1 / 2**20, "MiB"),
         ("wire_bytes", "bytes a rank sends in a step", 1 / 2**20, "MiB"),
         ("total_s", "time in steps", 1, "s"),
         ("lost_s", "time lost with ranks", 1, "s"),

@@ -39,6 +39,11 @@ class QLora(Lora):
         super().__post_init__()
         require(self.block >= 2, f"finetune.{self.name}.block", self.block, expected="2 or more")
 
+    @property
+    def weight_bits(self) -> float:
+        """Bits of a weight of the blocks, scales included."""
+        return 4 + 8 / self.block + 32 / (256 * self.block)
+
     def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
         """Quantise the base."""
         from shoal.train.peft.run.nf4 import quantise
