@@ -211,7 +211,7 @@ class NF4Linear(nn.Module):
         some = self.laid[first:last, columns.start // s : columns.stop // s, : s * _SLICE // 2]
         # Slices of 32 outputs; of them segments, eights of inputs, two halves, outputs, bytes.
         apart = some.unflatten(-1, (s // 8, 2, 16, 4)).permute(0, 3, 4, 1, 2, 5)  # type: ignore[no-untyped-call]
-        lines = apart.reshape((last - first) * _SLICE, -1)
+        lines: Tensor = apart.reshape((last - first) * _SLICE, -1)
         return lines[rows.start - first * _SLICE : rows.stop - first * _SLICE]
 
     def _kernel(self, x: Tensor) -> Ready | None:
