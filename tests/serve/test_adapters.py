@@ -254,3 +254,15 @@ def test_rows_are_given_to_whom_they_belong(random_model):
     assert rows.runs == [(4, 44, 1)]
     assert rows.single.tolist() == [0, 1, 2]
     assert rows.mask.tolist() == [[1, 0], [0, 1], [1, 0]]
+
+
+def test_a_request_that_is_refused_is_not_open(tuned, engine_for):
+    base, found = tuned
+    engine = engine_for(
+        copy.deepcopy(base), precision="fp32", adapters={"lora": found["lora"][0]}, max_position=64
+    )
+    for adapter in (None, "lora"):
+        with pytest.raises(ServeError):
+            engine.add(Request("x", [1] * 80, 80, SamplingParams(max_tokens=2), adapter=adapter))
+    engine.adapters.merge("lora")
+    engine.adapters.unload("lora")

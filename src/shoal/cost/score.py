@@ -24,7 +24,7 @@ from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
 from shoal.core.errors import StoreError
 from shoal.core.files import shoal_home
 from shoal.cost.score_rows import ErrorSummary, Row, calibrate, machine_key, summarise
-from shoal.cost.training_memory import TIERS, tier_bytes
+from shoal.cost.training_memory import ARENAS, TIERS, tier_bytes
 from shoal.ir import (
     Interval,
     Machine,
@@ -162,6 +162,11 @@ def predictions(plan: Plan | ServePlan) -> dict[str, tuple[float, float | None, 
     if causes:
         rank = tier_bytes(plan.job, plan.machine, causes)["device"]
         found["memory_bytes"] = (rank, None, None)
+    if "base" in causes:
+        found |= {f"{arena}_bytes": (causes[arena], None, None) for arena in ARENAS}
+        # What passes allocate is counted as one.
+        passes = causes["activations"] + causes["logits"]
+        found["activations_bytes"] = (passes, None, None)
     if plan.job.offload is not None:
         for tier in TIERS:
             if tier in causes:

@@ -34,7 +34,7 @@ from shoal.cost.rates import (
     ranks_per_host,
 )
 from shoal.cost.rehearsed import Parts, Rehearsed, events
-from shoal.cost.training_memory import RUNTIME_BYTES, memory_of, vocab_ranks
+from shoal.cost.training_memory import RUNTIME_BYTES, memory_of, tuned_memory, vocab_ranks
 from shoal.cost.training_totals import energy_of, price_of, saves_of, total_of
 from shoal.cost.training_wire import (
     add_wire,
@@ -437,6 +437,8 @@ class Pricer:
         saved = self._part("activation", job.activation).estimate(work, self.machine)
         leaving = min(found["activations"], saved.memory_bytes.get("disk", 0.0))
         found["activations"] -= leaving
+        if job.finetune is not None:
+            found = tuned_memory(work, found, self._part("peft", job.finetune), microbatch)
         return {**found, "disk": leaving} if leaving else found
 
     def passes(self, work: Work) -> OpCosts:

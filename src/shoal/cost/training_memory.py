@@ -7,16 +7,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
-from shoal.cost.arithmetic import activation_bytes, logits_bytes, parameters
+from shoal.cost.arithmetic import (
+    activation_bytes,
+    embedding_parameters,
+    logits_bytes,
+    mixture_layers,
+    parameters,
+)
 from shoal.cost.ops import MOST_PLAIN_SCORES, stage_share
 from shoal.cost.rates import Rates, ranks_per_host
 from shoal.ir import Machine, TrainJob, Work
 
-__all__ = ["ALLOCATOR_SLACK", "RUNTIME_BYTES", "TIERS", "memory_of", "tier_bytes", "vocab_ranks"]
+__all__ = [
+    "ALLOCATOR_SLACK",
+    "ARENAS",
+    "RUNTIME_BYTES",
+    "TIERS",
+    "memory_of",
+    "tier_bytes",
+    "tuned_memory",
+    "vocab_ranks",
+]
 
 TIERS = ("device", "host", "disk")
 """Places of an offloaded job's state, as an estimate's causes name them."""
+
+ARENAS = ("base", "adapter", "gradients", "optimizer", "activations")
+"""What a fine-tuning run's memory is told apart by, as an estimate's causes name it."""
 
 # What a rank's process holds before the model: framework, libraries, allocator.
 RUNTIME_BYTES = {"cpu": 0.35e9, "gpu": 1.5e9}
@@ -110,3 +129,43 @@ def tier_bytes(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> 
         away.add("host")
     found = {"device": sum(size for cause, size in causes.items() if cause not in away)}
     return found | {tier: causes[tier] for tier in sorted(away, reverse=True) if causes.get(tier)}
+
+
+def tuned_memory(
+    work: Work, found: dict[str, float], part: Any, microbatch: int
+) -> dict[str, float]:
+    """Bytes of one rank of a fine-tuning run: those of ``base`` and ``adapter`` told apart.
+
+    Args:
+        work: a step of the job.
+        found: what :func:`memory_of` gave.
+        part: the fine-tuning method.
+        microbatch: sequences of a micro-batch.
+    """
+    job, shape = work.job, work.shape
+    every = float(parameters(shape))
+    outside = min(every, embedding_parameters(shape) + shape.hidden)
+    blocks = every - outside
+    bits = float(getattr(part, "weight_bits", 32.0))
+    width = 2.0 if job.precision == "bf16" else 4.0
+    tokens = float(job.seq_len * microbatch)
+    # The gradient of the output matrix is not there, nor are the inputs of layers that stand still:
+    # of a block those of the feed-forward layer's two matrices.
+    logits = found["logits"] - (4.0 + width) * shape.vocab_size * shape.hidden
+    dense = (shape.num_layers - mixture_layers(shape)) * (shape.hidden + shape.ffn_hidden)
+    kept = found["activations"]
+    if job.recompute == "none":
+        kept -= width * tokens * dense
+    # Weights in few bits are made for a product and gone; others are copied for bf16.
+    copies = 2.0 * blocks if job.precision == "bf16" and bits == 32 else 0.0
+    trained = 0.0 if getattr(part, "forward_only", False) else float(part.parameters(shape))
+    drawn = float(part.drawn(shape)) if hasattr(part, "drawn") else 0.0
+    return {
+        "base": 4.0 * outside + bits / 8.0 * blocks,
+        "adapter": 4.0 * (trained + drawn),
+        "gradients": found["gradients"],
+        "optimizer": found["optimizer"],
+        "activations": (kept + copies) * float(getattr(part, "kept", 1.0)),
+        "logits": logits,
+        "runtime": found["runtime"],
+    }

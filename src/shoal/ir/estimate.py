@@ -53,8 +53,9 @@ class Estimate(Value):
             ``matmul``, ``attention``, ``memory``, ``overhead``, ``optimizer``,
             ``collective``, ``bubble``, ``data``.
         memory_bytes: cause -> bytes per rank: ``weights``, ``gradients``,
-            ``optimizer``, ``activations``, ``logits``, ``runtime``; of an offloaded run by
-            tier: ``device``, ``host``, ``disk``, and ``runtime``.
+            ``optimizer``, ``activations``, ``logits``, ``runtime``; of a fine-tuning run ``base``
+            and ``adapter`` in the place of weights; of an offloaded run by tier: ``device``,
+            ``host``, ``disk``, and ``runtime``.
         wire_bytes: link scope -> bytes each rank sends in one step.
         flops: floating-point operations of one step, all ranks.
         tokens: tokens of one step.

@@ -34,13 +34,6 @@ _ORDER = (
     "ladder", "fishmask", "pafi", "prefix", "ia3", "prompt", "diff_pruning", "offsite", "mezo",
 )  # fmt: skip
 
-# Bytes of a weight of the blocks, where the base is not kept in fp32.
-_WEIGHT_BYTES = {"qlora": 4.13 / 8, "loftq": 4.13 / 8}
-
-# Share of the activations that is kept, where it is not all of them. What a low-rank layer with a
-# frozen first matrix does not keep are the inputs of the linear layers, about a third.
-_KEPT = {"lora_fa": 0.67, "ladder": 0.1, "mezo": 0.0}
-
 # Operations of a forward pass that are added at serving time, per trained parameter and token.
 _PER_PARAMETER = 2.0
 
@@ -110,8 +103,6 @@ def advise(
         trained = float(part.parameters(shape))
         tuned = job.model_copy(update={"finetune": method, "microbatch": job.microbatch or 1})
         memory = pricer.memory(Work(shape=shape, job=tuned))
-        memory["weights"] *= _WEIGHT_BYTES.get(name, 4.0) / 4.0
-        memory["activations"] *= _KEPT.get(name, 1.0)
         merged = part.mergeable and tenants == 1
         added = 0.0 if merged else _PER_PARAMETER * trained / (2.0 * every)
         reasons = []
@@ -131,22 +122,22 @@ def advise(
                 memory_bytes=memory,
                 added_share=added,
                 fits=not reasons,
-                reason="; ".join(reasons) or _why(name, merged, tenants),
+                reason="; ".join(reasons) or _why(part, merged, tenants),
             )
         )
     place = {name: number for number, name in enumerate(_ORDER)}
     return sorted(found, key=lambda one: (not one.fits, place.get(one.method.name, len(place))))
 
 
-def _why(name: str, merged: bool, tenants: int) -> str:
+def _why(part: Any, merged: bool, tenants: int) -> str:
     """What speaks for a method that fits."""
-    if name in _WEIGHT_BYTES:
+    if getattr(part, "weight_bits", 32.0) < 16:
         return "the base takes a quarter of bf16"
-    if name == "offsite":
+    if part.name == "offsite":
         return "needs no more than some blocks of the base while it trains"
-    if name == "mezo":
+    if part.name == "mezo":
         return "no gradients at all, and thousands of steps"
-    if name in _KEPT:
+    if getattr(part, "kept", 1.0) < 1:
         return "keeps fewer activations"
     if tenants > 1:
         return "many are served in one batch"

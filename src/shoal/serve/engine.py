@@ -182,14 +182,16 @@ class Engine:
                     error=ServeError,
                 )
         request.arrival = self.clock()
-        if self.adapters is not None:
-            request.adapter = self.adapters.take(request.adapter)
-            self._adapted[request.id] = request.adapter
+        if self.adapters is None:
+            self.scheduler.add(request)
+            return
+        request.adapter = self.adapters.take(request.adapter)
         try:
             self.scheduler.add(request)
         except ServeError:
-            self._ended(request.id)
+            self.adapters.leave(request.adapter)
             raise
+        self._adapted[request.id] = request.adapter
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request; None if there is none of that id (any more)."""

@@ -9,6 +9,7 @@ and every random number are functions of the seed and the step.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
 from shoal.parallel.protocols import Held
 from shoal.train.optimizers.torch_state import TorchUpdater
+from shoal.train.peft.arenas import Arenas
 from shoal.train.peft.job import FineTuned
 from shoal.train.peft.run.mezo import ZerothOrder
 from shoal.train.protocols import UpdatesEarly
@@ -150,6 +152,11 @@ class Trainer:
         """Called with names as they are saved before these tensors change, where the update is
         made in groups; without it ``before_update`` comes first."""
         self.handle = None if self.tuned is None else self.tuned.handle
+        self._arenas: Arenas | None = None
+        if self.handle is not None:
+            self._arenas = Arenas(self.engine.local, self.handle)
+        self.arena_bytes: dict[str, int] = {}
+        """Of fine-tuning, after its first step: arena -> bytes."""
         if self.handle is not None and self.handle.penalty() is not None:
             # What is added to the loss gives gradients after the last backward pass.
             self.engine.sharded.overlap = False
@@ -198,7 +205,8 @@ class Trainer:
         factor = self.schedule.factor(step, self.total_steps)
         if isinstance(self.updater, UpdatesEarly):
             self.updater.begin(factor)
-        loss_sum = engine.backward(rows, self.microbatch, count, record=record)
+        with self._counted():
+            loss_sum = engine.backward(rows, self.microbatch, count, record=record)
         if self.handle is not None:
             self._penalise()
         if self.after_backward is not None:
@@ -225,6 +233,7 @@ class Trainer:
             if self.handle is not None:
                 self.handle.after_update(step, self.total_steps)
         engine.sharded.publish()
+        self._count_arenas()
         return StepResult(
             loss=loss,
             grad_norm=float(norm),
@@ -279,7 +288,9 @@ class Trainer:
             return float(shared[0]) / count
 
         lr = self.peak_lr * self.schedule.factor(step, self.total_steps)
-        value, slope = self.handle.estimate(step, loss, lr)
+        with self._counted():
+            value, slope = self.handle.estimate(step, loss, lr)
+        self._count_arenas()
         return StepResult(
             loss=value,
             grad_norm=abs(slope),
@@ -288,6 +299,16 @@ class Trainer:
             seconds=time.perf_counter() - begin,
             stop=float(shared[1]) > 0,
         )
+
+    def _counted(self) -> contextlib.AbstractContextManager[None]:
+        """The first passes of fine-tuning are counted, byte by byte."""
+        if self._arenas is None or self.arena_bytes:
+            return contextlib.nullcontext()
+        return self._arenas.passes()
+
+    def _count_arenas(self) -> None:
+        if self._arenas is not None and not self.arena_bytes:
+            self.arena_bytes = self._arenas.bytes(self.updater.state())
 
     def _penalise(self) -> None:
         """Add the gradient of what the fine-tuning method adds to the loss; ranks share it."""

@@ -12,7 +12,7 @@ from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
 from shoal.cost.pipeline_picture import svg
 from shoal.cost.score import predictions
-from shoal.cost.training_memory import TIERS
+from shoal.cost.training_memory import ARENAS, TIERS
 from shoal.ir import Plan, Report
 from shoal.plan.table import spell
 from shoal.train.layout import RunDir
@@ -58,6 +58,9 @@ def make_report(plan: Plan, directory: RunDir) -> Report:
         most = [event.get("tier_bytes", {}).get(tier) for event in steps.values()]
         if any(most):
             measured[f"{tier}_bytes"] = float(max(filter(None, most)))
+    for event in events:
+        if event["kind"] == "arenas":
+            measured |= {f"{arena}_bytes": float(event[arena]) for arena in ARENAS}
     sent = [event["wire_bytes"] for event in steady if event.get("wire_bytes")]
     if sent:
         measured["wire_bytes"] = statistics.median(sent)
@@ -72,6 +75,11 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
         ("tokens_per_s", "tokens per second", 1, ""),
         ("memory_bytes", "memory of a rank", 1 / 2**20, "MiB"),
         *((f"{tier}_bytes", f"  most on the {tier}", 1 / 2**20, "MiB") for tier in TIERS),
+        ("base_bytes", "  the base's weights", 1 / 2**20, "MiB"),
+        ("adapter_bytes", "  the adapter's", 1 / 2**20, "MiB"),
+        ("gradients_bytes", "  gradients", 1 / 2**20, "MiB"),
+        ("optimizer_bytes", "  optimizer state", 1 / 2**20, "MiB"),
+        ("activations_bytes", "  activations and all else of passes", 1 / 2**20, "MiB"),
         ("wire_bytes", "bytes a rank sends in a step", 1 / 2**20, "MiB"),
         ("total_s", "time in steps", 1, "s"),
         ("lost_s", "time lost with ranks", 1, "s"),

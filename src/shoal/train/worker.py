@@ -293,6 +293,8 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
         result = rank.trainer.step(step, stop=asked(), record=record)
         if step == recorded:
             timeline.gather(rank.trainer.engine, rank.directory, step)
+        if rank.chief and step == first and rank.trainer.arena_bytes:
+            rank.meter.event("arenas", **rank.trainer.arena_bytes)
         if rank.chief and (step % job.log_every == 0 or step + 1 == rank.total):
             rank.meter.event(
                 "step",

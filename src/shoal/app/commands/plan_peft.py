@@ -65,6 +65,7 @@ def peft(
     from shoal.app.counts import count
     from shoal.app.show import as_json, table
     from shoal.core.config import resolve
+    from shoal.core.sizes import human_bytes
     from shoal.ir import TrainJob
     from shoal.machine.described import load
     from shoal.plan.peft import advise
@@ -135,6 +136,19 @@ def peft(
             )
             for one in found[:top]
         ],
+    )
+    arenas = ("base", "adapter", "gradients", "optimizer", "activations")
+    table(
+        "memory of a rank, by what it is for",
+        ("method", *arenas, "logits", "runtime"),
+        [
+            (
+                one.method.name,
+                *(human_bytes(one.memory_bytes[key]) for key in (*arenas, "logits", "runtime")),
+            )
+            for one in found[:top]
+        ],
+        numeric=" rrrrrrr",
     )
 
 

@@ -69,11 +69,15 @@ class SiteMethod:
 
     def parameters(self, shape: ModelShape) -> float:
         """Sum over the matrices of the shape that the targets match."""
-        return sum(
-            self.count(rows, columns)
+        return sum(self.count(rows, columns) for rows, columns in self.targeted(shape))
+
+    def targeted(self, shape: ModelShape) -> list[tuple[int, int]]:
+        """(rows, columns) of the matrices of the shape that the targets match."""
+        return [
+            (rows, columns)
             for name, rows, columns in shape_sites(shape)
             if matches(name, self.targets)
-        )
+        ]
 
     @abstractmethod
     def place(self, handle: Handle, site: Site, seed: int) -> SitePart:

@@ -125,6 +125,7 @@ class FineTuned:
         self.base = fingerprint(model)
         method: PeftMethod = table("peft").build(self._job.finetune or {}, where="finetune")
         self.handle = method.inject(model, seed=self._job.seed)
+        self.handle.stay()
         return model
 
     def whole(self, name: str) -> Tensor:

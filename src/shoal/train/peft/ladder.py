@@ -32,6 +32,7 @@ class Ladder(PromptMethod):
 
     width: int = 32
     name: ClassVar[str] = "ladder"
+    kept: ClassVar[float] = 0.1
 
     def __post_init__(self) -> None:
         require(self.width >= 1, "finetune.ladder.width", self.width, expected="1 or more")

@@ -12,6 +12,7 @@ from shoal.core.parts import part
 from shoal.train.peft.lora import Lora
 
 if TYPE_CHECKING:
+    from shoal.ir import ModelShape
     from shoal.train.peft.run.handle import Handle
     from shoal.train.peft.run.sites import Site, SitePart
 
@@ -23,10 +24,16 @@ class LoraFA(Lora):
     """Only B is trained, so the inputs of a layer need not be kept for the backward pass."""
 
     name: ClassVar[str] = "lora_fa"
+    # Not the inputs of the layers that it changes.
+    kept: ClassVar[float] = 0.94
 
     def count(self, rows: int, columns: int) -> float:
         """B [rows, r]."""
         return self.r * rows
+
+    def drawn(self, shape: ModelShape) -> float:
+        """A [r, columns] of every matrix, which stands still."""
+        return self.r * sum(columns for _, columns in self.targeted(shape))
 
     def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
         """A pair of thin matrices, of which one is trained."""

@@ -58,7 +58,15 @@ class PeftHandle(Protocol):
         ...
 
     def remove(self) -> None:
-        """Leave the model as it was found, bit for bit."""
+        """Leave the model as it was found, bit for bit.
+
+        Raises:
+            ModelError: :meth:`stay` was called.
+        """
+        ...
+
+    def stay(self) -> None:
+        """Let go of what only :meth:`remove` needs, such as weights that became few bits."""
         ...
 
     def buffers(self) -> dict[str, Tensor]:
@@ -99,6 +107,11 @@ class PeftMethod(Protocol):
 
     Attributes:
         mergeable: what it learns can be put into the weights of the base.
+
+    An estimate also looks for ``weight_bits``, bits of a weight of the blocks where the base is not
+    kept in fp32; ``kept``, the share of the activations that is, where it is not all of them;
+    ``drawn(shape)``, numbers that it keeps and does not train; and ``forward_only``, where there
+    are no gradients.
     """
 
     mergeable: ClassVar[bool]

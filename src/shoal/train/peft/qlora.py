@@ -21,8 +21,10 @@ __all__ = ["QLora"]
 class QLora(Lora):
     """LoRA; every linear layer of the blocks becomes NF4, with its scales quantised once more.
 
-    The weights stay in 4.13 bits: a layer's matrix is there in full for its own product alone,
-    forward and backward. What is learned merges into plain weights only.
+    The weights stay in 4.13 bits. Rows in bf16 are multiplied by the 4-bit kernel, where the CPU
+    has it and the block is a multiple of 32; there weights take 4.38 bits. All else is multiplied
+    by tiles of the weight, which is never there whole. What is learned merges into plain weights
+    only.
 
     Differs: scales are rounded to 8-bit integers, where the paper has 8-bit floats.
 
@@ -38,6 +40,11 @@ class QLora(Lora):
 
         super().__post_init__()
         require(self.block >= 2, f"finetune.{self.name}.block", self.block, expected="2 or more")
+
+    @property
+    def weight_bits(self) -> float:
+        """Bits of a weight of the blocks, scales included."""
+        return 4 + 8 / self.block + 32 / (256 * self.block)
 
     def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
         """Quantise the base."""

@@ -12,6 +12,7 @@ from shoal.core.parts import part
 from shoal.train.peft.base import ATTENTION, SiteMethod, check_rank
 
 if TYPE_CHECKING:
+    from shoal.ir import ModelShape
     from shoal.train.peft.run.handle import Handle
     from shoal.train.peft.run.sites import Site, SitePart
 
@@ -48,6 +49,11 @@ class Vera(SiteMethod):
     def count(self, rows: int, columns: int) -> float:
         """D of the rank and b of the outputs."""
         return self.r + rows
+
+    def drawn(self, shape: ModelShape) -> float:
+        """The pair that all matrices share, as large as the largest of them."""
+        every = self.targeted(shape)
+        return self.r * float(max(o for o, _ in every) + max(i for _, i in every)) if every else 0.0
 
     def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
         """Draw the pair that all sites share, as large as the largest of them."""

@@ -43,6 +43,7 @@ class Handle:
         self.looks = 0  # batches that the method looks at before the first step
         self.begin: dict[str, tuple[Tensor, Tensor]] = {}
         self.is_merged = False
+        self._stays = False
         self._undo: list[Callable[[], None]] = []
         self._saved: list[tuple[Tensor, Tensor]] = []
         self._swapped: list[tuple[Adapted, nn.Module]] = []
@@ -278,14 +279,28 @@ class Handle:
         self.is_merged = False
 
     def remove(self) -> None:
-        """Leave the model as it was found."""
+        """Leave the model as it was found.
+
+        Raises:
+            ModelError: the way back was let go.
+        """
         if self.is_merged:
             self.unmerge()
+        if self._stays:
+            raise ModelError(
+                f"finetune.{self.name}: cannot be removed: the way back was let go; read the base "
+                "again"
+            )
         for undo in reversed(self._undo):
             undo()
         self._undo = []
         for parameter in self._learned:
             parameter.requires_grad_(True)
+
+    def stay(self) -> None:
+        """Let go of what only the way back needs."""
+        self._stays = True
+        self._undo, self._learned, self.begin = [], [], {}
 
     def keep_merged(self) -> nn.Module:
         """The model with merged weights and without the method, which is gone.

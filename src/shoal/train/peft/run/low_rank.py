@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
 from shoal.core.random import seed64
-from shoal.train.peft.run.sites import Rows, Site, SitePart, dense
+from shoal.train.peft.run.sites import Rows, Site, SitePart, back, product
 
 __all__ = ["LowRank", "LowRankPart", "drawn", "fits", "fused"]
 
@@ -132,13 +132,13 @@ class _Products(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_NI: Tensor,
-        base: Callable[[], Tensor],
+        base: nn.Module,
         bias: Tensor | None,
         spans: tuple[tuple[int, int, float], ...],
         *pairs: Tensor,
     ) -> Tensor:
         downs, ups = pairs[::2], pairs[1::2]
-        out = F.linear(x_NI, base(), bias)
+        out = product(base, x_NI, bias)
         down = downs[0] if len(downs) == 1 else torch.cat(downs)
         inner_NR = x_NI @ down.t()
         at = 0
@@ -173,7 +173,7 @@ class _Products(torch.autograd.Function):
             found[::2] = torch.split(down_grad, [up.shape[1] for up in ups])
         x_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = grad @ ctx.base()
+            x_grad = back(ctx.base, grad)
             x_grad.addmm_(inner_grad, down)
         return x_grad, None, None, None, *found
 
@@ -204,7 +204,7 @@ def fused(
         with torch.autocast(kind, enabled=False):
             out: Tensor = _Products.apply(  # type: ignore[no-untyped-call]
                 x.reshape(-1, x.shape[-1]).to(dtype),
-                lambda: dense(base).to(dtype),
+                base,
                 None if bias is None else bias.to(dtype),
                 tuple(spans),
                 *pairs,

@@ -24,7 +24,7 @@ from shoal.train.peft.base import matches
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
 
-__all__ = ["Adapted", "Rows", "Site", "SitePart", "all_sites", "find_sites"]
+__all__ = ["Adapted", "Rows", "Site", "SitePart", "all_sites", "back", "find_sites", "product"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,22 @@ def dense(base: nn.Module) -> Tensor:
     made = getattr(base, "dense", None)
     weight: Tensor = base.weight if made is None else made()  # type: ignore[assignment]
     return weight
+
+
+def product(base: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Product x W^T + b of a module in the type of x, by its own way where it has one."""
+    made = getattr(base, "product", None)
+    if made is not None:
+        own: Tensor = made(x, bias)
+        return own
+    return F.linear(x, dense(base).to(x.dtype), bias)
+
+
+def back(base: nn.Module, grad: Tensor) -> Tensor:
+    """Product of a gradient and the matrix of a module, by its own way where it has one."""
+    made = getattr(base, "back", None)
+    found: Tensor = grad @ dense(base).to(grad.dtype) if made is None else made(grad)
+    return found
 
 
 class SitePart(nn.Module):
