@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from shoal.core.errors import CheckpointError, ConfigError
-from shoal.memory.stream import chunks
+from shoal.memory.tiers import chunks
 
 if TYPE_CHECKING:
     from torch import Tensor

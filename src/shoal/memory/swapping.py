@@ -20,8 +20,8 @@ from torch import Tensor
 
 from shoal.core.errors import TierFullError
 from shoal.memory.disk import SECTOR
-from shoal.memory.stream import chunks
 from shoal.memory.tier import Block
+from shoal.memory.tiers import chunks
 
 if TYPE_CHECKING:
     from shoal.memory.mover import Ticket

@@ -6,7 +6,7 @@ Each way has a thread: disk to host, host to device, device to host, host to dis
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["DiskRow", "MemoryRow", "Place", "Ring", "Row", "Tiers", "make_row"]
+__all__ = [
+    "DiskRow",
+    "MemoryRow",
+    "Place",
+    "Ring",
+    "Row",
+    "Tiers",
+    "chunks",
+    "make_row",
+]
 
 Place = Literal["device", "host", "disk"]
 
@@ -243,3 +252,9 @@ def make_row(tiers: Tiers, place: Place, numel: int, dtype: torch.dtype, tag: st
         assert tiers.disk is not None
         return DiskRow(tiers.disk, numel, dtype, tag)
     return MemoryRow(tiers.host if place == "host" else tiers.device, numel, dtype, tag)
+
+
+def chunks(numel: int, most: int) -> Iterator[tuple[int, int]]:
+    """First element and number of elements of pieces of at most ``most``."""
+    for first in range(0, numel, most):
+        yield first, min(most, numel - first)
