@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from shoal.core.errors import require
 from shoal.memory.device import DeviceScope
 from shoal.memory.disk import SECTOR, DiskTier
 from shoal.memory.mover import EmulatedLink, Mover
@@ -170,6 +171,7 @@ class Tiers:
         disk_links: hold reading and writing of the disk to a rate, whoever asks for it.
 
     Raises:
+        ConfigError: a way is held to two rates.
         MachineError: the path cannot be written.
         TierFullError: its disk has less room.
     """
@@ -187,6 +189,13 @@ class Tiers:
         disk_links: tuple[EmulatedLink | None, EmulatedLink | None] = (None, None),
     ) -> None:
         links = links or {}
+        for way, of_disk in zip(("read", "write"), disk_links, strict=True):
+            require(
+                way not in links or of_disk is None,
+                f"links.{way}",
+                links.get(way),
+                expected="one link for a way: that of its mover, or that of the disk itself",
+            )
         self.device = MemoryTier("device", device_bytes, device)
         gpu = self.device.device.type == "cuda"
         self.host = MemoryTier("host", host_bytes, alignment=SECTOR, pinned=gpu)
