@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from shoal.core.errors import ConfigError, ModelError
+from shoal.memory.away import LEAST
 from shoal.memory.links import rates_of
 from shoal.memory.offloaded import OffloadedModel
-from shoal.memory.swapping import LEAST
 from shoal.plan.swap import Iteration, Swappable, Times, choose, curve
 from shoal.plan.swap import Tensor as Swapped
 
