@@ -9,6 +9,7 @@ comes next, is for sub-classes to say.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -62,7 +63,7 @@ class Slip(NamedTuple):
     offset: int
 
 
-class Sending(Generic[_A]):
+class Sending(ABC, Generic[_A]):
     """Sends storages away and brings them back.
 
     Args:
@@ -167,14 +168,14 @@ class Sending(Generic[_A]):
         away.fetched = torch.empty(away.block.nbytes, dtype=torch.uint8, device=where)
         return away.fetched
 
+    @abstractmethod
     def _send(self, source: Tensor, storage: torch.UntypedStorage, what: str) -> _A:
         """Begin to copy a storage, of which ``source`` are the bytes, to where it waits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _fetch(self, away: _A) -> None:
         """Begin to bring it back."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ahead(self, away: _A) -> None:
         """Begin to bring what is wanted after it, as far as the device has room."""
-        raise NotImplementedError
