@@ -83,6 +83,33 @@ def test_two_ranks_are_one_that_adds_the_halves(placement, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("options", "model"),
+    [
+        ({"param": "host", "optim": "host"}, {"tied": True}),
+        pytest.param({"placement": "owner"}, {}, marks=pytest.mark.slow),
+        pytest.param({"act": "host"}, {"tied": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_one_rank_short_of_memory_goes_on_with_the_others(options, model, tmp_path, monkeypatch):
+    """Rank 0 alone lets go of all it can, at every use and in every step, and bits stay."""
+    shape = config(num_layers=3, **model)
+    wanted = job({"dp": 2}, offload=offload(device_budget="32MiB", **options))
+    usual = run(wanted, shape, tmp_path)
+    bring, gone = Stream._bring, []
+
+    def short(self, home):
+        bring(self, home)
+        if self.comm.rank == 0:
+            there = [one for one in self.homes if one.flat is not None]
+            self._make_room(2**50)
+            gone.extend(one.name for one in there if one.flat is None)
+
+    monkeypatch.setattr(Stream, "_bring", short)
+    same(usual, run(wanted, shape, tmp_path))
+    assert gone
+
+
+@pytest.mark.parametrize(
     "parallel",
     [
         pytest.param({"dp": 2, "tp": 2, "sp": True}, marks=pytest.mark.slow),

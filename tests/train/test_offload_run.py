@@ -44,11 +44,13 @@ def test_two_ranks_share_what_lies_in_tiers(make_plan: Callable[..., Plan], tmp_
 
 @pytest.mark.multi
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero_infinity", "superpipeline", "deep_optimizer_states"])
+@pytest.mark.parametrize(
+    "name", ["zero_infinity", "superpipeline", "deep_optimizer_states", "fuyou"]
+)
 def test_what_the_search_chose_is_trained_and_scored(
     name: str, make_plan: Callable[..., Plan], tmp_path: Path
 ) -> None:
-    base = make_plan(**{**RUN, "parallel": {"dp": 1}})
+    base = make_plan(**{**RUN, "parallel": {"dp": 1}, "grad_clip": 0})
     planner = PLANNERS.build({"name": "search", "offload": [name]})
     plan = planner.plan(base.job, base.machine)[0]
     assert plan.job.offload is not None
@@ -64,5 +66,11 @@ def test_what_the_search_chose_is_trained_and_scored(
         predicted = rows[key].predicted
         assert predicted is not None
         assert 0 < rows[key].measured <= predicted, key
+    chosen = [e for e in read_events(tmp_path / name / "events.jsonl") if e["kind"] == "swap"]
+    assert len(chosen) == (name == "fuyou")
+    for event in chosen:
+        assert event["step"] == 1
+        assert all(rate > 0 for rate in event["bytes_per_s"].values())
+        assert event["predicted_s"] <= min(seconds for _, seconds in event["curve"]) + 1e-9
     told = [label.strip() for label, *_ in report_rows(report)]
     assert "most on the device" in told

@@ -19,9 +19,9 @@ from shoal.memory.initial import part_of
 from shoal.memory.mover import EmulatedLink
 from shoal.memory.needs import INCOMING, OUTGOING, SMALL, UPDATING, Staging
 from shoal.memory.offloaded import OffloadedModel
-from shoal.memory.stream import Stream, chunks
+from shoal.memory.stream import Stream
 from shoal.memory.subgroups import Elementwise, SubGroups, elementwise
-from shoal.memory.tiers import Ring, Row, Tiers, make_row
+from shoal.memory.tiers import Ring, Row, Tiers, chunks, make_row
 from shoal.memory.tiling import Tile, tile
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Literal
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part
-from shoal.core.sizes import Size, human_bytes
+from shoal.core.sizes import Size
 from shoal.cost.arithmetic import parameters
 from shoal.cost.host_link import copy_bytes_per_s
 from shoal.cost.ops import stage_share
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
 from shoal.memory.needs import HOST_OF_A_GPU, needs
-from shoal.memory.zero_infinity import Count
+from shoal.memory.options import LEAST_BUDGET, Count, check_least, refuse, short_budgets
 from shoal.plan.stride import HOST_ONLY, SLOTS, Pattern, Rates, choose, timeline
 
 if TYPE_CHECKING:
@@ -64,16 +64,13 @@ class DeepOptimizerStates:
 
     def __post_init__(self) -> None:
         where = "offload.deep_optimizer_states"
-        for name in ("device_budget", "host_budget"):
-            size = getattr(self, name)
-            require(
-                size is None or size >= 2**20, f"{where}.{name}", size, expected="at least 1MiB"
-            )
-        require(
-            self.sub_group_numel >= 1,
-            f"{where}.sub_group_numel",
-            self.sub_group_numel,
-            expected="at least 1",
+        check_least(
+            self,
+            where,
+            device_budget=LEAST_BUDGET,
+            host_budget=LEAST_BUDGET,
+            sub_group_numel=1,
+            static_residents=0,
         )
         require(
             self.stride == "auto" or self.stride == HOST_ONLY or self.stride >= 2,
@@ -81,12 +78,6 @@ class DeepOptimizerStates:
             self.stride,
             expected="auto, 0 for the host alone, or at least 2",
             hint="a stride of 1 is all of it on the device: leave offload out",
-        )
-        require(
-            self.static_residents >= 0,
-            f"{where}.static_residents",
-            self.static_residents,
-            expected="0 or more",
         )
 
     def check(self, job: TrainJob) -> None:
@@ -96,17 +87,7 @@ class DeepOptimizerStates:
                 f"offload: deep_optimizer_states keeps whole weights on every rank and shard is "
                 f"{job.shard}; leave shard out"
             )
-        if job.activation.name != "keep":
-            raise ConfigError(
-                "offload: deep_optimizer_states counts what lies on the device and activation is "
-                f"{job.activation.name}; use activation: keep, and recompute: full where "
-                "activations are large"
-            )
-        if job.replan.enabled:
-            raise ConfigError(
-                "offload: deep_optimizer_states: replan moves a state between plans, and not one "
-                "in tiers; use replan: {enabled: false}"
-            )
+        refuse(job, "deep_optimizer_states")
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes by tier, and the seconds of an update by the machine's bandwidths."""
@@ -133,14 +114,8 @@ class DeepOptimizerStates:
         )
 
     def notes(self, work: Work, machine: Machine) -> tuple[str, ...]:
-        """What a plan should say: who updates what, and a budget that is too small."""
-        cost = self.estimate(work, machine).memory_bytes["device"]
-        if self.device_budget is None or cost <= self.device_budget:
-            return ()
-        return (
-            f"offload: device_budget {human_bytes(self.device_budget)} is below the "
-            f"{human_bytes(cost)} that the step is predicted to need",
-        )
+        """What a plan should say: budgets that are too small."""
+        return short_budgets(self, self.estimate(work, machine).memory_bytes)
 
     def _pattern(self, sizes: Sequence[int], rates: Rates) -> tuple[float, Pattern]:
         """(seconds, who updates what) of the choice."""

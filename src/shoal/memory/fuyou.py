@@ -16,7 +16,14 @@ from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part
 from shoal.core.sizes import Size, bytes_of
 from shoal.ir import Estimate, Machine, TrainJob, Work
-from shoal.memory.zero_infinity import Count, refuse
+from shoal.memory.options import (
+    LEAST_BUDGET,
+    UNLIMITED,
+    Count,
+    check_least,
+    place_of,
+    refuse_streamed,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -66,33 +73,25 @@ class Fuyou:
 
     def __post_init__(self) -> None:
         where = "offload.fuyou"
-        for name in ("device_budget", "host_budget", "swap_capacity"):
-            size = getattr(self, name)
-            require(
-                size is None or size >= 2**20, f"{where}.{name}", size, expected="at least 1MiB"
-            )
+        check_least(
+            self,
+            where,
+            device_budget=LEAST_BUDGET,
+            host_budget=LEAST_BUDGET,
+            swap_capacity=LEAST_BUDGET,
+            sub_group_numel=2**14,
+            prefetch_numel=0,
+        )
         require(
             isinstance(self.swap, str) or self.swap >= 0,
             f"{where}.swap",
             self.swap,
             expected="auto, all, none, or bytes from 0",
         )
-        require(
-            self.sub_group_numel >= 2**14,
-            f"{where}.sub_group_numel",
-            self.sub_group_numel,
-            expected="at least 16384",
-        )
-        require(
-            self.prefetch_numel >= 0,
-            f"{where}.prefetch_numel",
-            self.prefetch_numel,
-            expected="0 or more",
-        )
 
     def check(self, job: TrainJob) -> None:
         """Refuse what this does not compose with."""
-        refuse(job, "fuyou")
+        refuse_streamed(job, "fuyou")
         if job.grad_clip:
             raise ConfigError(
                 f"offload: fuyou uses every gradient before the norm of all is known and grad_clip "
@@ -140,12 +139,12 @@ class Fuyou:
         from shoal.memory.fuyou_build import WantedSwap, fuyou_model
 
         wanted = WantedSwap(
-            device_bytes=self.device_budget or 2**40,
+            device_bytes=self.device_budget or UNLIMITED,
             host_bytes=self.host_budget,
             sub_group_numel=self.sub_group_numel,
             prefetch_numel=self.prefetch_numel,
             swap=self.swap,
             swap_bytes=self.swap_capacity,
-            path=Path(self.path) if self.path else place,
+            path=place_of(self.path, place),
         )
         return fuyou_model(model, comm, optimizer, wanted, device=device, values=values)

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from shoal.core.errors import ConfigError, ModelError
+from shoal.memory.away import LEAST
 from shoal.memory.links import rates_of
 from shoal.memory.offloaded import OffloadedModel
-from shoal.memory.swapping import LEAST
-from shoal.plan.swap import Iteration, Swappable, Times, choose
+from shoal.plan.swap import Iteration, Swappable, Times, choose, curve
 from shoal.plan.swap import Tensor as Swapped
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class FuyouModel(OffloadedModel):
         self.iteration: Iteration | None = None
         self.ordered: Swappable | None = None
         self.chosen: Times | None = None
+        self._told = False
 
     def begin(self, factor: float) -> None:
         """A step begins, whose update has this factor of the learning rate."""
@@ -150,6 +151,23 @@ class FuyouModel(OffloadedModel):
         self._send([movable[n] for n in self.ordered.order[:count]], times.spilled)
         self.chosen = times
         return times
+
+    def choice(self) -> dict[str, object] | None:
+        """What is sent away from now on, and what other amounts would come to; said once."""
+        if self._told or self.chosen is None or self.iteration is None or self.ordered is None:
+            return None
+        self._told = True
+        chosen = self.chosen
+        points = curve(self.iteration, self.ordered)
+        return {
+            "swapped_bytes": chosen.swapped,
+            "spilled_bytes": chosen.spilled,
+            "again_s": chosen.again_s,
+            "predicted_s": chosen.seconds,
+            "binds": list(chosen.binds),
+            "bytes_per_s": dict(self._rates),
+            "curve": [[one.swapped, one.seconds] for one in points],
+        }
 
     def _measured(self) -> Iteration:
         """What step 1 has shown."""

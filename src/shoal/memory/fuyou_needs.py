@@ -29,6 +29,7 @@ from shoal.memory.needs import (
     sizes,
     vectors,
 )
+from shoal.memory.options import short_budgets
 from shoal.plan.swap import Iteration, Swappable, Tensor, Times, choose
 
 if TYPE_CHECKING:
@@ -265,11 +266,7 @@ def notes(part: Fuyou, found: Predicted) -> tuple[str, ...]:
         f"{human_bytes(found.ordered.nbytes[-1])} of activations a micro-batch and computes the "
         f"rest again; the forward pass is bound by {forward}, the backward pass by {backward}"
     )
-    if part.device_budget is not None and found.least > part.device_budget:
-        said.append(
-            f"offload: device_budget {human_bytes(part.device_budget)} is below the "
-            f"{human_bytes(found.least)} that the step is predicted to need"
-        )
+    said += short_budgets(part, {"device": found.least})
     if part.host_budget is not None and found.staged > part.host_budget:
         said.append(
             f"offload: host_budget {human_bytes(part.host_budget)} is below the "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["EmulatedLink", "Mover", "Ticket", "end_of_work"]
+__all__ = ["EmulatedLink", "Mover", "Ticket", "copied", "end_of_work"]
 
 
 @dataclass
@@ -152,7 +152,7 @@ class Mover:
 
     def copy(self, source: Tensor, target: Tensor) -> Ticket:
         """Copy a tensor in memory into another of its shape."""
-        return self.submit(lambda: _copied(source, target), source.nbytes)
+        return self.submit(lambda: copied(source, target), source.nbytes)
 
     def read(self, tier: DiskTier, block: Block, into: Tensor) -> Ticket:
         """Fill ``into``, uint8 of :func:`~shoal.memory.disk.staging`, from a block on disk."""
@@ -227,7 +227,8 @@ class Mover:
                 ticket.finish(seconds, error)
 
 
-def _copied(source: Tensor, target: Tensor) -> None:
+def copied(source: Tensor, target: Tensor) -> None:
+    """Copy a tensor into another of its shape."""
     target.copy_(source)
 
 

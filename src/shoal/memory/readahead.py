@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.memory.stream import chunks
+from shoal.memory.tiers import chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

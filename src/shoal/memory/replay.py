@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError
 from shoal.memory.activation import in_backward
+from shoal.memory.away import Slip
 from shoal.memory.chain import find_blocks
-from shoal.memory.swapping import Slip
 
 if TYPE_CHECKING:
     from shoal.memory.swapping import Swapping

@@ -10,8 +10,10 @@ from the ranks, the next is copied to the device and those after it are read fro
 of staging buffers, by threads of their own. One that is used again that soon stays. What is there
 early has room of its own: what the first pass left free of the budget.
 
-Collectives are called by the thread that computes, and every decision is a function of counts and
-order alone: all ranks take the same, and their collectives meet.
+Collectives are called by the thread that computes, and every decision about them is a function of
+counts and order alone: all ranks take the same, and their collectives meet. A rank that runs short
+of memory by itself lets go of what it has fetched ahead, and fetches it again when the ranks gather
+it; what is gathered already stays, because the others would not gather it once more.
 
 Source: Rajbhandari et al., ZeRO-Infinity, 2021, sections 6.2 (overlap) and 7.1 (hooks).
 """
@@ -21,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,12 +30,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shoal.memory.gradients import Gradients
 from shoal.memory.home import Home
+from shoal.memory.mover import copied
+from shoal.memory.tiers import chunks
 from shoal.memory.trace import Trace
 from shoal.memory.waiting import Waiting
 
 if TYPE_CHECKING:
-    from shoal.ir.comm import Comm, Pending
+    from shoal.ir.comm import Comm
     from shoal.memory.mover import Ticket
     from shoal.memory.swapping import Swapping
     from shoal.memory.tiers import Place, Ring, Tiers
@@ -43,8 +47,6 @@ __all__ = ["Stream"]
 
 # Views and transpositions: a tensor that these make of a cast parameter has all of its elements.
 _REORDERED = ("TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
-# Gradients that are summed over the ranks while the next one is computed.
-_SUMMING = 1
 
 
 class _Lent(NamedTuple):
@@ -55,15 +57,6 @@ class _Lent(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
-
-
-class _Sum(NamedTuple):
-    """A gradient that the ranks are adding up."""
-
-    home: Home
-    whole: Tensor
-    mine: Tensor
-    pending: Pending
 
 
 class _Watched(dict[str, Any]):
@@ -80,7 +73,7 @@ class _Watched(dict[str, Any]):
         return value
 
 
-class Stream:
+class Stream(Gradients):
     """Brings the parameters of a model to the device and their gradients away from it.
 
     Args:
@@ -108,16 +101,13 @@ class Stream:
         prefetch_numel: int,
         act: Place = "device",
     ) -> None:
-        self.homes, self.tiers = homes, tiers
-        self.comm = comm if comm is not None and comm.world > 1 else None
-        self._incoming, self._outgoing, self._scratch = incoming, outgoing, scratch
+        super().__init__(tiers, comm, outgoing, scratch)
+        self.homes, self._incoming = homes, incoming
         self._prefetch_numel = prefetch_numel
         self._waiting: Waiting | Swapping | None
-        self._waiting = Waiting(tiers, self._spare) if act == "host" else None
+        self._waiting = Waiting(tiers, self._spare_for_saved) if act == "host" else None
         self.waited_s = 0.0
         """Seconds for which passes waited for parameters."""
-        self.last = True
-        """Whether the gradients that come now complete their sums."""
         self._home = {home.parameter: home for home in homes}
         self._by_storage: dict[int, Home] = {}
         self._traces: dict[str, Trace[Home]] = {}
@@ -125,10 +115,14 @@ class Stream:
         self._frames: list[list[Home]] = []
         self._early: dict[Home, int] = {}
         self._passing: Home | None = None
+        owners: dict[Home, int] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                if parameter in self._home:
+                    owners[self._home[parameter]] = owners.get(self._home[parameter], 0) + 1
+        # The gradient of what several modules have comes long after the first of them is through.
+        self._tied = {home for home, count in owners.items() if count > 1}
         self._slack = 0
-        self._summing: deque[_Sum] = deque()
-        self._leaving: deque[Ticket] = deque()
-        self._writing: deque[Ticket] = deque()
         tiers.scope.make_room = self._make_room
         for home in homes:
             if home.gradient is not None:
@@ -184,13 +178,6 @@ class Stream:
             self.comm.all_reduce(most, tag="count", op="max").wait()
             need = int(most)
         return need
-
-    def settle(self) -> None:
-        """Return when every gradient is where it belongs."""
-        self._summed(0)
-        for pending in (self._leaving, self._writing):
-            while pending:
-                pending.popleft().wait()
 
     def drop_all(self) -> None:
         """Leave nothing on the device."""
@@ -272,14 +259,21 @@ class Stream:
         if not home.uses and not home.kept:
             self._bring(home)
             home.kept = True
-        if home.gradient is None and self._passing is not home:
+        if self._passing not in (None, home):
+            self._pass()
+        if home.gradient is None or home in self._tied:
             # No gradient tells when it is over: until another parameter is wanted.
-            if self._passing is not None and not self._passing.uses:
-                self._passing.kept = False
-                self._drop(self._passing)
             self._passing = home
         assert home.flat is not None
         return home.flat.to(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+
+    def _pass(self) -> None:
+        """The backward pass is through with what no gradient says it is through with."""
+        home, self._passing = self._passing, None
+        assert home is not None
+        if not home.uses:
+            home.kept = False
+            self._drop(home)
 
     def _received(self, home: Home, parameter: Tensor) -> None:
         """A gradient has come: it leaves the device, and so does the parameter."""
@@ -288,13 +282,7 @@ class Stream:
         home.kept = False
         if not home.uses:
             self._drop(home)
-        # One is on its way from the device while the next one is computed, and no more.
-        while self._leaving:
-            self._leaving.popleft().wait()
-        while self._writing and self._writing[0].done():
-            self._writing.popleft().wait()
-        self._send(home, gradient.detach().reshape(-1))
-        self._summed(_SUMMING)
+        self.leaves(home, gradient)
 
     # Bringing parameters.
 
@@ -310,6 +298,8 @@ class Stream:
         if self.comm is not None:
             following = next(self._trace.upcoming(), None)
             if following in self._early:
+                if following.flat is None:  # this rank had let it go
+                    self._start(following)
                 self._arrive(following)
         if home.gathering is not None:
             begin = time.perf_counter()
@@ -323,12 +313,14 @@ class Stream:
         """Start to fetch what is used next, as far as there is room for it."""
         assert self._trace is not None
         left = self._prefetch_numel
-        room = self._spare() - (0 if self._waiting is None else self._waiting.early_bytes)
+        room = self._spare()
+        if self.comm is None and self._waiting is not None:
+            room -= self._waiting.early_bytes  # which is another on every rank
         for home in self._trace.upcoming() if left else ():
             left -= home.cut.whole
             if left < 0:
                 return
-            if home.flat is None:
+            if home.flat is None and home not in self._early:
                 nbytes = self._device_bytes(home)
                 room -= nbytes
                 if room < 0:
@@ -355,7 +347,19 @@ class Stream:
     def _spare(self) -> int:
         """Bytes of the device that nobody needs, less those of parameters that came early."""
         assert self._trace is not None
-        return self._slack - sum(self._early.values()) if self._trace.known else 0
+        if not self._trace.known:
+            return 0
+        mine = self._slack
+        if self.comm is not None and self._waiting is not None:
+            mine //= 2  # the other half is for what is saved, which no two ranks fill alike
+        return mine - sum(self._early.values())
+
+    def _spare_for_saved(self) -> int:
+        """The same for what autograd saved."""
+        if self.comm is None:
+            return self._spare()
+        assert self._trace is not None
+        return self._slack - self._slack // 2 if self._trace.known else 0
 
     def _device_bytes(self, home: Home) -> int:
         """What fetching a parameter takes of the device."""
@@ -396,7 +400,7 @@ class Stream:
         row, ring, tiers = home.weight, self._incoming, self.tiers
         if not row.on_disk:
             return tiers.up.submit(
-                lambda: _copied(row.take(first, count, None), target), target.nbytes
+                lambda: copied(row.take(first, count, None), target), target.nbytes
             )
         found: list[Tensor] = []
 
@@ -411,85 +415,24 @@ class Stream:
         reading = tiers.read.submit(read, target.nbytes)
 
         def up() -> None:
-            _copied(found[0], target)
+            copied(found[0], target)
             ring.put(found[1])
 
         return tiers.up.submit(up, target.nbytes, after=reading)
 
     def _drop(self, home: Home) -> None:
-        """Let go of a parameter's memory; whoever still looks at it keeps it alive."""
+        """Be through with a parameter; whoever still looks at it keeps it alive."""
+        self._early.pop(home, None)
+        self._let_go(home)
+
+    def _let_go(self, home: Home) -> None:
+        """Give a parameter's memory back."""
         if home.flat is not None:
             self._by_storage.pop(home.flat.untyped_storage()._cdata, None)
             home.parameter.data = home.empty
-            self._early.pop(home, None)
             if home.gathering is not None:
                 home.gathering.wait()
             home.flat = home.part = home.ticket = home.gathering = None
-
-    # Sending gradients.
-
-    def _send(self, home: Home, gradient: Tensor) -> None:
-        """Begin to sum a gradient over the ranks; this rank's part goes where it lives."""
-        cut, comm = home.cut, self.comm
-        if comm is None:
-            self._keep(home, gradient)
-        elif cut.owner is not None:
-            pending = comm.reduce(gradient, cut.owner, tag="gradients")
-            self._summing.append(_Sum(home, gradient, gradient, pending))
-        else:
-            whole = gradient
-            if cut.padded * comm.world != cut.whole:
-                whole = gradient.new_zeros(cut.padded * comm.world)
-                whole[: cut.whole] = gradient
-            mine = gradient.new_empty(cut.padded)
-            pending = comm.reduce_scatter(mine, whole, tag="gradients")
-            self._summing.append(_Sum(home, whole, mine, pending))
-
-    def _summed(self, most: int) -> None:
-        """Wait until at most so many gradients are being summed; keep those that are."""
-        while len(self._summing) > most:
-            done = self._summing.popleft()
-            done.pending.wait()
-            self._keep(done.home, done.mine)
-
-    def _keep(self, home: Home, mine: Tensor) -> None:
-        """Add this rank's part of a gradient to what there is."""
-        fresh, home.fresh = home.fresh, False
-        for first, count in chunks(home.cut.numel, self._outgoing.nbytes // home.dtype.itemsize):
-            self._leaving.append(self._copy_down(home, mine[first : first + count], first, fresh))
-
-    def _copy_down(self, home: Home, part: Tensor, first: int, fresh: bool) -> Ticket:
-        row, ring, last = home.gradient, self._outgoing, self.last
-        assert row is not None
-        nbytes = part.nbytes
-        found: list[Tensor] = []
-
-        def down() -> None:
-            slot = ring.get()
-            values = slot[:nbytes].view(part.dtype)
-            _copied(part, values)
-            found.extend((values, slot))
-
-        leaving = self.tiers.down.submit(down, nbytes)
-
-        def write() -> None:
-            leaving.wait()
-            values, slot = found
-            try:
-                if not fresh:
-                    second = self._scratch.get()
-                    try:
-                        values.add_(row.take(first, values.numel(), second))
-                    finally:
-                        self._scratch.put(second)
-                row.give(first, values, slot)
-                if last:
-                    home.measure(first, values)
-            finally:
-                ring.put(slot)
-
-        self._writing.append(self.tiers.write.submit(write, nbytes))
-        return leaving
 
     def _make_room(self, need: int) -> None:
         """Wait for what leaves the device; then do without what was fetched early."""
@@ -498,22 +441,18 @@ class Stream:
             self._waiting.make_room()
         while self._leaving and scope.room < need:
             self._leaving.popleft().wait()
-        early = list(self._early)
-        loose = [home for home in self.homes if home.kept and not home.uses]
-        for home in (*reversed(early), *loose):
+        alone = self.comm is None
+        # What is gathered stays, and what is not is gathered when the other ranks do.
+        going = [home for home in reversed(self._early) if alone or home.part is not None]
+        if alone:
+            going += [home for home in self.homes if home.kept and not home.uses]
+        for home in going:
             if scope.room >= need:
                 return
             if home.ticket is not None:
                 home.ticket.wait()
             home.kept = False
-            self._drop(home)
-
-
-def chunks(numel: int, most: int) -> Iterator[tuple[int, int]]:
-    """First element and number of elements of pieces of at most ``most``."""
-    for first in range(0, numel, most):
-        yield first, min(most, numel - first)
-
-
-def _copied(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
+            if alone:
+                self._drop(home)
+            else:
+                self._let_go(home)

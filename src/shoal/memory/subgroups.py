@@ -9,20 +9,21 @@ Source: Rajbhandari et al., ZeRO-Infinity, 2021, section 5.2.2 (infinity offload
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from shoal.core.errors import CheckpointError, ConfigError
-from shoal.memory.stream import chunks
+from shoal.memory.tiers import chunks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.memory.home import Home
     from shoal.memory.mover import Ticket
-    from shoal.memory.tiers import Ring, Tiers
+    from shoal.memory.tiers import Ring, Row, Tiers
 
 __all__ = ["Elementwise", "SubGroups", "elementwise"]
 
@@ -121,7 +122,8 @@ class SubGroups:
         pieces = self._pieces()
         while True:
             while len(reading) < 2 and (piece := next(pieces, None)) is not None:
-                piece.ticket = self._tiers.read.submit(lambda p=piece: self._load(p), 0)  # type: ignore[misc]
+                load = functools.partial(self._load, piece)
+                piece.ticket = self._tiers.read.submit(load, _on_disk(piece, self._read(piece)))
                 reading.append(piece)
             if not reading:
                 break
@@ -129,7 +131,9 @@ class SubGroups:
             assert piece.ticket is not None
             piece.ticket.wait()
             self._update(piece, factor)
-            writing.append(self._tiers.write.submit(lambda p=piece: self._store(p), 0))  # type: ignore[misc]
+            store = functools.partial(self._store, piece)
+            nbytes = _on_disk(piece, [piece.home.weight, *piece.home.states.values()])
+            writing.append(self._tiers.write.submit(store, nbytes))
             while writing and writing[0].done():
                 writing.popleft().wait()
         for ticket in writing:
@@ -138,6 +142,13 @@ class SubGroups:
             home.steps += 1
             home.fresh = True
         self.scales.clear()
+
+    @staticmethod
+    def _read(piece: _Piece) -> list[Row]:
+        """What an update reads; there is nothing of a gradient that has not come."""
+        home = piece.home
+        gradient = [] if home.fresh or home.gradient is None else [home.gradient]
+        return [home.weight, *gradient, *home.states.values()]
 
     def _load(self, piece: _Piece) -> None:
         home, first, count = piece.home, piece.first, piece.count
@@ -207,3 +218,8 @@ class SubGroups:
                 row.shown().copy_(entries[name].reshape(-1))
         if self._tiers.disk is not None:
             self._tiers.disk.flush()
+
+
+def _on_disk(piece: _Piece, rows: Sequence[Row]) -> int:
+    """Bytes of a sub-group that travel: those of its rows that lie on a disk."""
+    return piece.count * piece.home.dtype.itemsize * sum(row.on_disk for row in rows)

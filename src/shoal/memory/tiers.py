@@ -6,10 +6,11 @@ Each way has a thread: disk to host, host to device, device to host, host to dis
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from shoal.core.errors import require
 from shoal.memory.device import DeviceScope
 from shoal.memory.disk import SECTOR, DiskTier
 from shoal.memory.mover import EmulatedLink, Mover
@@ -19,7 +20,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["DiskRow", "MemoryRow", "Place", "Ring", "Row", "Tiers", "make_row"]
+__all__ = [
+    "DiskRow",
+    "MemoryRow",
+    "Place",
+    "Ring",
+    "Row",
+    "Tiers",
+    "chunks",
+    "make_row",
+]
 
 Place = Literal["device", "host", "disk"]
 
@@ -161,6 +171,7 @@ class Tiers:
         disk_links: hold reading and writing of the disk to a rate, whoever asks for it.
 
     Raises:
+        ConfigError: a way is held to two rates.
         MachineError: the path cannot be written.
         TierFullError: its disk has less room.
     """
@@ -178,6 +189,13 @@ class Tiers:
         disk_links: tuple[EmulatedLink | None, EmulatedLink | None] = (None, None),
     ) -> None:
         links = links or {}
+        for way, of_disk in zip(("read", "write"), disk_links, strict=True):
+            require(
+                way not in links or of_disk is None,
+                f"links.{way}",
+                links.get(way),
+                expected="one link for a way: that of its mover, or that of the disk itself",
+            )
         self.device = MemoryTier("device", device_bytes, device)
         gpu = self.device.device.type == "cuda"
         self.host = MemoryTier("host", host_bytes, alignment=SECTOR, pinned=gpu)
@@ -243,3 +261,9 @@ def make_row(tiers: Tiers, place: Place, numel: int, dtype: torch.dtype, tag: st
         assert tiers.disk is not None
         return DiskRow(tiers.disk, numel, dtype, tag)
     return MemoryRow(tiers.host if place == "host" else tiers.device, numel, dtype, tag)
+
+
+def chunks(numel: int, most: int) -> Iterator[tuple[int, int]]:
+    """First element and number of elements of pieces of at most ``most``."""
+    for first in range(0, numel, most):
+        yield first, min(most, numel - first)

@@ -13,53 +13,34 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+
+from shoal.memory.away import Away, Sending
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from shoal.memory.mover import Ticket
     from shoal.memory.tier import Block
     from shoal.memory.tiers import Tiers
 
 __all__ = ["Waiting"]
 
-# Bytes of a storage from which it pays to send it away.
-_LEAST = 4096
-# What leaves the device at a time is no more than so many of the largest.
-_LEAVING = 3
+# Storages before the one that is wanted that are fetched ahead.
+_AHEAD = 4
 
 
-class _Away:
-    """One storage that waits.
-
-    Attributes:
-        source: the storage, while it lives.
-        leaving: of the copy to the host.
-        fetched: its bytes, back on the device.
-        coming: of the copy that brings them.
-    """
+class _Waits(Away):
+    """One storage, with its number in the order of the forward pass."""
 
     def __init__(self, block: Block, source: torch.UntypedStorage, number: int) -> None:
-        self.block, self.number = block, number
-        self.source = weakref.ref(source)
-        self.leaving: Ticket | None = None
-        self.fetched: Tensor | None = None
-        self.coming: Ticket | None = None
+        super().__init__(block, source)
+        self.number = number
 
 
-class _Slip(NamedTuple):
-    """What autograd keeps in the place of a tensor."""
-
-    away: _Away
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-class Waiting:
+class Waiting(Sending[_Waits]):
     """Packs and unpacks what autograd saves.
 
     Args:
@@ -68,13 +49,9 @@ class Waiting:
     """
 
     def __init__(self, tiers: Tiers, spare: Callable[[], int]) -> None:
-        self._tiers, self._spare = tiers, spare
-        self._known: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
-        self._order: list[weakref.ref[_Away]] = []
-        self._leaving: deque[Ticket] = deque()
-        self._largest = 0
+        super().__init__(tiers, spare)
+        self._order: list[weakref.ref[_Waits]] = []
         self._ended: deque[tuple[Block, Ticket]] = deque()
-        self.waited_s = 0.0
 
     @property
     def early_bytes(self) -> int:
@@ -87,103 +64,38 @@ class Waiting:
 
     def begin(self) -> None:
         """A step begins; nothing waits from the one before."""
-        self._settle()
+        self.settle()
         self._order.clear()
         self._known.clear()
 
-    def pack(self, tensor: Tensor) -> _Slip | Tensor:
-        """Send the storage of a tensor away, once.
-
-        Raises:
-            TierFullError: the host has no room for it.
-        """
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < _LEAST or tensor.device.type != self._tiers.device.device.type:
-            return tensor
-        away = self._known.get(storage._cdata)
-        if away is None or away.source() is not storage:
-            away = self._send(tensor, storage)
-        return _Slip(
-            away,
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-        )
-
-    def _send(self, tensor: Tensor, storage: torch.UntypedStorage) -> _Away:
-        self._settle()
-        tiers, nbytes = self._tiers, storage.nbytes()
-        self._largest = max(self._largest, nbytes)
-        while sum(t.nbytes for t in self._leaving) + nbytes > _LEAVING * self._largest:
-            self._leaving.popleft().wait()
-        what = f"saved {'x'.join(map(str, tensor.shape))} for the backward pass"
-        block = tiers.host.alloc(nbytes, what)
-        away = _Away(block, storage, len(self._order))
-        source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        source.set_(storage, 0, (nbytes,), (1,))
-        away.leaving = tiers.down.copy(source, self._view(block))
-        self._leaving.append(away.leaving)
+    def _send(self, source: Tensor, storage: torch.UntypedStorage, what: str) -> _Waits:
+        tiers = self._tiers
+        block = tiers.host.alloc(source.nbytes, f"{what} for the backward pass")
+        away = _Waits(block, storage, len(self._order))
+        leaving = away.leaving = tiers.down.copy(source, self._view(block))
         self._order.append(weakref.ref(away))
-        self._known[storage._cdata] = away
-        weakref.finalize(away, self._ended.append, (block, away.leaving)).atexit = False
+        weakref.finalize(away, self._ended.append, (block, leaving)).atexit = False
         return away
 
-    def _view(self, block: Block) -> Tensor:
-        with self._tiers.scope.outside():
-            return self._tiers.host.view(block, torch.uint8, (block.nbytes,))
+    def _fetch(self, away: _Waits) -> None:
+        assert away.leaving is not None
+        self._from_host(away, away.leaving)
 
-    def unpack(self, slip: _Slip) -> Tensor:
-        """The tensor again, on the device."""
-        away = slip.away
-        storage = away.source()
-        if storage is None:
-            if away.fetched is None:
-                self._fetch(away)
-            self._ahead(away.number)
-            if away.coming is not None:
-                self.waited_s += away.coming.wait()
-                away.coming = None
-            assert away.fetched is not None
-            storage = away.fetched.untyped_storage()
-        found = torch.empty(0, dtype=slip.dtype, device=self._tiers.device.device)
-        return found.set_(storage, slip.offset, slip.shape, slip.stride)
-
-    def _fetch(self, away: _Away) -> None:
-        tiers, nbytes = self._tiers, away.block.nbytes
-        fetched = torch.empty(nbytes, dtype=torch.uint8, device=tiers.device.device)
-        leaving = away.leaving
-        assert leaving is not None
-        from_host = self._view(away.block)
-
-        def work() -> None:
-            leaving.wait()
-            fetched.copy_(from_host)
-
-        away.fetched = fetched
-        away.coming = tiers.up.submit(work, nbytes)
-
-    def _ahead(self, number: int) -> None:
+    def _ahead(self, away: _Waits) -> None:
         """Start to fetch what was saved before, which is wanted next."""
         spare = self._spare() - self.early_bytes
-        for before in range(number - 1, max(-1, number - 5), -1):
-            away = self._order[before]()
-            if away is None or away.fetched is not None or away.source() is not None:
+        for before in range(away.number - 1, max(-1, away.number - 1 - _AHEAD), -1):
+            other = self._order[before]()
+            if other is None or other.fetched is not None or other.source() is not None:
                 continue
-            spare -= away.block.nbytes
+            spare -= other.block.nbytes
             if spare < 0:
                 return
-            self._fetch(away)
+            self._fetch(other)
 
-    def make_room(self) -> None:
-        """Return when everything that leaves the device has left."""
-        while self._leaving:
-            self._leaving.popleft().wait()
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Give back the host's blocks of what nobody waits for any more."""
-        while self._leaving and self._leaving[0].done():
-            self._leaving.popleft().wait()
+        super().settle()
         while self._ended:
             block, leaving = self._ended.popleft()
             leaving.wait()

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.core.sizes import Size, human_bytes
+from shoal.core.sizes import Size
 from shoal.cost.arithmetic import parameters
 from shoal.cost.host_link import copy_bytes_per_s
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
 from shoal.memory.needs import HOST_OF_A_GPU, needs, sizes
-from shoal.memory.zero_infinity import refuse
+from shoal.memory.options import LEAST_BUDGET, check_least, refuse_streamed, short_budgets
 
 if TYPE_CHECKING:
     import torch
@@ -48,18 +47,11 @@ class Superpipeline:
     device_budget: Size | None = None
 
     def __post_init__(self) -> None:
-        where = "offload.superpipeline"
-        for name in ("k", "k_prime"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{where}.{name}", value, expected="at least 1")
-        size = self.device_budget
-        require(
-            size is None or size >= 2**20, f"{where}.device_budget", size, expected="at least 1MiB"
-        )
+        check_least(self, "offload.superpipeline", k=1, k_prime=1, device_budget=LEAST_BUDGET)
 
     def check(self, job: TrainJob) -> None:
         """Refuse what this does not compose with."""
-        refuse(job, "superpipeline")
+        refuse_streamed(job, "superpipeline")
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes by tier, and the seconds for which a step waits for blocks."""
@@ -89,13 +81,7 @@ class Superpipeline:
 
     def notes(self, work: Work, machine: Machine) -> tuple[str, ...]:
         """What a plan should say: a budget that is too small."""
-        need = self.estimate(work, machine).memory_bytes["device"]
-        if self.device_budget is None or need <= self.device_budget:
-            return ()
-        return (
-            f"offload: device_budget {human_bytes(self.device_budget)} is below the "
-            f"{human_bytes(need)} that the step is predicted to need",
-        )
+        return short_budgets(self, self.estimate(work, machine).memory_bytes)
 
     def apply(
         self,

@@ -8,17 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from pydantic import BeforeValidator
+from typing import TYPE_CHECKING, Literal
 
 from shoal.core.errors import ConfigError, require
-from shoal.core.parts import part, table
-from shoal.core.sizes import Size, human_bytes
+from shoal.core.parts import part
+from shoal.core.sizes import Size
 from shoal.cost.arithmetic import flops_per_token, parameters
 from shoal.cost.host_link import copy_bytes_per_s
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
 from shoal.memory.needs import HOST_OF_A_GPU, Needs, disk_bandwidth, efficiency, needs, peak_flops
+from shoal.memory.options import (
+    LEAST_BUDGET,
+    UNLIMITED,
+    Count,
+    check_least,
+    place_of,
+    refuse_streamed,
+    short_budgets,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -28,17 +35,6 @@ if TYPE_CHECKING:
     from shoal.memory.protocols import Offloaded
 
 __all__ = ["ZeroInfinity"]
-
-
-def _count(number: Any) -> Any:
-    """``1e7``, which YAML reads as text."""
-    try:
-        return int(float(number)) if isinstance(number, str) else number
-    except ValueError:
-        return number
-
-
-Count = Annotated[int, BeforeValidator(_count)]
 
 
 @part
@@ -80,22 +76,13 @@ class ZeroInfinity:
 
     def __post_init__(self) -> None:
         where = "offload.zero_infinity"
-        for name in ("device_budget", "host_budget"):
-            size = getattr(self, name)
-            require(
-                size is None or size >= 2**20, f"{where}.{name}", size, expected="at least 1MiB"
-            )
-        require(
-            self.sub_group_numel >= 2**14,
-            f"{where}.sub_group_numel",
-            self.sub_group_numel,
-            expected="at least 16384",
-        )
-        require(
-            self.prefetch_numel >= 0,
-            f"{where}.prefetch_numel",
-            self.prefetch_numel,
-            expected="0 or more",
+        check_least(
+            self,
+            where,
+            device_budget=LEAST_BUDGET,
+            host_budget=LEAST_BUDGET,
+            sub_group_numel=2**14,
+            prefetch_numel=0,
         )
         require(
             0 <= self.min_efficiency <= 1,
@@ -112,7 +99,7 @@ class ZeroInfinity:
 
     def check(self, job: TrainJob) -> None:
         """Refuse what this does not compose with."""
-        refuse(job, "zero_infinity")
+        refuse_streamed(job, "zero_infinity")
         split = job.parallel.tp * job.parallel.pp * job.parallel.cp
         if self.tiling != "none" and split > 1:
             raise ConfigError(
@@ -168,14 +155,7 @@ class ZeroInfinity:
     def notes(self, work: Work, machine: Machine) -> tuple[str, ...]:
         """What a plan should say: budgets that are too small, tiers that are too slow."""
         need, job = self._needs(work), work.job
-        found: list[str] = []
-        for name, most in (("device", need.device), ("host", need.host)):
-            budget = getattr(self, f"{name}_budget")
-            if budget is not None and most > budget:
-                found.append(
-                    f"offload: {name}_budget {human_bytes(budget)} is below the "
-                    f"{human_bytes(most)} that the step is predicted to need"
-                )
+        found = [*short_budgets(self, {"device": need.device, "host": need.host})]
         tokens = job.seq_len * job.global_batch / job.parallel.dp
         for what, intensity, tier in (
             ("parameters and gradients", tokens, self.param),
@@ -204,7 +184,7 @@ class ZeroInfinity:
         from shoal.memory.build import Wanted, offloaded
 
         wanted = Wanted(
-            device_bytes=self.device_budget or 2**40,
+            device_bytes=self.device_budget or UNLIMITED,
             host_bytes=self.host_budget,
             param=self.param,
             optim=self.optim,
@@ -215,39 +195,6 @@ class ZeroInfinity:
             tiles={"none": 1, "auto": 0}[self.tiling]
             if isinstance(self.tiling, str)
             else self.tiling,
-            path=Path(self.path) if self.path else place,
+            path=place_of(self.path, place),
         )
         return offloaded(model, comm, optimizer, wanted, device=device, values=values)
-
-
-def refuse(job: TrainJob, name: str) -> None:
-    """Refuse what no streamed training composes with.
-
-    Raises:
-        ConfigError: names the option and what would do.
-    """
-    where = f"offload: {name}"
-    if job.shard.name != "replicated":
-        raise ConfigError(
-            f"{where} divides parameters over the data-parallel ranks itself and shard is "
-            f"{job.shard}; leave shard out"
-        )
-    if not hasattr(table("optimizer").load(job.optimizer.name), "states"):
-        raise ConfigError(
-            f"{where} updates parameters in pieces, and optimizer {job.optimizer.name} looks at "
-            "several elements of a parameter in its update; use optimizer: adamw"
-        )
-    if job.activation.name != "keep":
-        raise ConfigError(
-            f"{where} sees what autograd saves itself and activation is {job.activation.name}; "
-            "use activation: keep, and act: host or recompute: full where activations are large"
-        )
-    if job.compile:
-        raise ConfigError(
-            f"{where} fetches parameters in hooks, which compile does not see; use compile: false"
-        )
-    if job.replan.enabled:
-        raise ConfigError(
-            f"{where}: replan moves a state between plans, and not one in tiers; "
-            "use replan: {enabled: false}"
-        )

@@ -10,7 +10,7 @@ from shoal.ir import Estimate, Machine, Plan, Work
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Launcher", "LrSchedule", "Optimizer", "Updater", "UpdatesEarly"]
+__all__ = ["Chooses", "Launcher", "LrSchedule", "Optimizer", "Updater", "UpdatesEarly"]
 
 
 class Updater(Protocol):
@@ -35,6 +35,15 @@ class UpdatesEarly(Protocol):
 
     def begin(self, factor: float) -> None:
         """A step begins, whose update has this factor of the learning rate."""
+        ...
+
+
+@runtime_checkable
+class Chooses(Protocol):
+    """An updater that measures a step and chooses how it goes on."""
+
+    def choice(self) -> dict[str, object] | None:
+        """What it has chosen, with what it expects of it, in numbers; once, and None otherwise."""
         ...
 
 

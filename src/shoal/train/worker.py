@@ -23,6 +23,7 @@ from shoal.core.files import write_json
 from shoal.cost.arithmetic import parameters
 from shoal.train import timeline
 from shoal.train.layout import RunDir
+from shoal.train.protocols import Chooses
 from shoal.train.watch.selfcheck import check_arithmetic
 from shoal.train.watch.watched import phase
 
@@ -309,6 +310,9 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
                 wire_bytes=_sent(rank) - before,
                 **({"tier_bytes": tiers} if (tiers := rank.trainer.tier_bytes()) else {}),
             )
+        updater = rank.trainer.updater
+        if rank.chief and isinstance(updater, Chooses) and (chosen := updater.choice()) is not None:
+            rank.meter.event("swap", step=step, **chosen)
         done = step + 1
         last = done == rank.total
         if rank.memory is not None and not last and not result.stop:

@@ -44,7 +44,7 @@ def of_run(events: Events, plan: Plan | ServePlan | None) -> list[Chart]:
         low, high = cost.tokens / cost.step_s.high, cost.tokens / cost.step_s.low
         rate.append(Series("predicted", ends, [cost.tokens_per_s] * 2, dashed=True))
         bands.append(Band("predicted", ends, [low] * 2, [high] * 2))
-    if isinstance(plan, Plan) and cost is not None and cost.memory_bytes:
+    if plan is not None and cost is not None and cost.memory_bytes:
         rank = predictions(plan)["memory_bytes"][0] / 2**20
         memory.append(Series("predicted", ends, [rank] * 2, dashed=True))
     found = [
