@@ -178,6 +178,11 @@ class InMemoryFT:
             tried="kept buffers and a lower priority; trainers copy with torch's operators",
             value=2.432,
         ),
+        Attempt(
+            metric="disk_over_memory",
+            tried="copies that are summed on the way; snapshot processes wake up for every packet",
+            value=2.893,
+        ),
     )
 
     def __post_init__(self) -> None:
