@@ -43,7 +43,7 @@ BOUNCED, BOUNCE = 4, 2 * 2**20
 PROBED = 8
 # Logits that the loss holds at a time (see shoal.model.loss).
 _LOGITS = 2**24
-# Token ids, tables of the rotation and other small things.
+# Scalars, norms and other small things.
 _ASIDE = 2**16
 
 
@@ -202,7 +202,8 @@ def _device_bytes(work: Work, *, act: str, prefetch_numel: int) -> float:
     data = split.dp * split.cp
     gathered = 4.0 * max(matrices) / data if data > 1 else 0.0
     batch = job.global_batch / split.dp * job.seq_len * 16.0
-    return max(moments) + ahead + gathered + batch + _ASIDE
+    rotation = 4.0 * job.seq_len * shape.head_dim  # sines and cosines of half of a head each
+    return max(moments) + ahead + gathered + batch + rotation + _ASIDE
 
 
 def needs(
