@@ -25,14 +25,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from common import RESULTS, Row, record, require_quiet
+from common import RESULTS, Row, finish, require_quiet
 
 from shoal.checkpoint import SAVE_MODES
 from shoal.checkpoint.peers import Alone
 from shoal.checkpoint.store import Store
-from shoal.core.files import write_json
 from shoal.core.measure import bootstrap
-from shoal.machine.fingerprint import fingerprint, versions
 from shoal.model.config import ModelConfig
 from shoal.train import zoo
 
@@ -352,14 +350,7 @@ def main() -> None:
         table[name] = part
         gc.collect()
     dist.destroy_process_group()
-    if given.quick or given.dry:
-        for one in rows:
-            print(f"{one.name}: {one.value:.2f} {one.unit} ({one.comparison} {one.threshold:g})")
-        return
-    TABLE.parent.mkdir(exist_ok=True)
-    stamp = {"machine": fingerprint(), "versions": versions(), "date": time.strftime("%Y-%m-%d")}
-    write_json(TABLE, table | stamp)
-    record(rows)
+    finish(TABLE, table, rows, dry=given.quick or given.dry)
 
 
 if __name__ == "__main__":

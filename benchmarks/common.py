@@ -7,6 +7,7 @@ import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from shoal.core.files import write_json
 from shoal.core.measure import check_quiet
@@ -47,6 +48,25 @@ class Row:
         if self.comparison == ">=":
             return self.value >= self.threshold
         return self.value <= self.threshold
+
+
+def finish(path: Path, table: dict[str, Any], rows: list[Row], *, dry: bool) -> None:
+    """Write a table of its own and put rows into the results file; or only show the rows.
+
+    Args:
+        path: of the table.
+        table: its parts by name.
+        rows: what was judged.
+        dry: write nothing.
+    """
+    if dry:
+        for one in rows:
+            print(f"{one.name}: {one.value:.2f} {one.unit} ({one.comparison} {one.threshold:g})")
+        return
+    path.parent.mkdir(exist_ok=True)
+    stamp = {"machine": fingerprint(), "versions": versions(), "date": time.strftime("%Y-%m-%d")}
+    write_json(path, table | stamp)
+    record(rows)
 
 
 def record(rows: list[Row]) -> None:

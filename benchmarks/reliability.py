@@ -30,16 +30,14 @@ from typing import Any
 
 import psutil
 import torch
-from common import RESULTS, Row, record
+from common import RESULTS, Row, finish
 
 from shoal.checkpoint import SAVE_MODES
 from shoal.checkpoint.levels import Level
 from shoal.checkpoint.peers import Alone
 from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, CorruptError
-from shoal.core.files import write_json
 from shoal.core.meter import read_events
-from shoal.machine.fingerprint import fingerprint, versions
 
 TABLE = RESULTS.parent / "checkpoints" / "reliability.json"
 KILLS, FLIPS, FAULTS = 50, 300, 3
@@ -379,14 +377,7 @@ def main() -> None:
         part, whole, few = PARTS[name]
         found, table[name] = part(few if given.quick else whole)
         rows += found
-    if given.quick or given.dry:
-        for one in rows:
-            print(f"{one.name}: {one.value:.2f} {one.unit} ({one.comparison} {one.threshold:g})")
-        return
-    TABLE.parent.mkdir(exist_ok=True)
-    stamp = {"machine": fingerprint(), "versions": versions(), "date": time.strftime("%Y-%m-%d")}
-    write_json(TABLE, table | stamp)
-    record(rows)
+    finish(TABLE, table, rows, dry=given.quick or given.dry)
 
 
 if __name__ == "__main__":
