@@ -284,6 +284,56 @@ def test_chunks_of_prompts_by_tiles_equal_the_reference_however_they_are_cut(
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch", "cpp"])
+@pytest.mark.parametrize(("root", "rows"), [(5, 7), (60, 9), (63, 64), (0, 3), (250, 20)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_branch_of_a_tree_sees_its_own_path_alone(backend, root, rows, dtype):
+    """Beside a request without a tree; the oracle picks what is seen, token by token."""
+    call = PagedAttention(1, 1, 4, 2, 32, 16, dtype, tree=True)
+    if BACKENDS[backend].refuses(call) is not None:
+        pytest.skip(str(BACKENDS[backend].refuses(call)))
+    source = torch.Generator().manual_seed(root)
+    parents = [-1] + [
+        int(torch.randint(max(0, row - 4), row, (1,), generator=source)) for row in range(1, rows)
+    ]
+    bits = []
+    for row, parent in enumerate(parents):
+        bits.append((bits[parent] if row else 0) | 1 << row)
+    lengths = [root + rows] * rows + [90]
+    requests = [0] * rows + [1]
+    q, k, v, blocks, seen, owner = make(call, lengths, requests, seed=1)
+    if backend == "torch":
+        k, v = k.nan_to_num(), v.nan_to_num()
+    signed = [one - (1 << 64) if one >> 63 else one for one in bits]
+    tree = torch.tensor([[root] * rows + [90], [*signed, 0]])
+    out = BACKENDS[backend].prepare(call)(q, k, v, blocks, seen, owner, tree)
+    wanted = torch.empty_like(q)
+    for row in range(rows + 1):
+        mine = requests[row]
+        visible = [
+            token
+            for token in range(lengths[row])
+            if mine or token < root or bits[row] >> (token - root) & 1
+        ]
+        slots = [int(blocks[mine, t // 16]) * 16 + t % 16 for t in visible]
+        for head in range(4):
+            scores = (k[slots, head // 2].double() @ q[row, head].double()) / 32**0.5
+            wanted[row, head] = torch.softmax(scores, 0) @ v[slots, head // 2].double()
+    assert error(call, out, wanted) < 1
+
+
+def test_trees_are_named_when_they_are_too_large_and_tiles_refuse_them():
+    call = PagedAttention(1, 1, 2, 1, 8, 16, "fp32", tree=True)
+    q, k, v, blocks, lengths, _ = make(call, [80, 30])
+    tree = torch.tensor([[15, 30], [1, 0]])
+    if BACKENDS["cpp"].refuses(call) is None:
+        with pytest.raises(KernelError, match=r"tree\[0, 0\] = 15: expected a place less than 64"):
+            BACKENDS["cpp"].prepare(call)(q, k, v, blocks, lengths, None, tree)
+    with pytest.raises(KernelError, match="tree: torch.float32"):
+        BACKENDS["reference"].prepare(call)(q, k, v, blocks, lengths, None, tree.float())
+    assert BACKENDS["amx"].refuses(dataclasses.replace(call, head_dim=64, dtype="bf16", queries=64))
+
+
 def test_tiles_refuse_what_they_cannot_do():
     amx = BACKENDS["amx"]
     call = PagedAttention(1, 256, 4, 2, 64, queries=64)

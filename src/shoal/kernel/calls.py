@@ -147,6 +147,9 @@ class PagedAttention:
     values [slots, K, d] as the cache keeps them: a tensor, or the tensors of its format. B, N and
     S may differ between calls.
 
+    ``ready(.., requests[N], tree[2, N])``: the tokens from place ``tree[0, n]`` on are of a tree of
+    64 at most, and query n sees those of them whose bit of ``tree[1, n]`` is set.
+
     Where ``partial``, the tokens are a part of what the queries see, and ``ready`` gives records
     [.., H, d + 2] in fp32 that :func:`shoal.kernel.paged.partial.merge` puts together.
 
@@ -162,6 +165,7 @@ class PagedAttention:
         device: where.
         queries: tokens of each request that ask.
         partial: give what can be merged with other parts of the context.
+        tree: the last tokens of some queries are branches of a tree.
     """
 
     op: ClassVar[str] = "paged_attention"
@@ -176,6 +180,7 @@ class PagedAttention:
     device: Device = "cpu"
     queries: int = 1
     partial: bool = False
+    tree: bool = False
 
     @property
     def flops(self) -> float:

@@ -34,6 +34,9 @@ struct Problem {
   const void* table;  // [B, width], int64 where wide, else int32
   bool wide;
   const int64_t *seen, *request;  // [N]; request may be null: row i is of request i
+  // [2, N] or null: from which token on a row is of a tree, and which of the 64 from there on it
+  // sees, a bit each, of those that `seen` counts.
+  const int64_t* tree;
   int64_t rows, requests, heads, kv_heads, d, width, size, block;
   float scale;    // of the scores, for powers of two
   int64_t pad;    // d up to whole vectors
@@ -49,6 +52,18 @@ struct Problem {
 inline int64_t block_of(const Problem& p, int64_t request, int64_t at) {
   const int64_t i = request * p.width + at;
   return p.wide ? ((const int64_t*)p.table)[i] : ((const int32_t*)p.table)[i];
+}
+
+// Which of the kStep tokens from `first` on a row sees, a bit each.
+inline uint64_t visible(const Problem& p, int64_t row, int64_t first) {
+  const int64_t left = p.seen[row] - first;
+  const uint64_t all = left >= 64 ? ~0ull : left <= 0 ? 0 : (1ull << left) - 1;
+  if (!p.tree) return all;
+  const int64_t root = p.tree[row] - first;
+  const uint64_t bits = uint64_t(p.tree[p.rows + row]);
+  if (root >= 64) return all;
+  if (root >= 0) return all & (bits << root | ((1ull << root) - 1));
+  return root <= -64 ? 0 : all & bits >> -root;
 }
 
 struct Step {
@@ -110,12 +125,12 @@ inline __m512 lanes(const __m512* a) {
 // Weights of a step's scores. `record` has the largest score and the sum of weights so far;
 // returns what the sums so far are worth. With `scales` the weights are multiplied by them.
 template <class P>
-__attribute__((noinline)) float weigh(const float* scores, int64_t valid, const float* scales,
+__attribute__((noinline)) float weigh(const float* scores, uint64_t visible, const float* scales,
                                       P* weights, float* record) {
   __m512 x[4];
   for (int i = 0; i < 4; i++)
-    x[i] = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY),
-                                low16(std::max<int64_t>(0, valid - 16 * i)), scores + 16 * i);
+    x[i] = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), __mmask16(visible >> 16 * i),
+                                scores + 16 * i);
   const __m512 most = _mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3]));
   const float top = std::max(record[0], _mm512_reduce_max_ps(most));
   const float worth = power1(record[0] - top);
@@ -512,7 +527,7 @@ struct Run : Work {
         scores<F>(p, here, next, g, M, q + (g - item.first) * M * q_bytes, q_bytes, s);
         const float* value_scales = F::value_scales(p, here, g, scales);
         for (int64_t m = 0; m < M; m++)
-          worth[m] = weigh<P>(s + m * kStep, p.seen[tile.row + m / p.group] - first,
+          worth[m] = weigh<P>(s + m * kStep, visible(p, tile.row + m / p.group, first),
                               value_scales, weights + m * kStep, records + m * record);
         F::values(p, here, next, g, M, weights, records + kHead, record, worth, rows);
       }
@@ -604,6 +619,7 @@ int64_t wrong(const Problem& p, int64_t blocks) {
     const int64_t request = p.request ? p.request[row] : row;
     if (request < 0 || request >= p.requests) return 1 * kKind + row;
     if (p.seen[row] < 1 || p.seen[row] > p.width * p.size) return 2 * kKind + row;
+    if (p.tree && (p.tree[row] < 0 || p.tree[row] + 64 < p.seen[row])) return 4 * kKind + row;
     most[request] = std::max(most[request], p.seen[row]);
   }
   for (int64_t request = 0; request < p.requests; request++)
@@ -625,6 +641,7 @@ Problem problem_of(const int64_t* a) {
   p.seen = (const int64_t*)a[20], p.request = (const int64_t*)a[21];
   p.rows = a[22], p.requests = a[23], p.heads = a[24], p.kv_heads = a[25], p.d = a[26];
   p.width = a[27], p.size = a[28], p.block = a[30], p.partial = a[31] != 0;
+  p.tree = (const int64_t*)a[32];
   p.scale = float(1.4426950408889634 / std::sqrt(double(p.d)));
   p.group = p.heads / p.kv_heads;
   return p;

@@ -36,6 +36,8 @@ class Amx(Cpp):
             return "needs matrix tiles, which the operating system does not grant"
         if call.format != "plain":
             return f"reads a plain cache, and this one is {call.format}"
+        if call.tree:
+            return "lets every query see all before it, and these see branches of a tree"
         if call.partial:
             return "gives whole results, and a part of a context is wanted"
         if call.head_dim % 32 or call.head_dim > _WIDEST:

@@ -11,7 +11,7 @@ from shoal.core.errors import KernelError
 from shoal.kernel.calls import PagedAttention
 from shoal.kernel.kv import kv_format
 
-__all__ = ["Cached", "checked", "places", "stored"]
+__all__ = ["Cached", "beyond", "checked", "places", "stored"]
 
 Cached = Tensor | Sequence[Tensor]
 """Keys or values as the cache keeps them: [slots, K, d], or the tensors of their format."""
@@ -37,9 +37,16 @@ def places(blocks_W: Tensor, seen: int, block_size: int) -> Tensor:
     return blocks_W[token // block_size].long() * block_size + token % block_size
 
 
+def beyond(tree_2N: Tensor, token_S: Tensor) -> Tensor:
+    """bool [N, S]: tokens (by place) that lie in the tree of a query and that it does not see."""
+    place_NS = token_S - tree_2N[0][:, None]
+    seen_NS = (tree_2N[1][:, None] >> place_NS.clamp(0, 63)) & 1
+    return (place_NS >= 0) & (seen_NS == 0)
+
+
 def checked(
     call: PagedAttention,
-) -> Callable[[Tensor, Cached, Cached, Tensor, Tensor, Tensor | None], None]:
+) -> Callable[[Tensor, Cached, Cached, Tensor, Tensor, Tensor | None, Tensor | None], None]:
     """A check of the arguments of one call.
 
     Raises:
@@ -57,6 +64,7 @@ def checked(
         blocks: Tensor,
         lengths: Tensor,
         requests: Tensor | None,
+        tree: Tensor | None = None,
     ) -> None:
         if q.dim() != 3 or q.shape[1:] != heads or q.dtype != dtype:
             raise _wrong("queries", q, f"{dtype} [N, {call.heads}, {call.head_dim}]")
@@ -83,6 +91,8 @@ def checked(
                 )
         elif requests.shape != (rows,) or requests.dtype != torch.int64:
             raise _wrong("requests", requests, f"int64 [{rows}]")
+        if tree is not None and (tree.shape != (2, rows) or tree.dtype != torch.int64):
+            raise _wrong("tree", tree, f"int64 [2, {rows}], roots and bits of what is seen")
 
     return check
 

@@ -114,11 +114,13 @@ class Cpp(BaseKernel):
             blocks_BW: Tensor,
             lengths_N: Tensor,
             requests_N: Tensor | None = None,
+            tree_2N: Tensor | None = None,
         ) -> Tensor:
-            check(q_NHd, keys, values, blocks_BW, lengths_N, requests_N)
+            check(q_NHd, keys, values, blocks_BW, lengths_N, requests_N, tree_2N)
             q = q_NHd if q_NHd.stride(2) == 1 or d == 1 else q_NHd.contiguous()
             blocks, lengths = blocks_BW.contiguous(), lengths_N.contiguous()
             requests = None if requests_N is None else requests_N.contiguous()
+            tree = None if tree_2N is None else tree_2N.contiguous()
             number = q.element_size()
             out = q.new_empty(q.shape)
             if call.partial:
@@ -132,11 +134,13 @@ class Cpp(BaseKernel):
                     0 if requests is None else requests.data_ptr(),
                     len(q), len(blocks), heads, kv_heads, d, blocks.shape[1], size,
                     len(stored(keys)[0]), block, int(call.partial),
+                    0 if tree is None else tree.data_ptr(),
                 ),
             )  # fmt: skip
             problem = attention(arguments)
             if problem >= 0:
-                raise _wrong(problem, blocks, lengths, requests, size, len(stored(keys)[0]) // size)
+                slots = len(stored(keys)[0])
+                raise _wrong(problem, blocks, lengths, requests, tree, size, slots // size)
             return out
 
         return run
@@ -147,6 +151,7 @@ def _wrong(
     blocks_BW: Tensor,
     lengths_N: Tensor,
     requests_N: Tensor | None,
+    tree_2N: Tensor | None,
     size: int,
     num_blocks: int,
 ) -> KernelError:
@@ -162,6 +167,11 @@ def _wrong(
         return KernelError(
             f"paged_attention lengths[{at}] = {int(lengths_N[at])}: expected 1 to {width * size}, "
             f"the tokens that {width} blocks of {size} hold"
+        )
+    if kind == 4 and tree_2N is not None:
+        return KernelError(
+            f"paged_attention tree[0, {at}] = {int(tree_2N[0, at])}: expected a place less than 64 "
+            f"tokens before lengths[{at}] = {int(lengths_N[at])}"
         )
     request, place = divmod(at, width)
     return KernelError(

@@ -41,7 +41,7 @@ class Library(BaseKernel):
         import torch
         import torch.nn.functional as F
 
-        from shoal.kernel.paged.common import checked, stored
+        from shoal.kernel.paged.common import beyond, checked, stored
 
         check = checked(call)
         form = kv_format(call.format)
@@ -66,18 +66,21 @@ class Library(BaseKernel):
             blocks_BW: Tensor,
             lengths_N: Tensor,
             requests_N: Tensor | None = None,
+            tree_2N: Tensor | None = None,
         ) -> Tensor:
-            check(q_NHd, keys, values, blocks_BW, lengths_N, requests_N)
+            check(q_NHd, keys, values, blocks_BW, lengths_N, requests_N, tree_2N)
             longest = int(lengths_N.max())
             width = -(-longest // size)
             blocks_NW = blocks_BW if requests_N is None else blocks_BW[requests_N]
             blocks_NW = blocks_NW[:, :width]
             mask = None
-            if int(lengths_N.min()) < width * size:
+            if tree_2N is not None or int(lengths_N.min()) < width * size:
                 token = torch.arange(width * size, device=q_NHd.device)
                 hidden_NS = token >= lengths_N[:, None]
                 # What a request does not hold may be anything: it gets no weight.
                 blocks_NW = blocks_NW.masked_fill(hidden_NS[:, ::size], 0)
+                if tree_2N is not None:
+                    hidden_NS |= beyond(tree_2N, token)
                 mask = torch.zeros(hidden_NS.shape, dtype=q_NHd.dtype, device=q_NHd.device)
                 mask = mask.masked_fill_(hidden_NS, float("-inf"))[:, None, None]
             out = F.scaled_dot_product_attention(

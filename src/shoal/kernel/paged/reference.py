@@ -42,7 +42,7 @@ class Reference(BaseKernel):
     def _prepare(self, call: PagedAttention, *constants: object) -> Ready:
         import torch
 
-        from shoal.kernel.paged.common import checked, places, stored
+        from shoal.kernel.paged.common import beyond, checked, places, stored
         from shoal.kernel.paged.partial import attend_part
 
         check = checked(call)
@@ -57,8 +57,9 @@ class Reference(BaseKernel):
             blocks_BW: Tensor,
             lengths_N: Tensor,
             requests_N: Tensor | None = None,
+            tree_2N: Tensor | None = None,
         ) -> Tensor:
-            check(q_NHd, keys, values, blocks_BW, lengths_N, requests_N)
+            check(q_NHd, keys, values, blocks_BW, lengths_N, requests_N, tree_2N)
             wide = torch.promote_types(q_NHd.dtype, torch.float32)
             room = blocks_BW.shape[1] * call.block_size
             num_blocks = len(stored(keys)[0]) // call.block_size
@@ -86,6 +87,9 @@ class Reference(BaseKernel):
                         f"to {num_blocks - 1}, the blocks of the cache"
                     )
                 slots_S = places(blocks_BW[request], seen, call.block_size)
+                if tree_2N is not None:
+                    token_S = torch.arange(seen, device=slots_S.device)
+                    slots_S = slots_S[~beyond(tree_2N[:, row : row + 1], token_S)[0]]
                 k_SKd, v_SKd = (
                     form.decode(*(part[slots_S] for part in stored(side))).to(wide)
                     for side in (keys, values)

@@ -81,11 +81,13 @@ class Triton(TritonKernel):
             blocks_BW: Tensor,
             lengths_N: Tensor,
             requests_N: Tensor | None = None,
+            tree_2N: Tensor | None = None,
         ) -> Tensor:
-            check(q_NHd, keys, values, blocks_BW, lengths_N, requests_N)
+            check(q_NHd, keys, values, blocks_BW, lengths_N, requests_N, tree_2N)
             rows, device = len(q_NHd), q_NHd.device
             q, blocks = q_NHd.contiguous(), blocks_BW.contiguous()
             requests = torch.arange(rows, device=device) if requests_N is None else requests_N
+            tree = lengths_N if tree_2N is None else tree_2N.contiguous()
             sides = [
                 tuple(part if part.stride(2) == 1 else part.contiguous() for part in stored(side))
                 for side in (keys, values)
@@ -99,11 +101,12 @@ class Triton(TritonKernel):
             tops, totals = (torch.empty_like(sums[..., 0]) for _ in range(2))
             out = torch.empty_like(q)
             chunks[(rows, kv_heads, most)](
-                q, k, v, k_scales, v_scales, blocks, lengths_N, requests, sums, tops, totals,
+                q, k, v, k_scales, v_scales, blocks, lengths_N, requests, tree, sums, tops, totals,
                 scale, most, blocks.shape[1], q.stride(0), q.stride(1),
                 k.stride(0), k.stride(1), v.stride(0), v.stride(1),
                 k_scales.stride(0), k_scales.stride(1), v_scales.stride(0), v_scales.stride(1),
                 group, rows_of_group, d, columns, call.block_size, chunk, step, kind, block,
+                tree_2N is not None,
             )  # fmt: skip
             fold[(rows, kv_heads)](
                 out, lengths_N, sums, tops, totals, most,

@@ -59,6 +59,7 @@ def chunks(
     blocks: tl.tensor,
     lengths: tl.tensor,
     requests: tl.tensor,
+    tree: tl.tensor,
     sums: tl.tensor,
     tops: tl.tensor,
     totals: tl.tensor,
@@ -84,6 +85,7 @@ def chunks(
     STEP: tl.constexpr,
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
+    TREE: tl.constexpr,
 ) -> None:
     """One chunk of tokens, for one row and the queries of one key/value head."""
     row, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -91,6 +93,9 @@ def chunks(
     first = chunk * CHUNK
     if first < seen:
         request = tl.load(requests + row)
+        if TREE:
+            root = tl.load(tree + row)
+            bits = tl.load(tree + tl.num_programs(0) + row)
         member = tl.arange(0, GP)
         dims = tl.arange(0, DP)
         here = (member[:, None] < GROUP) & (dims[None, :] < D)
@@ -108,7 +113,12 @@ def chunks(
                 k, k_scales, slot, some, head, k_slot, k_head, ks_slot, ks_head, D, DP, FORM, BLOCK
             )
             scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-            scores = tl.where(some[None, :], scores, float("-inf"))
+            visible = some
+            if TREE:
+                place = token - root
+                bit = (bits >> tl.minimum(tl.maximum(place, 0), 63)) & 1
+                visible = some & ((place < 0) | (bit != 0))
+            scores = tl.where(visible[None, :], scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             worth = tl.exp2(top - higher)
             weights = tl.exp2(scores - higher[:, None])
