@@ -329,7 +329,7 @@ def test_trees_are_named_when_they_are_too_large_and_tiles_refuse_them():
     if BACKENDS["cpp"].refuses(call) is None:
         with pytest.raises(KernelError, match=r"tree\[0, 0\] = 15: expected a place less than 64"):
             BACKENDS["cpp"].prepare(call)(q, k, v, blocks, lengths, None, tree)
-    with pytest.raises(KernelError, match="tree: torch.float32"):
+    with pytest.raises(KernelError, match=r"tree: torch\.float32"):
         BACKENDS["reference"].prepare(call)(q, k, v, blocks, lengths, None, tree.float())
     assert BACKENDS["amx"].refuses(dataclasses.replace(call, head_dim=64, dtype="bf16", queries=64))
 

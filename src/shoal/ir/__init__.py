@@ -1,5 +1,6 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
+from shoal.ir.decoding import MAX_NODES, Calibration, Drafting, TreePart, TreeSpec, Verifying
 from shoal.ir.engine import (
     Compacting,
     Forking,
@@ -52,7 +53,9 @@ from shoal.ir.shape import ModelShape
 from shoal.ir.watch import WatchPolicy
 
 __all__ = [
+    "MAX_NODES",
     "Arrival",
+    "Calibration",
     "CheckpointLevel",
     "CheckpointPolicy",
     "Chunk",
@@ -61,6 +64,7 @@ __all__ = [
     "Device",
     "Disagg",
     "Dispatcher",
+    "Drafting",
     "Estimate",
     "Evaluation",
     "Event",
@@ -112,6 +116,9 @@ __all__ = [
     "TokenInfo",
     "TrainJob",
     "Transfer",
+    "TreePart",
+    "TreeSpec",
+    "Verifying",
     "WatchPolicy",
     "Work",
 ]

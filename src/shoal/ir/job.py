@@ -490,6 +490,8 @@ class ServeJob(Value):
         memory: where the weights of the layers lie.
         kernel: operator -> backend that must compute it; dispatch takes the fastest for others.
         exact: the numbers of a request have the same bits whatever other requests run beside it.
+        speculative: who guesses several tokens a step, which the model verifies; None decodes one
+            token a step.
         max_running: most requests in one step.
         max_step_tokens: most tokens in one step; long prompts are cut to fit.
         max_position: most tokens of one request, prompt and output; None for the model's.
@@ -522,6 +524,7 @@ class ServeJob(Value):
     memory: Annotated[Choice, Kind("memory")] = Choice(name="resident")
     kernel: dict[str, str] = {}
     exact: bool = False
+    speculative: Annotated[Choice, Kind("speculative")] | None = None
     max_running: PositiveInt = 64
     max_step_tokens: PositiveInt = 512
     max_position: PositiveInt | None = None
@@ -550,6 +553,30 @@ class ServeJob(Value):
                 raise ConfigError(
                     f"{key} = {value} with adapters: they are served by one engine that has the "
                     f"whole model in memory; leave {key} at its default"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _speculative(self) -> Self:
+        if self.speculative is None:
+            return self
+        for key, value, good in (
+            ("adapters", "some", not self.room_for_adapters),
+            ("parallel", "several ranks", self.parallel.world == self.parallel.depth == 1),
+            ("disagg", "two phases", self.disagg is None),
+            ("kv", self.kv.name, self.kv.name not in ("distributed", "slots", "contiguous")),
+            ("memory", self.memory.name, self.memory.name == "resident"),
+            (
+                "scheduler",
+                self.scheduler.name,
+                self.scheduler.name not in ("static", "temporal_fusion"),
+            ),
+        ):
+            if not good:
+                raise ConfigError(
+                    f"{key} = {value} with speculative = {self.speculative.name}: guesses are "
+                    "verified by one engine that has the whole model in memory and plans every "
+                    f"step anew; leave {key} at its default, or speculative out"
                 )
         return self
 

@@ -132,12 +132,14 @@ class Chunk(NamedTuple):
     """Tokens ``start .. start + length`` of a request, computed in one step.
 
     A decode is a chunk of length 1. A chunk that reaches the request's last token
-    yields the next one.
+    yields the next one. Beside a decode up to ``drafts`` guessed tokens may be computed, for
+    which its request holds room: it yields one token more for each that is right.
     """
 
     request: Request
     start: int
     length: int
+    drafts: int = 0
 
     @property
     def stop(self) -> int:
@@ -278,8 +280,8 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it computes."""
-        return sum(chunk.length for chunk in self.chunks)
+        """Tokens it computes, guessed ones included."""
+        return sum(chunk.length + chunk.drafts for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,12 +302,14 @@ class StepResult:
     """What executing a step gave.
 
     Args:
-        tokens: request id -> new tokens, for every chunk that yields.
+        tokens: request id -> new tokens, for every chunk that yields; all but the last of them
+            are in the cache.
         infos: request id -> log probabilities, where they were asked for; as many.
         seconds: how long it took, or is predicted to take.
         done: transfers, of this step or of earlier ones, that are over now; each told once.
         vectors: request id -> vector of its prompt, where one was asked for.
         failed: request id -> why it cannot go on; others are not affected.
+        guessed: request id -> guessed tokens that were computed beside its own.
     """
 
     tokens: Mapping[str, Sequence[int]]
@@ -314,6 +318,7 @@ class StepResult:
     done: frozenset[int] = frozenset()
     vectors: Mapping[str, Sequence[float]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
+    guessed: Mapping[str, int] = field(default_factory=dict)
 
 
 class Output(NamedTuple):

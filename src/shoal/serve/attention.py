@@ -42,11 +42,13 @@ class Context:
         start: tokens of it that the cache holds already.
         length: its tokens in this step.
         blocks: its blocks, in order; at least as many as its tokens fill.
+        seen: where its tokens are a tree, which of them each sees, a bit each from the first on.
     """
 
     start: int
     length: int
     blocks: Sequence[int]
+    seen: np.ndarray | None = None
 
     @property
     def stop(self) -> int:
@@ -103,6 +105,7 @@ class _Paged:
     blocks: Tensor  # [B, W]
     lengths: Tensor  # [last - first], the tokens that each sees
     requests: Tensor | None  # [last - first], the row of ``blocks`` of each; None: one each
+    tree: Tensor | None = None  # [2, last - first], root and seen tokens of each
 
 
 class PagedAttention:
@@ -111,7 +114,7 @@ class PagedAttention:
     Args:
         cache: where keys and values go and come from.
         contexts: of the requests, in the order of their tokens; those with one token
-            first, by falling number of tokens they see.
+            first, by falling number of tokens they see; then trees.
         slots_N: where the new tokens go.
         dtype: of the queries.
         kernel: of ``paged_attention``; pages are copied without one.
@@ -138,7 +141,10 @@ class PagedAttention:
         self._dense: _Dense | None = None
         self._prompts: list[_Prompt] = []
         self._paged: list[_Paged] = []
-        if kernel is not None and exact:
+        trees = single
+        while trees < len(contexts) and contexts[trees].seen is not None:
+            trees += 1
+        if kernel is not None and exact and trees == single:
             self._add_pages(kernel, contexts)
             return
         if kernel is not None:
@@ -150,20 +156,28 @@ class PagedAttention:
                 self._group(first, contexts[first:last], dtype)
                 for first, last in _groups([context.stop for context in contexts[:single]])
             ]
-        if prompts is not None:
-            self._add_pages(prompts, contexts[single:], single)
-        else:
-            self._add_prompts(contexts, single, dtype)
-
-    def _add_prompts(self, contexts: Sequence[Context], single: int, dtype: torch.dtype) -> None:
         row = single
-        for context in contexts[single:]:
+        if kernel is not None:
+            row = self._add_pages(kernel, contexts[single:trees], row)
+        else:
+            row = self._add_prompts(contexts[single:trees], row, dtype)
+        many = kernel if exact else prompts
+        if many is not None:
+            self._add_pages(many, contexts[trees:], row)
+        else:
+            self._add_prompts(contexts[trees:], row, dtype)
+
+    def _add_prompts(self, contexts: Sequence[Context], row: int, dtype: torch.dtype) -> int:
+        """Let a dense call answer each of these; where their rows end."""
+        for context in contexts:
             self._prompts.append(self._prompt(row, context, dtype))
             row += context.length
+        return row
 
-    def _add_pages(self, kernel: Ready, contexts: Sequence[Context], first: int = 0) -> None:
+    def _add_pages(self, kernel: Ready, contexts: Sequence[Context], first: int = 0) -> int:
+        """Let a kernel answer these, whose rows begin at ``first``; where they end."""
         if not contexts:
-            return
+            return first
         size = self._cache.block_size
         filled = [context.num_blocks(size) for context in contexts]
         blocks_BW = np.zeros((len(contexts), max(filled)), dtype=np.int32)
@@ -171,8 +185,14 @@ class PagedAttention:
             blocks_BW[row, :width] = context.blocks[:width]
         counts = [context.length for context in contexts]
         last = first + sum(counts)
-        requests = None
-        if last - first == len(contexts):
+        requests = tree = None
+        if contexts[0].seen is not None:
+            lengths = np.repeat([context.stop for context in contexts], counts)
+            requests = self._tensor(np.repeat(np.arange(len(contexts)), counts))
+            roots = np.repeat([context.start for context in contexts], counts)
+            seen = np.concatenate([one.seen for one in contexts if one.seen is not None])
+            tree = self._tensor(np.stack((roots, seen)))
+        elif last - first == len(contexts):
             lengths = np.array([context.stop for context in contexts], dtype=np.int64)
         else:
             lengths = np.concatenate(
@@ -180,7 +200,9 @@ class PagedAttention:
             )
             requests = self._tensor(np.repeat(np.arange(len(contexts)), counts))
         blocks = self._tensor(blocks_BW)
-        self._paged.append(_Paged(kernel, first, last, blocks, self._tensor(lengths), requests))
+        paged = _Paged(kernel, first, last, blocks, self._tensor(lengths), requests, tree)
+        self._paged.append(paged)
+        return last
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._cache.device)
@@ -220,13 +242,16 @@ class PagedAttention:
         last = row + context.length
         slots = self._cache.slot_blocks
         slot = context.blocks[0] // slots if slots else None
-        if not context.start:
+        if not context.start and context.seen is None:
             return _Prompt(row, last, None, slot, stop, None)
         filled = context.num_blocks(self._cache.block_size)
         blocks_1W = np.array([context.blocks[:filled]], dtype=np.int64)
         mask = torch.full(
             (context.length, stop), float("-inf"), dtype=dtype, device=self._cache.device
         ).triu_(context.start + 1)
+        if context.seen is not None:
+            hidden = context.seen[:, None] >> np.arange(context.length) & 1 == 0
+            mask[:, context.start :].masked_fill_(self._tensor(hidden), float("-inf"))
         return _Prompt(row, last, self._tensor(blocks_1W), slot, stop, mask)
 
     def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
@@ -239,7 +264,9 @@ class PagedAttention:
             whole = paged.last - paged.first == len(q_NHd)
             queries = q_NHd if whole else q_NHd[paged.first : paged.last]
             sides = self._cache.sides(layer)
-            parts.append(paged.kernel(queries, *sides, paged.blocks, paged.lengths, paged.requests))
+            where = (paged.blocks, paged.lengths, paged.requests)
+            more = () if paged.tree is None else (paged.tree,)
+            parts.append(paged.kernel(queries, *sides, *where, *more))
         for prompt in self._prompts:
             rows = slice(prompt.first, prompt.last)
             if prompt.blocks is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +41,8 @@ from shoal.serve.adapters import AdapterBank
 from shoal.serve.adjust import Adjuster
 from shoal.serve.cache import PagedCache, Zeros, token_bytes
 from shoal.serve.captured import Captured
+from shoal.serve.decode.build import speculate, speculative_runner
+from shoal.serve.decode.runner import SpeculativeRunner
 from shoal.serve.engine import Engine
 from shoal.serve.grammar import Grammars, Vocabulary
 from shoal.serve.host import HostStore, Mover, measure_link
@@ -183,6 +186,7 @@ def attention_kernel(
     config = model.config
     context = positions(job, config) // 2
     call = PagedAttention(
+        tree=job.speculative is not None and not prompts,
         batch=1 if prompts else job.max_running,
         context=context,
         heads=config.num_heads,
@@ -340,22 +344,22 @@ def engine_of(
         for name, directory in job.adapters.items():
             bank.load(name, Path(directory))
     kernel = attention_kernel(job, model, cache)
-    captured = None
     # What is recorded has addresses of weights in it: they must stay where they are.
     here = runner_type is LocalRunner and job.memory.name != "superpipeline"
-    if kernel is not None and cache.device.type == "cpu" and here:
-        captured = Captured(model, cache, kernel, job.max_position)
-    adjust = Adjuster(Grammars(lambda: vocabulary(job, config)))
-    runner = runner_type(
-        model,
-        cache,
-        attention=kernel,
-        prompts=attention_kernel(job, model, cache, prompts=True),
-        exact=job.exact,
-        adjust=adjust,
-        captured=captured,
-        adapters=bank,
-    )
+    recordable = kernel if cache.device.type == "cpu" and here else None
+    options: dict[str, Any] = {
+        "attention": kernel,
+        "prompts": attention_kernel(job, model, cache, prompts=True),
+        "exact": job.exact,
+        "adjust": Adjuster(Grammars(lambda: vocabulary(job, config))),
+    }
+    if job.speculative is not None:
+        runner: LocalRunner = speculative_runner(job, model, cache, recordable, options)
+    else:
+        captured = None
+        if recordable is not None:
+            captured = Captured(model, cache, recordable, job.max_position)
+        runner = runner_type(model, cache, captured=captured, adapters=bank, **options)
     known = link
     if job.host_tokens:
         host = HostStore(cache, job.host_tokens // kv.block_size)
@@ -373,6 +377,8 @@ def engine_of(
         scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
         built = scheduler_part.build(kv, limits, preemption)
     engine = Engine(built, runner, kv=kv, vocab_size=config.vocab_size, adapters=bank)
+    if isinstance(runner, SpeculativeRunner):
+        speculate(engine, runner, limits, job)
     return engine, limits, runner
 
 

@@ -10,7 +10,7 @@ PagedAttention, 2023.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -134,6 +134,14 @@ class PagedCache:
         for side, new in zip(self._sides[layer], (k_NKd, v_NKd), strict=True):
             for store, coded in zip(side, self.form.encode(new), strict=True):
                 self._put(store, slots_N, coded)
+
+    def keep(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy tokens from slots to slots in all layers; all are read before any is written."""
+        if not sources:
+            return
+        source, target = (torch.tensor(one, device=self.device) for one in (sources, targets))
+        for store in self.stores:
+            store.index_copy_(2, target, store.index_select(2, source))
 
     def move(self, copies: Iterable[Copy]) -> None:
         """Copy runs of blocks in all layers; none of them is both read and written."""

@@ -148,6 +148,9 @@ class Engine:
         self._told: list[dict[str, Any]] = []
         self._swaps = SwapCounters()
         self.last_chunks: tuple[Chunk, ...] = ()
+        # Refuses what this engine cannot sample; set by whoever knows more than ranges.
+        self.check: Callable[[SamplingParams], None] | None = None
+        self._guesses = self._right = self._guessing = 0
 
     def add(self, request: Request) -> None:
         """Queue a request; its arrival is now.
@@ -156,6 +159,8 @@ class Engine:
             ServeError: its parameters or tokens are wrong, or it can never run.
         """
         check_params(request.params)
+        if self.check is not None:
+            self.check(request.params)
         require(
             request.n_prompt >= 1 and request.n_prompt == len(request.tokens),
             f"request {request.id}: prompt",
@@ -246,6 +251,10 @@ class Engine:
             for output in outputs:
                 if output.finish is not None:
                     self._ended(output.request_id)
+        for request_id, nodes in result.guessed.items():
+            self._guessing += 1
+            self._guesses += nodes
+            self._right += len(result.tokens[request_id]) - 1
         self._steps += 1
         self._seconds += now - started
         self._prompt_tokens += prompt
@@ -272,6 +281,9 @@ class Engine:
             "steps_total": self._steps,
             "step_seconds_total": self._seconds,
             "preemptions_total": self._preemptions,
+            "draft_trees_total": self._guessing,
+            "draft_tokens_total": self._guesses,
+            "draft_tokens_accepted_total": self._right,
             **self._swaps.stats(),
             **(self.adapters.stats() if self.adapters is not None else {}),
             "blocks_used": kept.get("blocks_used", 0.0),

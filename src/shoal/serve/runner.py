@@ -8,9 +8,9 @@ prompts as it likes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,10 @@ from shoal.serve.host import Mover
 from shoal.serve.pooling import Pooler
 from shoal.serve.sampler import choose
 
-__all__ = ["FlatModel", "LocalRunner"]
+if TYPE_CHECKING:
+    from shoal.serve.decode.protocols import TokenTree
+
+__all__ = ["FlatModel", "LocalRunner", "Rows", "slots"]
 
 
 class FlatModel(Protocol):
@@ -55,6 +58,56 @@ class FlatModel(Protocol):
     def logits(self, hidden_RD: Tensor) -> Tensor | None:
         """Scores [R, V]; None if others choose by them."""
         ...
+
+
+class Rows:
+    """The tokens of a step side by side: what they are, where they stand and where they go.
+
+    Args:
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._token: list[int] = []
+        self._position: list[int] = []
+        self._slot: list[int] = []
+        self.last: list[int] = []  # of every chunk: the row of its last token
+        self.contexts: list[Context] = []
+
+    def add(self, chunk: Chunk) -> None:
+        """The tokens of a chunk."""
+        request, first, stop = chunk.request, chunk.start, chunk.stop
+        size, blocks = self._size, request.blocks
+        if chunk.length == 1:
+            self._token.append(request.tokens[first])
+            self._position.append(first)
+            self._slot.append(blocks[first // size] * size + first % size)
+        else:
+            self._token += request.tokens[first:stop]
+            self._position += range(first, stop)
+            self._slot += slots(blocks, range(first, stop), size)
+        self.last.append(len(self._token) - 1)
+        self.contexts.append(Context(first, chunk.length, blocks))
+
+    def add_tree(self, chunk: Chunk, tree: TokenTree) -> None:
+        """Root and nodes: each has the place of its depth, and a slot of its own."""
+        first, rows = chunk.start, len(tree.shape)
+        self._token += tree.tokens.tolist()
+        self._position += (first + tree.shape.depth).tolist()
+        self._slot += slots(chunk.request.blocks, range(first, first + rows), self._size)
+        self.last.append(len(self._token) - 1)
+        self.contexts.append(Context(first, rows, chunk.request.blocks, tree.shape.seen))
+
+    def fed(self, device: torch.device) -> Tensor:
+        """Tokens, positions and slots [3, N]."""
+        columns = (self._token, self._position, self._slot)
+        return torch.from_numpy(np.array(columns, dtype=np.int64)).to(device)
+
+
+def slots(blocks: Sequence[int], places: Iterable[int], size: int) -> list[int]:
+    """Where tokens at these places lie in the cache."""
+    return [blocks[place // size] * size + place % size for place in places]
 
 
 class LocalRunner:
@@ -167,37 +220,20 @@ class LocalRunner:
                 logits_RV = self._captured(chunks)
                 if logits_RV is not None:
                     return self._chosen(logits_RV, asked, {}, {})
-        token: list[int] = []
-        position: list[int] = []
-        slot: list[int] = []
-        last: list[int] = []
-        contexts: list[Context] = []
+        rows = Rows(self.cache.block_size)
         for chunk in chunks:
-            request, first, stop = chunk.request, chunk.start, chunk.stop
-            size, blocks = self.cache.block_size, request.blocks
-            if chunk.length == 1:
-                token.append(request.tokens[first])
-                position.append(first)
-                slot.append(blocks[first // size] * size + first % size)
-            else:
-                token += request.tokens[first:stop]
-                position += range(first, stop)
-                slot += [
-                    blocks[place // size] * size + place % size for place in range(first, stop)
-                ]
-            last.append(len(token) - 1)
-            contexts.append(Context(first, chunk.length, blocks))
-        model, device = self.model, self.cache.device
-        fed = torch.from_numpy(np.array((token, position, slot), dtype=np.int64)).to(device)
-        mixer = self._mixer(contexts, fed[2])
+            rows.add(chunk)
+        model, device, last = self.model, self.cache.device, rows.last
+        fed = rows.fed(device)
+        mixer = self._mixer(rows.contexts, fed[2])
         wanted = [place for place, chunk in enumerate(chunks) if chunk.yields]
         pooled = [place for place, chunk in enumerate(chunks) if chunk.request.params.pooling]
         places = [self._pooler.rows(chunks[place], last[place]) for place in pooled]
-        rows = [last[place] for place in wanted] + [row for some in places for row in some]
-        everything = rows == list(range(len(token)))
-        rows_R = None if everything else torch.tensor(rows, dtype=torch.int64, device=device)
+        needed = [last[place] for place in wanted] + [row for some in places for row in some]
+        everything = needed == list(range(fed.shape[1]))
+        rows_R = None if everything else torch.tensor(needed, dtype=torch.int64, device=device)
         if adapted and self._adapters is not None and not everything:
-            self._adapters.select(chunks, rows)
+            self._adapters.select(chunks, needed)
         hidden_RD = model.flat(fed[0], fed[1], mixer, rows_R)
         if hidden_RD is None:
             return StepResult(tokens={})

@@ -24,7 +24,7 @@ from shoal.core.random import generator
 from shoal.ir import Request, SamplingParams, TokenInfo
 from shoal.model.generate import sample
 
-__all__ = ["choose", "log_probabilities", "sample_rows"]
+__all__ = ["choose", "log_probabilities", "pick_tokens", "sample_rows"]
 
 _CANDIDATES = 256
 
@@ -42,22 +42,7 @@ def choose(
         requests: whose rows they are.
         scores_RV: what tokens are chosen by, where penalties or grammars changed them.
     """
-    scores_RV = logits_RV if scores_RV is None else scores_RV
-    tokens_R = _best(scores_RV)
-    rows = [row for row, request in enumerate(requests) if request.params.temperature > 0]
-    if rows:
-        chosen = [requests[row] for row in rows]
-        everything = len(rows) == len(requests)
-        picked = sample_rows(
-            scores_RV if everything else scores_RV[rows],
-            [request.params for request in chosen],
-            [_uniform(request) for request in chosen],
-        )
-        if everything:
-            tokens_R = picked
-        else:
-            tokens_R[rows] = picked
-    tokens: list[int] = tokens_R.tolist()
+    tokens = pick_tokens(logits_RV if scores_RV is None else scores_RV, requests)
     wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     infos: dict[str, tuple[TokenInfo, ...]] = {}
     if wanted:
@@ -70,6 +55,34 @@ def choose(
     return tokens, infos
 
 
+def pick_tokens(
+    scores_RV: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None = None
+) -> list[int]:
+    """The token of every row.
+
+    Args:
+        scores_RV: what tokens are chosen by.
+        requests: whose rows they are.
+        ahead: how many tokens each row's would come after the request's next one; 0 if not given.
+    """
+    tokens_R = _best(scores_RV)
+    rows = [row for row, request in enumerate(requests) if request.params.temperature > 0]
+    if rows:
+        chosen = [requests[row] for row in rows]
+        everything = len(rows) == len(requests)
+        picked = sample_rows(
+            scores_RV if everything else scores_RV[rows],
+            [request.params for request in chosen],
+            [_uniform(requests[row], ahead[row] if ahead else 0) for row in rows],
+        )
+        if everything:
+            tokens_R = picked
+        else:
+            tokens_R[rows] = picked
+    tokens: list[int] = tokens_R.tolist()
+    return tokens
+
+
 def _best(scores_RV: Tensor) -> Tensor:
     """The first of the best tokens of each row."""
     if scores_RV.device.type != "cpu":
@@ -79,8 +92,9 @@ def _best(scores_RV: Tensor) -> Tensor:
     return torch.from_numpy(wide.numpy().argmax(-1))
 
 
-def _uniform(request: Request) -> float:
-    source = generator(request.params.seed, purpose="generate", step=request.n_generated)
+def _uniform(request: Request, ahead: int) -> float:
+    step = request.n_generated + ahead
+    source = generator(request.params.seed, purpose="generate", step=step)
     return float(source.random())
 
 

@@ -38,7 +38,7 @@ def places(blocks_W: Tensor, seen: int, block_size: int) -> Tensor:
 
 
 def beyond(tree_2N: Tensor, token_S: Tensor) -> Tensor:
-    """bool [N, S]: tokens (by place) that lie in the tree of a query and that it does not see."""
+    """Tokens by place, bool [N, S], that lie in the tree of a query and that it does not see."""
     place_NS = token_S - tree_2N[0][:, None]
     seen_NS = (tree_2N[1][:, None] >> place_NS.clamp(0, 63)) & 1
     return (place_NS >= 0) & (seen_NS == 0)

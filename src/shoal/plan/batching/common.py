@@ -10,11 +10,30 @@ from array import array
 from collections import deque
 
 from shoal.core.errors import ServeError, require
-from shoal.ir import Compacting, KVManager, Limits, Output, Preemption, Request, Step, StepResult
+from shoal.ir import (
+    Chunk,
+    Compacting,
+    Drafting,
+    KVManager,
+    Limits,
+    Output,
+    Preemption,
+    Request,
+    SamplingParams,
+    Step,
+    StepResult,
+)
 from shoal.ir.serving import FinishReason
 from shoal.plan.batching.recompute import Recomputing
 
-__all__ = ["Queues", "check_block_size", "extend_chain", "most_cached", "whole_blocks"]
+__all__ = [
+    "Queues",
+    "check_block_size",
+    "extend_chain",
+    "guessable",
+    "most_cached",
+    "whole_blocks",
+]
 
 _DIGEST_BYTES = 16
 
@@ -58,6 +77,22 @@ def extend_chain(chain: list[bytes], request: Request, block_size: int, blocks: 
         chain.append(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
 
 
+def guessable(params: SamplingParams) -> bool:
+    """Whether what a request may say next depends on no more than its tokens and its seed.
+
+    Penalties, biases and grammars change with every token: such requests decode one by one.
+    """
+    return (
+        params.repetition_penalty == 1
+        and not params.frequency_penalty
+        and not params.presence_penalty
+        and not params.logit_bias
+        and not params.min_tokens
+        and params.grammar is None
+        and params.pooling is None
+    )
+
+
 def most_cached(request: Request, max_position: int) -> int:
     """Most tokens of a request that ever lie in the cache; the last one never does."""
     return min(request.n_prompt + request.params.max_tokens, max_position) - 1
@@ -80,6 +115,8 @@ class Queues:
         # By id, in the order of admission.
         self.running: dict[str, Request] = {}
         self.requests: dict[str, Request] = {}
+        # Whether decodes guess tokens; set by whoever has a runner that can.
+        self.drafting: Drafting | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -164,6 +201,10 @@ class Queues:
         running, longest, computed = self.running, self.limits.max_position, self.kv.computed
         tokens_of, infos_of = result.tokens, result.infos
         outputs: list[Output] = []
+        if result.guessed and self.drafting is not None:
+            self.drafting.observe(
+                list(result.guessed.values()), [len(tokens_of[one]) - 1 for one in result.guessed]
+            )
         for chunk in step.chunks:
             request = chunk.request
             if running.get(request.id) is not request:
@@ -190,11 +231,45 @@ class Queues:
                     finish = "length"
                     break
             new = tuple(tokens[stop:])
+            if len(new) > 1:
+                request.n_computed = len(tokens) - 1
+                computed(request)
             infos = tuple(infos_of.get(request.id, ())[: len(new)]) if infos_of else ()
             outputs.append(Output(request.id, new, infos, finish))
             if finish is not None:
                 self._forget(request, keep=True)
         return outputs
+
+    def _drafts(self, chunks: list[Chunk], room: int) -> list[Chunk]:
+        """Decodes with the guesses that there is room for; nobody gives way to a guess.
+
+        Args:
+            chunks: all decodes of a step.
+            room: tokens that the step may have more.
+        """
+        drafting, kv = self.drafting, self.kv
+        if drafting is None or not chunks:
+            return chunks
+        nodes = min(drafting.nodes(len(chunks)), max(0, room) // len(chunks))
+        if nodes < 1:
+            return chunks
+        found = []
+        for chunk in chunks:
+            request = chunk.request
+            # The last token is never computed, so no guess is made for it.
+            left = self.most_cached(request) - chunk.stop
+            drafts = min(nodes, self.limits.max_position - chunk.stop - 1)
+            if left < 1 or drafts < 1 or not guessable(request.params):
+                found.append(chunk)
+                continue
+            held = len(request.blocks)
+            if not kv.allocate(request, chunk.stop + drafts):
+                found.append(chunk)
+                continue
+            if len(request.blocks) > held:
+                self.preemption.wait(request.blocks[held:])
+            found.append(chunk._replace(drafts=drafts))
+        return found
 
     def lose(self, request: Request) -> None:
         """What the cache held of a request is gone: it waits again, before all others."""

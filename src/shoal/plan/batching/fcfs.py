@@ -144,7 +144,7 @@ class FcfsScheduler(Queues):
         preempted = self._displace()
         displaced = len(preempted)
         decodes = self._decodes(preempted)
-        budget = self.limits.max_step_tokens - len(decodes)
+        budget = self.limits.max_step_tokens - sum(one.length + one.drafts for one in decodes)
         prompts: list[Chunk] = []
         for request in self.running.values():
             if budget <= 0:
@@ -228,7 +228,7 @@ class FcfsScheduler(Queues):
                 if len(request.blocks) > held:
                     self.preemption.wait(request.blocks[held:])
                 chunks.append(Chunk(request, start, 1))
-        return chunks
+        return self._drafts(chunks, most - len(chunks))
 
     def _cut(
         self, prompts: list[Chunk], request: Request, left: int, budget: int, *, empty: bool

@@ -1,0 +1,19 @@
+"""plan.trees: which guesses a step of speculative decoding verifies, and how many. Torch-free.
+
+The door: the table of tree shapes. What they are built from is in :mod:`shoal.ir.decoding`; how
+many of a tree's nodes pay on this machine is :class:`~shoal.plan.trees.drafting.Paying`'s choice.
+"""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["TREES"]
+
+TREES = PartTable(
+    "tree",
+    {
+        "auto": "shoal.plan.trees.auto:Auto",
+        "chain": "shoal.plan.trees.chain:Chain",
+        "cartesian": "shoal.plan.trees.cartesian:Cartesian",
+        "paths": "shoal.plan.trees.paths:Paths",
+    },
+)

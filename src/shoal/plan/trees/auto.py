@@ -1,0 +1,52 @@
+"""The tree of the best nodes: each time the most probable one whose parent is there already."""
+
+from __future__ import annotations
+
+import heapq
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir import MAX_NODES, Calibration, TreeSpec
+from shoal.plan.trees.common import tree_of
+
+__all__ = ["Auto"]
+
+
+@part
+class Auto:
+    """Nodes by the probability that they are accepted, from the drafter's own calibration.
+
+    A node's value is the product of the shares along its path, and the expected number of
+    tokens is one and the sum of the values. Values fall along every path and with every rank, so
+    taking the best node at hand each time gives the best tree of every size.
+
+    Args:
+        nodes: at most so many; how many of them a step verifies follows from what rows cost.
+
+    Source: Cai et al., Medusa, 2024, section 2.3.3 (sparse tree).
+    """
+
+    nodes: int = MAX_NODES
+
+    def __post_init__(self) -> None:
+        require(1 <= self.nodes <= MAX_NODES, "tree.auto.nodes", self.nodes,
+                expected=f"1 to {MAX_NODES}")  # fmt: skip
+
+    def build(self, calibration: Calibration, most: int = MAX_NODES) -> TreeSpec:
+        """See :class:`~shoal.ir.decoding.TreePart`."""
+        right = calibration.right
+        # By falling value; of equal ones the shorter path, then the better guess.
+        ready: list[tuple[float, tuple[int, ...]]] = [(-right[0][0], (0,))]
+        paths: list[tuple[int, ...]] = []
+        while ready and len(paths) < min(most, self.nodes):
+            value, path = heapq.heappop(ready)
+            if not value:
+                break
+            paths.append(path)
+            level, rank = len(path) - 1, path[-1]
+            above = value / right[level][rank]
+            if rank + 1 < len(right[level]):
+                heapq.heappush(ready, (above * right[level][rank + 1], (*path[:-1], rank + 1)))
+            if level + 1 < len(right):
+                heapq.heappush(ready, (value * right[level + 1][0], (*path, 0)))
+        return tree_of("tree.auto", paths, calibration)

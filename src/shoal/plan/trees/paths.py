@@ -1,0 +1,33 @@
+"""A tree that is written down: its paths, each a rank for every level."""
+
+from __future__ import annotations
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir import MAX_NODES, Calibration, TreeSpec
+from shoal.plan.trees.common import tree_of
+
+__all__ = ["Paths"]
+
+
+@part
+class Paths:
+    """Nodes by hand: ``[[0], [1], [0, 0]]`` verifies two guesses of the first token and one after.
+
+    Args:
+        paths: of the nodes, each behind the path that it goes on from. Where few rows pay, the
+            first ones are verified.
+
+    Source: Cai et al., Medusa, 2024, section 2.1.2.
+    """
+
+    paths: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 0), (0, 0, 0))
+
+    def __post_init__(self) -> None:
+        good = 1 <= len(self.paths) <= MAX_NODES and all(self.paths)
+        require(good, "tree.paths.paths", len(self.paths),
+                expected=f"1 to {MAX_NODES} paths, none of them empty")  # fmt: skip
+
+    def build(self, calibration: Calibration, most: int = MAX_NODES) -> TreeSpec:
+        """See :class:`~shoal.ir.decoding.TreePart`."""
+        return tree_of("tree.paths", self.paths, calibration).first(most)

@@ -1,0 +1,24 @@
+"""serve.decode: many tokens a step, the same tokens.
+
+The life of a guess is in :mod:`~shoal.serve.decode.protocols`. The door: the tables of those that
+guess and of the rules by which guesses are accepted.
+"""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["ACCEPTANCES", "SPECULATORS"]
+
+SPECULATORS = PartTable(
+    "speculative",
+    {
+        "ngram": "shoal.serve.decode.ngram:Ngram",
+    },
+)
+
+ACCEPTANCES = PartTable(
+    "accept",
+    {
+        "greedy": "shoal.serve.decode.accept.greedy:Greedy",
+        "sample_match": "shoal.serve.decode.accept.sample_match:SampleMatch",
+    },
+)

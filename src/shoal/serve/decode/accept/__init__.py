@@ -1,0 +1,1 @@
+"""Acceptance rules: which guesses hold. Each is a part of kind ``accept``."""

@@ -1,0 +1,78 @@
+"""From a serving job that guesses to its runner, and to how much its scheduler lets it guess."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from shoal.core.parts import Choice, table
+from shoal.ir import Limits, ServeJob
+from shoal.kernel.protocols import Ready
+from shoal.model.transformer import Transformer
+from shoal.plan.batching.common import Queues
+from shoal.plan.trees.drafting import Paying
+from shoal.serve.cache import PagedCache
+from shoal.serve.decode.captured import CapturedRows
+from shoal.serve.decode.costs import measure_costs
+from shoal.serve.decode.protocols import Acceptance, Speculator
+from shoal.serve.decode.runner import SpeculativeRunner
+from shoal.serve.engine import Engine
+
+__all__ = ["speculate", "speculative_runner"]
+
+log = logging.getLogger("shoal.serve")
+
+
+def acceptance(choice: Choice) -> Acceptance:
+    """The rule that a speculator names."""
+    rule: Acceptance = table("accept").build(choice, where="speculative.accept")
+    return rule
+
+
+def speculative_runner(
+    job: ServeJob,
+    model: Transformer,
+    cache: PagedCache,
+    recordable: Ready | None,
+    options: dict[str, Any],
+) -> SpeculativeRunner:
+    """The runner of a job that guesses.
+
+    Args:
+        job: what is served.
+        model: ready to serve.
+        cache: its own.
+        recordable: the kernel of attention, where steps can be recorded.
+        options: of the runner.
+
+    Raises:
+        ShoalError: the drafter's files are missing, or were made for another model.
+    """
+    assert job.speculative is not None and job.max_position is not None
+    part: Speculator = table("speculative").build(job.speculative, where="speculative")
+    recorded = None
+    if recordable is not None:
+        recorded = CapturedRows(model, cache, recordable, job.max_position)
+    return SpeculativeRunner(
+        model,
+        cache,
+        drafter=part.drafter(job, model),
+        accept=acceptance(part.accept),
+        recorded=recorded,
+        **options,
+    )
+
+
+def speculate(engine: Engine, runner: SpeculativeRunner, limits: Limits, job: ServeJob) -> None:
+    """Let an engine guess where it pays, by what steps cost here; measures that."""
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, Queues)
+    costs = measure_costs(runner, limits)
+    if costs.falls:
+        log.warning(
+            "steps of %s rows took less time than steps of fewer rows: the machine is busy, or "
+            "another kernel begins there; the number of guesses may not be the best",
+            ", ".join(map(str, costs.falls)),
+        )
+    scheduler.drafting = Paying(runner.drafter.expected(), costs)
+    engine.check = runner.accept.check

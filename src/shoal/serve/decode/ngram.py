@@ -1,0 +1,151 @@
+"""Guesses from the text itself: what followed the last few tokens when they came before.
+
+The free baseline: no weights, no training, no state beside the tokens. It pays where answers
+repeat their prompt, such as edits, summaries and code.
+
+Source: Saxena, Prompt Lookup Decoding, 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from shoal.core.config import Kind
+from shoal.core.errors import require
+from shoal.core.parts import Choice, part
+from shoal.ir import MAX_NODES, ServeJob
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Transformer
+    from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
+
+__all__ = ["Ngram", "NgramDrafter"]
+
+# Share of the tokens that a guess from the text itself gets right, before anything is known of
+# the text: what is seen of a workload soon replaces it.
+_PRIOR = 0.3
+
+
+@part
+class Ngram:
+    """The continuation of the latest place where the last tokens stood before; a chain.
+
+    Args:
+        longest: tokens of the end that are looked for first.
+        shortest: fewest tokens that are looked for.
+        nodes: most guesses.
+        accept: which guesses hold.
+    """
+
+    longest: int = 4
+    shortest: int = 2
+    nodes: int = 8
+    accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.shortest <= self.longest <= 64,
+            "speculative.ngram.shortest",
+            self.shortest,
+            expected=f"1 to longest = {self.longest}, at most 64",
+        )
+        require(
+            1 <= self.nodes <= MAX_NODES,
+            "speculative.ngram.nodes",
+            self.nodes,
+            expected=f"1 to {MAX_NODES}",
+        )
+
+    def drafter(self, job: ServeJob, model: Transformer) -> NgramDrafter:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`."""
+        return NgramDrafter(self.longest, self.shortest, self.nodes)
+
+
+class _Index:
+    """Where each run of tokens of one request ended last, by its length."""
+
+    def __init__(self, lengths: range) -> None:
+        self._lengths = lengths
+        self._ends: dict[tuple[int, ...], int] = {}
+        self.upto = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in what is new; the run at the very end is not its own continuation."""
+        for stop in range(self.upto, len(tokens)):
+            for length in self._lengths:
+                if stop >= length:
+                    self._ends[tuple(tokens[stop - length : stop])] = stop
+        self.upto = max(self.upto, len(tokens))
+
+    def after(self, tokens: Sequence[int]) -> int | None:
+        """Where what followed the last tokens begins; None if they are new."""
+        for length in reversed(self._lengths):
+            if len(tokens) > length:
+                found = self._ends.get(tuple(tokens[-length:]))
+                if found is not None:
+                    return found
+        return None
+
+
+class NgramDrafter:
+    """The drafter that :class:`Ngram` builds.
+
+    Args:
+        longest: tokens of the end that are looked for first.
+        shortest: fewest tokens that are looked for.
+        nodes: most guesses.
+    """
+
+    needs: ClassVar[Needs] = "nothing"
+
+    def __init__(self, longest: int, shortest: int, nodes: int) -> None:
+        from shoal.serve.adjust import Book
+
+        self._nodes = nodes
+        lengths = range(shortest, longest + 1)
+        self._known = Book(lambda request: _Known(request, lengths))
+
+    def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
+        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
+        import numpy as np
+
+        from shoal.serve.decode.protocols import TokenTree, branches
+
+        found: list[TokenTree | None] = []
+        known = self._known.of([guess.request for guess in guesses])
+        for guess, one in zip(guesses, known, strict=True):
+            tokens = guess.request.tokens
+            one.index.extend(tokens)
+            start = one.index.after(tokens)
+            if start is None:
+                found.append(None)
+                continue
+            ahead = tokens[start : start + min(guess.nodes, self._nodes)]
+            shape = branches(tuple(range(-1, len(ahead))))
+            found.append(TokenTree(np.array([tokens[-1], *ahead]), shape))
+        return found
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Nothing: the tokens are all there is."""
+
+    def expected(self) -> tuple[float, ...]:
+        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
+        return tuple(
+            sum(_PRIOR**level for level in range(nodes + 1)) for nodes in range(self._nodes + 1)
+        )
+
+    def memory_bytes(self) -> int:
+        """See :class:`~shoal.serve.decode.protocols.Drafter`; an index of a thousand tokens."""
+        return 300 * 1000
+
+
+class _Known:
+    """What is known of one request."""
+
+    def __init__(self, request: object, lengths: range) -> None:
+        from shoal.ir import Request
+
+        assert isinstance(request, Request)
+        self.request = request
+        self.index = _Index(lengths)

@@ -1,0 +1,218 @@
+"""One loop: propose a tree of tokens, verify it in one forward pass, accept a path, keep its cache.
+
+The life of a guess. The scheduler gives a decode room for some guesses
+(:class:`~shoal.ir.decoding.Drafting`). The runner asks the :class:`Drafter` for a tree of them,
+computes the request's last token, the root, and all nodes side by side, each node seeing its own
+path alone, and lets the :class:`Acceptance` walk down from the root. The keys and values of the
+path are moved to where they belong; those of all other nodes are overwritten by the next step.
+Then the drafter is told what is certain now.
+
+Whatever a drafter guesses, a lossless acceptance gives what the model alone would give: guesses
+cost or save time, and nothing else.
+
+Shapes: N rows (root and nodes of all trees), V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from shoal.core.parts import Choice
+from shoal.ir import Request, SamplingParams, ServeJob
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.ir import TreeSpec
+    from shoal.model.transformer import Transformer
+
+__all__ = [
+    "Acceptance",
+    "Branches",
+    "Drafter",
+    "Guess",
+    "Needs",
+    "Path",
+    "Seen",
+    "Speculator",
+    "TokenTree",
+    "branches",
+]
+
+Needs = Literal["nothing", "last", "all"]
+"""Final hidden states that a drafter wants: none, of the row that chose the root, or of all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branches:
+    """The shape of a tree as arrays; row 0 is the root.
+
+    Args:
+        parent: row above each row; -1 for the root.
+        depth: [N] rows between a row and the root, itself included.
+        seen: [N] the rows that each sees, a bit each.
+        children: rows below each row, in the order of their guesses.
+    """
+
+    parent: tuple[int, ...]
+    depth: np.ndarray
+    seen: np.ndarray
+    children: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+
+@functools.lru_cache(maxsize=4096)
+def branches(parent: tuple[int, ...]) -> Branches:
+    """The shape in which row i is below row ``parent[i]``; trees of one shape share it."""
+    depth, seen = [0], [1]
+    children: list[list[int]] = [[] for _ in parent]
+    for row, above in enumerate(parent[1:], 1):
+        depth.append(depth[above] + 1)
+        seen.append(seen[above] | 1 << row)
+        children[above].append(row)
+    bits = np.array(seen, dtype=np.uint64).view(np.int64)
+    return Branches(parent, np.array(depth), bits, tuple(map(tuple, children)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTree:
+    """Guesses of one request.
+
+    Args:
+        tokens: [N] of every row; row 0 is the root, the last certain token.
+        shape: which row is below which.
+        q: row -> the drafter's probabilities [V] of what comes after it, where it drew the
+            children of this row from them; empty for guesses that were not drawn.
+    """
+
+    tokens: np.ndarray
+    shape: Branches
+    q: dict[int, Tensor] | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Guesses."""
+        return len(self.shape) - 1
+
+
+class Guess(NamedTuple):
+    """A request whose next tokens are to be guessed, and with how many nodes at most."""
+
+    request: Request
+    nodes: int
+
+
+class Seen(NamedTuple):
+    """What is certain now: tokens of a request from ``start`` on are computed.
+
+    Args:
+        request: whose; its next tokens are not among its ``tokens`` yet.
+        start: place of the first of them.
+        tokens: these tokens.
+        hidden: their final hidden states [T, D]; of the last one alone, or None, as the drafter
+            needs.
+        root: the token after them, where it is known: what the model chose.
+    """
+
+    request: Request
+    start: int
+    tokens: Sequence[int]
+    hidden: Tensor | None
+    root: int | None
+
+
+class Path(NamedTuple):
+    """What was accepted of a tree: rows from the root's child on, and their tokens and the next."""
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+class Drafter(Protocol):
+    """Guesses tokens; changes nothing but its own state.
+
+    State of a request is told apart by the request itself: one that was preempted is seen again
+    from its first token on, and one of which something is missing guesses nothing.
+    """
+
+    needs: ClassVar[Needs]
+
+    def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
+        """A tree for each; None where nothing is guessed."""
+        ...
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """These tokens are certain, after every step, for requests that guess or may later."""
+        ...
+
+    def expected(self) -> tuple[float, ...]:
+        """Tokens that a step is expected to give with 0, 1, ... nodes, before anything is seen."""
+        ...
+
+    def memory_bytes(self) -> int:
+        """Bytes of its weights and of what it keeps for one request's thousand tokens."""
+        ...
+
+
+class Acceptance(Protocol):
+    """A part of kind ``accept``: which guesses hold."""
+
+    lossless: ClassVar[bool]
+
+    def check(self, params: SamplingParams) -> None:
+        """Refuse a request that this rule cannot serve.
+
+        Raises:
+            ServeError: names its parameter.
+        """
+        ...
+
+    def walk(
+        self, trees: Sequence[TokenTree], requests: Sequence[Request], logits_NV: Tensor
+    ) -> list[Path]:
+        """The accepted path of each tree, and the token that the model chose at its end.
+
+        Args:
+            trees: whose rows ``logits_NV`` has, one tree after the other.
+            requests: whose they are.
+            logits_NV: scores of what comes after each row.
+        """
+        ...
+
+
+class Speculator(Protocol):
+    """A part of kind ``speculative``: guesses for an engine.
+
+    Attributes:
+        accept: which guesses hold.
+    """
+
+    @property
+    def accept(self) -> Choice:
+        """The acceptance rule."""
+        ...
+
+    def drafter(self, job: ServeJob, model: Transformer) -> Drafter:
+        """The drafter, ready.
+
+        Args:
+            job: what is served.
+            model: the target, before kernels are chosen for it.
+
+        Raises:
+            ShoalError: its files are missing, or were made for another model.
+        """
+        ...
+
+
+class Shaped(Protocol):
+    """A drafter whose guesses fill a tree of a fixed shape."""
+
+    spec: TreeSpec

@@ -1,0 +1,253 @@
+"""A runner whose decodes guess: the one loop of speculative decoding.
+
+Shapes: N rows of a step, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import ServeError, require
+from shoal.ir import Chunk, Request, Step, StepResult, TokenInfo
+from shoal.serve.cache import PagedCache
+from shoal.serve.decode.captured import CapturedRows
+from shoal.serve.decode.protocols import Acceptance, Drafter, Guess, Path, Seen, TokenTree
+from shoal.serve.runner import FlatModel, LocalRunner, Rows, slots
+from shoal.serve.sampler import choose, log_probabilities
+
+__all__ = ["SpeculativeRunner"]
+
+
+class SpeculativeRunner(LocalRunner):
+    """Computes steps as its base does, and lets decodes that have room guess.
+
+    Args:
+        model: the target.
+        cache: its own.
+        drafter: guesses.
+        accept: which guesses hold.
+        recorded: computes steps of decodes alone by recordings; None computes all the same way.
+        **options: of :class:`~shoal.serve.runner.LocalRunner`, without adapters or captured.
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        cache: PagedCache,
+        *,
+        drafter: Drafter,
+        accept: Acceptance,
+        recorded: CapturedRows | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, cache, **options)
+        self.drafter, self.accept = drafter, accept
+        self._recorded = recorded
+
+    def over(self, cache: PagedCache) -> SpeculativeRunner:
+        """One that computes in the same way, on another cache of the same form."""
+        return SpeculativeRunner(
+            self.model,
+            cache,
+            drafter=self.drafter,
+            accept=self.accept,
+            recorded=None if self._recorded is None else self._recorded.over(cache),
+            attention=self.attention,
+            prompts=self.prompts,
+            exact=self._exact,
+        )
+
+    def _compute(self, step: Step) -> StepResult:
+        if any(chunk.request.params.pooling for chunk in step.chunks):
+            return super()._compute(step)  # of which the drafter then has seen nothing
+        asking = [chunk for chunk in step.chunks if chunk.drafts]
+        guesses = [Guess(chunk.request, chunk.drafts) for chunk in asking]
+        proposed = self.drafter.propose(guesses) if guesses else []
+        trees = {
+            chunk.request.id: tree
+            for chunk, tree in zip(asking, proposed, strict=True)
+            if tree is not None and tree.nodes
+        }
+        # Single tokens first and longest context first, then trees, as attention wants them.
+        chunks = sorted(
+            step.chunks,
+            key=lambda one: (one.length > 1, one.request.id in trees, -one.stop),
+        )
+        for chunk in chunks:
+            self._check(chunk, trees.get(chunk.request.id))
+        hidden_ND, logits_RV, first = self.forward(chunks, trees)
+        return self._accepted(chunks, trees, hidden_ND, logits_RV, first)
+
+    def forward(
+        self, chunks: Sequence[Chunk], trees: dict[str, TokenTree]
+    ) -> tuple[Tensor, Tensor, dict[str, int]]:
+        """Hidden states, scores, and by request the first row of both that is its own.
+
+        Of a tree every row is there, of other chunks the last one, and all of their hidden states
+        where the drafter needs them: scores are of the rows that end a chunk and of trees.
+        """
+        if self._recorded is not None:
+            found = self._recorded(chunks, trees)
+            if found is not None:
+                return found
+        rows = Rows(self.cache.block_size)
+        for chunk in chunks:
+            tree = trees.get(chunk.request.id)
+            if tree is None:
+                rows.add(chunk)
+            else:
+                rows.add_tree(chunk, tree)
+        fed = rows.fed(self.cache.device)
+        mixer = self._mixer(rows.contexts, fed[2])
+        scored: list[int] = []
+        first: dict[str, int] = {}
+        for chunk, last, context in zip(chunks, rows.last, rows.contexts, strict=True):
+            own = range(last + 1 - context.length, last + 1)
+            first[chunk.request.id] = len(scored)
+            if chunk.request.id in trees:
+                scored += own
+            elif chunk.yields:
+                scored.append(last)
+        place_R = torch.tensor(scored, dtype=torch.int64, device=self.cache.device)
+        everything = self.drafter.needs == "all"
+        hidden = self.model.flat(fed[0], fed[1], mixer, None if everything else place_R)
+        assert hidden is not None
+        if everything:
+            return hidden, self._logits(hidden[place_R]), first
+        return hidden, self._logits(hidden), first
+
+    def _logits(self, hidden_RD: Tensor) -> Tensor:
+        logits = self.model.logits(hidden_RD)
+        assert logits is not None
+        return logits
+
+    def _accepted(
+        self,
+        chunks: Sequence[Chunk],
+        trees: dict[str, TokenTree],
+        hidden_ND: Tensor,
+        logits_RV: Tensor,
+        first: dict[str, int],
+    ) -> StepResult:
+        """Walk every tree, choose for every other chunk, move what is kept, tell the drafter."""
+        plain = [one for one in chunks if one.yields and one.request.id not in trees]
+        guessed = [one for one in chunks if one.request.id in trees]
+        tokens: dict[str, tuple[int, ...]] = {}
+        infos: dict[str, tuple[TokenInfo, ...]] = {}
+        failed: dict[str, str] = {}
+        if plain:
+            requests = [one.request for one in plain]
+            logits = self._of(logits_RV, [first[one.id] for one in requests])
+            scores, failed = self._adjust(logits, requests)
+            chosen, infos = choose(logits, requests, scores)
+            tokens = {one.id: (new,) for one, new in zip(requests, chosen, strict=True)}
+        paths: dict[str, Path] = {}
+        if guessed:
+            requests = [one.request for one in guessed]
+            spread = [trees[one.id] for one in requests]
+            rows = [
+                first[one.id] + row
+                for one, tree in zip(requests, spread, strict=True)
+                for row in range(len(tree.shape))
+            ]
+            walked = self.accept.walk(spread, requests, self._of(logits_RV, rows))
+            paths = {one.id: path for one, path in zip(requests, walked, strict=True)}
+            tokens |= {name: path.tokens for name, path in paths.items()}
+            infos |= self._infos(logits_RV, requests, paths, first)
+            self._keep(guessed, paths)
+        self._tell(chunks, trees, paths, tokens, hidden_ND, first)
+        return StepResult(
+            tokens=tokens,
+            infos=infos,
+            failed=failed,
+            guessed={one.request.id: trees[one.request.id].nodes for one in guessed},
+        )
+
+    @staticmethod
+    def _of(logits_RV: Tensor, rows: list[int]) -> Tensor:
+        return logits_RV if rows == list(range(len(logits_RV))) else logits_RV[rows]
+
+    def _infos(
+        self,
+        logits_RV: Tensor,
+        requests: Sequence[Request],
+        paths: dict[str, Path],
+        first: dict[str, int],
+    ) -> dict[str, tuple[TokenInfo, ...]]:
+        """Log probabilities of accepted tokens, where they were asked for."""
+        found = {}
+        for request in requests:
+            if request.params.logprobs is None:
+                continue
+            path = paths[request.id]
+            rows = [first[request.id] + row for row in (0, *path.rows)]
+            counts = [request.params.logprobs] * len(rows)
+            found[request.id] = tuple(log_probabilities(logits_RV[rows], path.tokens, counts))
+        return found
+
+    def _keep(self, chunks: Sequence[Chunk], paths: dict[str, Path]) -> None:
+        """Move the keys and values of accepted nodes to the places that their tokens have now."""
+        sources: list[int] = []
+        targets: list[int] = []
+        size = self.cache.block_size
+        for chunk in chunks:
+            for depth, row in enumerate(paths[chunk.request.id].rows, 1):
+                if row != depth:
+                    places = (chunk.start + row, chunk.start + depth)
+                    source, target = slots(chunk.request.blocks, places, size)
+                    sources.append(source)
+                    targets.append(target)
+        self.cache.keep(sources, targets)
+
+    def _tell(
+        self,
+        chunks: Sequence[Chunk],
+        trees: dict[str, TokenTree],
+        paths: dict[str, Path],
+        tokens: dict[str, tuple[int, ...]],
+        hidden_ND: Tensor,
+        first: dict[str, int],
+    ) -> None:
+        """What is certain now, for the drafter."""
+        needs = self.drafter.needs
+        seen: list[Seen] = []
+        row = 0
+        for chunk in chunks:
+            request = chunk.request
+            path = paths.get(request.id)
+            certain = request.tokens[chunk.start : chunk.stop]
+            if path is not None:
+                certain = [*certain, *path.tokens[:-1]]
+            new = tokens.get(request.id)
+            hidden = None
+            if needs != "nothing":
+                # Of all rows, or of those that are scored: a chunk in the middle of a prompt has
+                # none of these.
+                at = row if needs == "all" else first[request.id]
+                if path is not None:
+                    kept = (0, *path.rows) if needs == "all" else (path.rows or (0,))[-1:]
+                    hidden = hidden_ND[[at + one for one in kept]]
+                elif needs == "all":
+                    hidden = hidden_ND[at : at + chunk.length]
+                elif new is not None:
+                    hidden = hidden_ND[at : at + 1]
+            row += len(trees[request.id].shape) if request.id in trees else chunk.length
+            root = new[-1] if new else None
+            seen.append(Seen(request, chunk.start, certain, hidden, root))
+        self.drafter.observe(seen)
+
+    def _check(self, chunk: Chunk, tree: TokenTree | None = None) -> None:
+        super()._check(chunk)
+        if tree is not None:
+            require(
+                1 <= tree.nodes <= chunk.drafts,
+                f"request {chunk.request.id}: guessed tokens",
+                tree.nodes,
+                expected=f"at most {chunk.drafts}, those it holds room for",
+                hint="the drafter must keep to what it is asked for",
+                error=ServeError,
+            )
