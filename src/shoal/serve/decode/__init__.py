@@ -11,6 +11,7 @@ __all__ = ["ACCEPTANCES", "SPECULATORS"]
 SPECULATORS = PartTable(
     "speculative",
     {
+        "medusa": "shoal.serve.decode.medusa:Medusa",
         "ngram": "shoal.serve.decode.ngram:Ngram",
     },
 )
