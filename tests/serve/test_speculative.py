@@ -70,7 +70,11 @@ def guessing(engine, known, nodes, seed):
         {"max_step_tokens": 24, "kv": {"name": "paged", "block_size": 4}},
         {"kv_tokens": 300, "kv": {"name": "paged", "block_size": 1}, "max_position": 200},
         {"kv_tokens": 320, "preempt": "swap", "max_position": 200},
-        {"scheduler": {"name": "fair", "policy": "markov", "frequency": 0.3}, "kv_tokens": 320, "max_position": 200},
+        {
+            "scheduler": {"name": "fair", "policy": "markov", "frequency": 0.3},
+            "kv_tokens": 320,
+            "max_position": 200,
+        },
         {"scheduler": "prefill_first", "max_running": 3},
         {"kv": {"name": "blockgroups", "init": 4}, "kv_tokens": 320, "max_position": 200},
     ],
@@ -230,7 +234,7 @@ def test_a_drafter_that_guesses_too_much_is_named(random_model, engine_for):
     tree = drafter._tree
     drafter._tree = lambda request, most: tree(request, 9)
     engine.add(Request("r0", [1, 2], 2, SamplingParams(max_tokens=40)))
-    with pytest.raises(ServeError, match="guessed tokens = .: expected at most 2"):
+    with pytest.raises(ServeError, match=r"guessed tokens = .: expected at most 2"):
         while engine.busy:
             engine.step()
 

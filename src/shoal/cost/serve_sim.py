@@ -16,6 +16,7 @@ from typing import Protocol
 from shoal.core.errors import ServeError, require
 from shoal.ir import (
     Arrival,
+    Chunk,
     HostLink,
     Output,
     Request,
@@ -30,6 +31,7 @@ __all__ = [
     "Predicted",
     "Served",
     "Simulation",
+    "Speculation",
     "StepRecord",
     "quantities",
     "request_of",
@@ -114,6 +116,19 @@ class Simulation:
         return quantities(self.served)
 
 
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What guesses give and take.
+
+    Args:
+        tokens: expected of a step of one request with 0, 1, ... nodes.
+        guess_s: s of the guesses of a step.
+    """
+
+    tokens: tuple[float, ...]
+    guess_s: float
+
+
 class Predicted:
     """A runner that computes nothing: it takes the predicted time and gives token 0.
 
@@ -123,10 +138,17 @@ class Predicted:
     Args:
         cost: seconds of a step.
         link: of transfers; there must be none without it.
+        speculation: what guesses give and take, where decodes guess.
     """
 
-    def __init__(self, cost: StepCost, link: HostLink | None = None) -> None:
-        self._cost, self._link = cost, link
+    def __init__(
+        self,
+        cost: StepCost,
+        link: HostLink | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self._cost, self._link, self._speculation = cost, link, speculation
+        self._owed: dict[str, float] = {}  # by request: the part of a token expected so far
         self._lanes: dict[str, float] = {}
         # When each transfer that has not been told is over, s on the clock of the steps.
         self._ends: dict[int, float] = {}
@@ -139,7 +161,8 @@ class Predicted:
         """
         chunks = step.chunks
         if not (step.transfers or step.wait_for or self._ends):
-            return StepResult(self._tokens(step), seconds=self._seconds(step))
+            tokens, guessed = self._tokens(step), self._guessed(step)
+            return StepResult(tokens, seconds=self._seconds(step), guessed=guessed)
         self._begin(step)
         waits = [self._ends[one] for one in step.wait_for]
         begins = max(step.at, (max if chunks else min)(waits, default=step.at))
@@ -147,7 +170,8 @@ class Predicted:
         done = frozenset(one for one, over in self._ends.items() if over <= ends)
         for one in done:
             del self._ends[one]
-        return StepResult(self._tokens(step), seconds=ends - step.at, done=done)
+        tokens, guessed = self._tokens(step), self._guessed(step)
+        return StepResult(tokens, seconds=ends - step.at, done=done, guessed=guessed)
 
     def _begin(self, step: Step) -> None:
         for transfer in step.transfers:
@@ -163,14 +187,34 @@ class Predicted:
             self._lanes[transfer.kind] = self._ends[transfer.id] = ends
 
     def _seconds(self, step: Step) -> float:
-        return self._cost.seconds([(chunk.start, chunk.length) for chunk in step.chunks])
+        rows = [(chunk.start, chunk.length) for chunk in step.chunks]
+        if self._speculation is None:
+            return self._cost.seconds(rows)
+        guessing = [chunk for chunk in step.chunks if chunk.drafts]
+        rows += [(chunk.start, 1) for chunk in guessing for _ in range(chunk.drafts)]
+        return self._cost.seconds(rows) + (self._speculation.guess_s if guessing else 0.0)
 
     def _tokens(self, step: Step) -> dict[str, tuple[int, ...]]:
         return {
-            chunk.request.id: _ONE
+            chunk.request.id: (0,) * self._given(chunk) if chunk.drafts else _ONE
             for chunk in step.chunks
             if chunk.start + chunk.length == len(chunk.request.tokens)
         }
+
+    def _given(self, chunk: Chunk) -> int:
+        """As many tokens as are expected, in whole ones; what is left over comes later."""
+        assert self._speculation is not None
+        expected = self._speculation.tokens
+        owed = (
+            self._owed.get(chunk.request.id, 0.0) + expected[min(chunk.drafts, len(expected) - 1)]
+        )
+        given = int(owed)
+        self._owed[chunk.request.id] = owed - given
+        return given
+
+    @staticmethod
+    def _guessed(step: Step) -> dict[str, int]:
+        return {chunk.request.id: chunk.drafts for chunk in step.chunks if chunk.drafts}
 
 
 _ONE = (0,)
@@ -194,6 +238,7 @@ def simulate(
     arrivals: Sequence[Arrival],
     *,
     link: HostLink | None = None,
+    speculation: Speculation | None = None,
 ) -> Simulation:
     """Serve ``arrivals`` in virtual time.
 
@@ -202,12 +247,13 @@ def simulate(
         cost: seconds of a step.
         arrivals: what comes, in the order of time.
         link: between cache and host; needed where the scheduler swaps.
+        speculation: what guesses give and take; needed where the scheduler lets decodes guess.
 
     Raises:
         ServeError: a request that can never run.
         ConfigError: arrivals that are not in the order of time.
     """
-    runner = Predicted(cost, link)
+    runner = Predicted(cost, link, speculation)
     seen = Simulation()
     live: dict[str, tuple[Request, Served]] = {}
     now, place, total = 0.0, 0, len(arrivals)

@@ -20,8 +20,9 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.arithmetic import flops_per_token
 from shoal.cost.host_link import host_link
+from shoal.cost.rates import Rates
 from shoal.cost.serve_fleet import Instance, simulate_fleet
-from shoal.cost.serve_sim import Simulation, simulate, simulate_ahead
+from shoal.cost.serve_sim import Simulation, Speculation, simulate, simulate_ahead
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.fitted import Fitted
 from shoal.cost.step_cost.lent import Lent
@@ -36,6 +37,7 @@ from shoal.ir import (
     Limits,
     Machine,
     ModelShape,
+    Parallel,
     Scheduler,
     ServeJob,
     ServePlan,
@@ -43,17 +45,20 @@ from shoal.ir import (
 )
 from shoal.plan.batching.ahead import Ahead, Open
 from shoal.plan.batching.balanced import Balanced
+from shoal.plan.batching.common import Queues
 from shoal.plan.batching.distributed import Distributed
 from shoal.plan.lending import simulate_lending
 from shoal.plan.serving_choices import check_split, splits
 from shoal.plan.serving_memory import (
     FILL,
     block_size,
+    expectation,
     free_tokens,
     memory_of,
     slot_length,
     token_bytes,
 )
+from shoal.plan.trees.drafting import Paying, PredictedRows
 
 __all__ = [
     "arrivals_of",
@@ -205,9 +210,29 @@ def foretell(
         return Simulation(fleet.served, busy_s=sum(fleet.busy_s) / job.replicas)
     scheduler = build_scheduler(job, link=link, cost=cost)
     if split.pp == split.depth == 1:
-        return simulate(scheduler, cost, arrivals, link=link)
+        speculation = guessing(job, machine)
+        if speculation is not None:
+            assert isinstance(scheduler, Queues)
+            context = round(sum(len(one.prompt) for one in arrivals) / len(arrivals))
+            costs = PredictedRows(cost, context, speculation.guess_s)
+            scheduler.drafting = Paying(speculation.tokens, costs)
+        return simulate(scheduler, cost, arrivals, link=link, speculation=speculation)
     ahead = Ahead(cast(Open, scheduler), split.depth)
     return simulate_ahead(scheduler, ahead, cost, arrivals, stages=split.pp)
+
+
+def guessing(job: ServeJob, machine: Machine) -> Speculation | None:
+    """What guesses of a job's drafter give, and the seconds in which its weights are read.
+
+    Raises:
+        ShoalError: the drafter's files are missing or damaged.
+    """
+    if job.speculative is None:
+        return None
+    found = expectation(job)
+    assert found is not None
+    rate = Rates(machine, Parallel(), job.threads).stream_curve()(max(1.0, found.weight_bytes))
+    return Speculation(found.tokens, found.reads * found.weight_bytes / rate)
 
 
 def plan_serve(

@@ -12,11 +12,12 @@ from shoal.core.parts import table
 from shoal.cost.arithmetic import parameters
 from shoal.cost.rates import Rates
 from shoal.cost.step_cost.roofline import BYTES, activation_bytes, cache_bytes_per_token
-from shoal.ir import Machine, ModelShape, Parallel, ServeJob
+from shoal.ir import Expectation, Foretold, Machine, ModelShape, Parallel, ServeJob
 
 __all__ = [
     "FILL",
     "block_size",
+    "expectation",
     "fillable",
     "fixed_memory",
     "free_tokens",
@@ -65,13 +66,27 @@ def fixed_memory(
     requests = min(job.max_running, job.max_step_tokens)
     # The host tier of a CPU lies in the memory that the device fills too.
     host = job.host_tokens or 0 if machine.device.kind == "cpu" else 0
+    drafter = expectation(job)
     return {
         "weights": parameters(shape) * BYTES[precision] / split.world,
         "cache": 0.0,
         "activations": activation_bytes(shape, job.max_step_tokens, requests, precision) / split.tp,
         "runtime": RUNTIME_BYTES[machine.device.kind],
+        **({"drafter": drafter.weight_bytes} if drafter is not None else {}),
         **({"host": host * token_bytes(job, shape, precision)} if host else {}),
     }
+
+
+def expectation(job: ServeJob) -> Expectation | None:
+    """What the drafter of a job is expected to do; None where nobody guesses.
+
+    Raises:
+        ShoalError: its files are missing or damaged.
+    """
+    if job.speculative is None:
+        return None
+    part: Foretold = table("speculative").build(job.speculative, where="speculative")
+    return part.expects()
 
 
 def _caches(job: ServeJob, machine: Machine) -> int:

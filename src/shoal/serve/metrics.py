@@ -86,6 +86,21 @@ _ENGINE = {
         "counter",
         "Requests whose cache was taken, to be recomputed or swapped in.",
     ),
+    "spec_decode_num_drafts_total": (
+        "draft_trees_total",
+        "counter",
+        "Trees of guessed tokens that were verified.",
+    ),
+    "spec_decode_num_draft_tokens_total": (
+        "draft_tokens_total",
+        "counter",
+        "Guessed tokens that were verified.",
+    ),
+    "spec_decode_num_accepted_tokens_total": (
+        "draft_tokens_accepted_total",
+        "counter",
+        "Guessed tokens that were what the model says.",
+    ),
     "num_forks_total": (
         "forks_total",
         "counter",

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.core.errors import ConfigError, require
-from shoal.ir import MAX_NODES, Verifying
+from shoal.ir import MAX_NODES, StepCost, Verifying
 
-__all__ = ["Always", "Paying", "RowCosts"]
+__all__ = ["Always", "Paying", "PredictedRows", "RowCosts"]
 
 # Weight of the newest step in what is known of acceptance; some fifty steps count.
 _NEWEST = 0.02
@@ -73,6 +73,29 @@ class RowCosts:
     def drafting_s(self, requests: int) -> float:
         """See :class:`~shoal.ir.decoding.Verifying`."""
         return self.draft_s + self.draft_request_s * requests
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedRows:
+    """The same predicted: rows of a step by its cost, guesses by reading the drafter's weights.
+
+    Args:
+        cost: seconds of a step.
+        context: tokens that a request has, on average.
+        guess_s: s of the guesses of a step.
+    """
+
+    cost: StepCost
+    context: int
+    guess_s: float
+
+    def seconds(self, rows: int) -> float:
+        """See :class:`~shoal.ir.decoding.Verifying`."""
+        return self.cost.seconds([(self.context, 1)] * rows)
+
+    def drafting_s(self, requests: int) -> float:
+        """See :class:`~shoal.ir.decoding.Verifying`."""
+        return self.guess_s
 
 
 class Always:
