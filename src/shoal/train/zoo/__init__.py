@@ -1,8 +1,10 @@
 """The zoo: one family of mini-models, trained by recipe when first asked for.
 
 The shapes are shipped with the others (:mod:`shoal.cost.shapes`); a recipe is a training
-job on the default corpus. What was trained lies under ``shoal_home()/zoo``, in a
-directory named by model and recipe, so a changed recipe is a new model.
+job, on the default corpus or, for ``shoal-27m`` and the models that draft for it, on one of
+source code, JSON records, logs and arithmetic that they share with its tokenizer. What was
+trained lies under ``shoal_home()/zoo``, in a directory named by model and recipe, so a changed
+recipe is a new model.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from shoal.model.config import ModelConfig
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
 
-__all__ = ["config", "found", "names", "random", "recipe", "trained"]
+__all__ = ["config", "corpus", "found", "names", "random", "recipe", "trained"]
 
 _FAMILY = "Shoal"
 
@@ -38,7 +40,17 @@ _RECIPES: dict[str, tuple[int, int, int, float]] = {
     "shoal-8m": (2_000_000, 256, 8, 2e-3),
     "shoal-16m": (1_500_000, 256, 8, 1.5e-3),
     "shoal-moe-4m": (2_000_000, 256, 8, 3e-3),
+    "shoal-draft-1m": (12_000_000, 512, 8, 4e-3),
+    "shoal-draft-8l": (5_000_000, 512, 4, 3e-3),
+    "shoal-draft-4m": (6_000_000, 512, 4, 3e-3),
+    "shoal-27m": (4_000_000, 512, 4, 1.2e-3),
 }
+
+# Half source code, half text whose next words can be known from those before them: the models
+# that read it are there to be decoded, by each other's help.
+_DECODED = frozenset({"shoal-27m", "shoal-draft-1m", "shoal-draft-4m", "shoal-draft-8l"})
+_SHARE = 3_000_000
+_KINDS = ("records", "logs", "arithmetic")
 
 
 def names() -> tuple[str, ...]:
@@ -82,6 +94,30 @@ def random(model: ModelConfig | str, seed: int = 0) -> Transformer:
     return made
 
 
+def corpus(name: str) -> Choice:
+    """The text that a mini-model is trained on.
+
+    Raises:
+        ModelError: there is no such model in the zoo.
+    """
+    if _known(name) not in _DECODED:
+        return Choice(name="stdlib")
+    made = {
+        kind: Choice(name="synthetic", options={"kind": kind, "size_bytes": _SHARE})
+        for kind in _KINDS
+    }
+    return Choice(
+        name="mixed",
+        options={
+            "sources": {
+                "code": "stdlib",
+                **{kind: choice.model_dump(mode="json") for kind, choice in made.items()},
+            },
+            "limit_bytes": {"code": 3 * _SHARE},
+        },
+    )
+
+
 def recipe(name: str) -> TrainJob:
     """How a mini-model is trained.
 
@@ -92,6 +128,7 @@ def recipe(name: str) -> TrainJob:
     return TrainJob(
         name=name,
         model=name,
+        data=corpus(name),
         seq_len=seq_len,
         global_batch=batch,
         microbatch=batch,  # so that no planner changes the order of sums
@@ -102,9 +139,10 @@ def recipe(name: str) -> TrainJob:
 
 
 def _digest(job: TrainJob) -> str:
-    # What a recipe leaves open is no part of it: keys that jobs get later change no name.
-    text = json.dumps(job.model_dump(mode="json", exclude={"kernel", "finetune"}), sort_keys=True)
-    shape = json.dumps(shapes.find(job.model).model_dump(mode="json"), sort_keys=True)
+    # What a recipe leaves open is no part of it: keys that jobs or shapes get later change no name.
+    text = json.dumps(job.model_dump(mode="json", exclude_unset=True), sort_keys=True)
+    shape = shapes.find(job.model).model_dump(mode="json", exclude_defaults=True)
+    shape = json.dumps(shape, sort_keys=True)
     return hashlib.sha256((text + shape).encode()).hexdigest()[:12]
 
 
