@@ -40,10 +40,10 @@ _RECIPES: dict[str, tuple[int, int, int, float]] = {
     "shoal-8m": (2_000_000, 256, 8, 2e-3),
     "shoal-16m": (1_500_000, 256, 8, 1.5e-3),
     "shoal-moe-4m": (2_000_000, 256, 8, 3e-3),
-    "shoal-draft-1m": (12_000_000, 512, 8, 4e-3),
-    "shoal-draft-8l": (5_000_000, 512, 4, 3e-3),
-    "shoal-draft-4m": (6_000_000, 512, 4, 3e-3),
-    "shoal-27m": (4_000_000, 512, 4, 1.2e-3),
+    "shoal-draft-1m": (5_000_000, 512, 8, 4e-3),
+    "shoal-draft-8l": (2_500_000, 512, 4, 3e-3),
+    "shoal-draft-4m": (2_500_000, 512, 4, 3e-3),
+    "shoal-27m": (3_000_000, 512, 4, 1.2e-3),
 }
 
 # Half source code, half text whose next words can be known from those before them: the models
