@@ -27,17 +27,22 @@ __all__ = ["Synthetic"]
 # Raised when the same seed gives other text, so that tokens of older versions are not read.
 _VERSION = 1
 
-_NAMES = (
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_NAMES = _words(
     "mara otto lena ivan nora hugo tess omar rosa emil vera juri anna paul ines kofi lucy remy "
     "dora finn alma igor sara noel"
-).split()
-_CITIES = "Oslo Lima Kyiv Bern Turin Accra Quito Perth Osaka Porto Sofia Lyon".split()
-_ITEMS = (
+)
+_CITIES = _words("Oslo Lima Kyiv Bern Turin Accra Quito Perth Osaka Porto Sofia Lyon")
+_ITEMS = _words(
     "lamp chair table mirror carpet kettle pillow shelf clock basket bottle blanket candle drawer "
     "hammer ladder"
-).split()
-_PATHS = "orders users items carts search login files reports events teams".split()
-_HOSTS = "alpha beta gamma delta omega sigma".split()
+)
+_PATHS = _words("orders users items carts search login files reports events teams")
+_HOSTS = _words("alpha beta gamma delta omega sigma")
 
 
 @part
@@ -169,9 +174,9 @@ def _arithmetic(draws: np.random.Generator) -> str:
         added = value + by
         lines.append(f"  {value} + {by} = {added}")
         product = 0
-        for part_of in (added // 10 * 10, added % 10):
-            lines.append(f"  {part_of} * {factor} = {part_of * factor}")
-            product += part_of * factor
+        for digits in (added // 10 * 10, added % 10):
+            lines.append(f"  {digits} * {factor} = {digits * factor}")
+            product += digits * factor
         tens = added // 10 * 10 * factor
         lines.append(f"  {tens} + {product - tens} = {product}")
         lines.append(f"  {product} - {stride} = {product - stride}")

@@ -1,5 +1,6 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
+from shoal.ir.drafting import DrafterJob, DrafterPlan, DrafterReport, DrafterWork
 from shoal.ir.engine import (
     Compacting,
     Forking,
@@ -61,6 +62,10 @@ __all__ = [
     "Device",
     "Disagg",
     "Dispatcher",
+    "DrafterJob",
+    "DrafterPlan",
+    "DrafterReport",
+    "DrafterWork",
     "Estimate",
     "Evaluation",
     "Event",

@@ -1,0 +1,232 @@
+"""The directory of a drafter: what it is, whom it drafts for, and what was learned.
+
+::
+
+    DRAFTER/
+    ├── drafter.json          kind, options, target, tokenizer, sizes, calibration
+    └── drafter.safetensors   the net's tensors
+
+A drafter guesses what one model says with one tokenizer; beside another it is of no use, and it
+is refused. Nothing in a directory is ever run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, PositiveInt
+
+from shoal.core.config import Value, parse
+from shoal.core.errors import ConfigError, ModelError
+from shoal.core.files import write_atomic, write_dir_atomic, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.model.transformer import Transformer
+
+__all__ = [
+    "CONFIG",
+    "WEIGHTS",
+    "DrafterConfig",
+    "StoredDrafter",
+    "check_target",
+    "fingerprint",
+    "read",
+    "tokenizer_hash",
+    "write",
+]
+
+CONFIG = "drafter.json"
+WEIGHTS = "drafter.safetensors"
+
+_MAX_CONFIG = 2**24
+# Values of each tensor that are looked at.
+_SOME = 256
+# What a tokenizer makes of a text follows from these keys of its file.
+_TELLING = ("model", "added_tokens", "normalizer", "pre_tokenizer")
+
+_Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class DrafterConfig(Value):
+    """What ``drafter.json`` holds.
+
+    Args:
+        name: the kind of drafter, a part of kind ``drafter``.
+        options: of that part.
+        target: fingerprint of the target's weights.
+        tokenizer: hash of the target's tokenizer; empty where its directory has none.
+        vocab_size: of the target.
+        hidden: width of the target.
+        calibration: [k][i] = how often guess i of level k was what the target said, on text that
+            was not trained on; level 0 is the first token that is guessed.
+    """
+
+    name: str
+    options: dict[str, Any] = {}
+    target: str
+    tokenizer: str = ""
+    vocab_size: PositiveInt
+    hidden: PositiveInt
+    calibration: tuple[tuple[_Share, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class StoredDrafter:
+    """A drafter as it lies in a directory.
+
+    Args:
+        config: what it is, and whom it is for.
+        state: the net's tensors.
+    """
+
+    config: DrafterConfig
+    state: dict[str, Tensor] = field(repr=False)
+
+
+def fingerprint(target: Path | Transformer) -> str:
+    """What tells one target from another: names, shapes and some values of all its tensors.
+
+    It is the same for a directory and for the model read from it, in fp32 as in bf16, as long as
+    no kernel has packed the model's weights.
+
+    Raises:
+        ModelError: the directory holds no model.
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    stored = _of_directory(target) if isinstance(target, Path) else _of_model(target)
+    for name, shape, some in sorted(stored, key=lambda one: one[0]):
+        values = some.to(torch.bfloat16).float() if some.is_floating_point() else some
+        digest.update(f"{name}{shape}".encode() + values.contiguous().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _of_directory(directory: Path) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    from shoal.model import huggingface
+
+    tied = huggingface.read_config(directory).tied
+    files = huggingface.find_weights(directory)
+    for file in sorted(set(files.values())):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                    if name.endswith("inv_freq") or (tied and name == "lm_head.weight"):
+                        continue
+                    part = opened.get_slice(name)
+                    shape = tuple(part.get_shape())
+                    rows = -(-_SOME // max(1, math.prod(shape[1:])))
+                    some = part[:rows] if shape else opened.get_tensor(name)
+                    yield name, shape, some.reshape(-1)[:_SOME]
+        except (SafetensorError, OSError) as cause:
+            raise ModelError(f"{file}: cannot be read ({cause}); fetch it again") from cause
+
+
+def _of_model(model: Transformer) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    from shoal.model import FAMILIES
+
+    state = dict(model.named_parameters())
+    for name, pieces in FAMILIES.build(model.config.family).names(model.config).items():
+        if name not in state:
+            raise ModelError(
+                f"model {model.config.name}: {name} is packed, and its fingerprint cannot be "
+                "taken; take that of its directory"
+            )
+        flat, start = state[name].detach().reshape(-1), 0
+        for piece in pieces:
+            yield piece.name, tuple(piece.shape), flat[start : start + min(_SOME, piece.numel)]
+            start += piece.numel
+
+
+def tokenizer_hash(path: Path) -> str:
+    """What tells one tokenizer from another; empty where there is none.
+
+    Args:
+        path: a ``tokenizer.json``, or a directory that may have one.
+
+    Raises:
+        ModelError: the file is no tokenizer.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        return ""
+    try:
+        raw = json.loads(file.read_bytes())
+        told = json.dumps([raw.get(key) for key in _TELLING], sort_keys=True)
+    except (OSError, ValueError, AttributeError, RecursionError) as cause:
+        raise ModelError(f"{file}: no tokenizer ({cause}); fetch it again") from cause
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def write(directory: Path, config: DrafterConfig, state: Mapping[str, Tensor]) -> None:
+    """Write a drafter's directory, whole or not at all; one that lies there is replaced.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
+    from safetensors.torch import save
+
+    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    with write_dir_atomic(directory, error=ModelError) as place:
+        write_json(place / CONFIG, config.model_dump(mode="json"), error=ModelError)
+        write_atomic(place / WEIGHTS, save(tensors, metadata={"format": "pt"}), error=ModelError)
+
+
+def read(directory: Path) -> StoredDrafter:
+    """What lies in a drafter's directory.
+
+    Raises:
+        ModelError: it is none, or it is damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    path = directory / CONFIG
+    try:
+        if path.stat().st_size > _MAX_CONFIG:
+            raise ModelError(f"{path}: larger than {_MAX_CONFIG >> 20} MiB; that is no config")
+        config = parse(DrafterConfig, json.loads(path.read_bytes()), where=str(path))
+        state = load((directory / WEIGHTS).read_bytes())
+    except FileNotFoundError as cause:
+        raise ModelError(
+            f"{cause.filename}: missing; give the directory of a drafter, with {CONFIG} and "
+            f"{WEIGHTS}: shoal train writes it for a job with job: drafter"
+        ) from None
+    except (OSError, ValueError, RecursionError, SafetensorError) as cause:
+        raise ModelError(f"{directory}: cannot be read ({cause}); train it again") from cause
+    except ConfigError as cause:
+        raise ModelError(f"{cause}; train the drafter again") from cause
+    return StoredDrafter(config, state)
+
+
+def check_target(config: DrafterConfig, *, target: str, tokenizer: str, where: str) -> None:
+    """Refuse a drafter that was trained for another target or another tokenizer.
+
+    Args:
+        config: of the drafter.
+        target: fingerprint of the model that it is to draft for.
+        tokenizer: hash of that model's tokenizer.
+        where: names the drafter in the error.
+
+    Raises:
+        ModelError: names both hashes.
+    """
+    for what, made, here in (
+        ("target", config.target, target),
+        ("tokenizer", config.tokenizer, tokenizer),
+    ):
+        if made != here:
+            raise ModelError(
+                f"{where}: trained for the {what} {made or 'none'}, and this model's is "
+                f"{here or 'none'}; train one for this model with job: drafter"
+            )
