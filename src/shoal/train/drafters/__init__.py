@@ -12,5 +12,8 @@ DRAFTERS = PartTable(
     "drafter",
     {
         "medusa": "shoal.train.drafters.medusa:Medusa",
+        "falcon": "shoal.train.drafters.falcon:Falcon",
+        "ppd": "shoal.train.drafters.ppd:Ppd",
+        "dovetail": "shoal.train.drafters.dovetail:Dovetail",
     },
 )

@@ -15,23 +15,37 @@ from torch import Tensor
 from shoal.train.drafters.features import Features
 from shoal.train.drafters.protocols import Learner
 
-__all__ = ["RANKS", "calibrate", "judged", "table"]
+__all__ = ["RANKS", "calibrate", "judged", "places_of", "right"]
 
 # Guesses of a level that are counted.
 RANKS = 16
 
 _ROWS = 8
+# Places of a sequence that are judged.
+PLACES = 48
 
 
-def judged(tokens_BT: Tensor, first: int, levels: int) -> Tensor:
-    """The truth [K, P] of guesses at the places from ``first`` on, row by row.
+def judged(tokens_BT: Tensor, places: Sequence[int], levels: int) -> Tensor:
+    """The truth [K, B P] of guesses at some places, row by row.
 
     Level k at place t is judged by token t + 2 + k.
     """
-    places = tokens_BT.shape[1] - levels - 1 - first
-    return torch.stack(
-        [tokens_BT[:, first + 2 + k : first + 2 + k + places].reshape(-1) for k in range(levels)]
-    )
+    at = torch.tensor(places)
+    return torch.stack([tokens_BT[:, at + 2 + k].reshape(-1) for k in range(levels)])
+
+
+def places_of(seq_len: int, prompt: int, levels: int, most: int = PLACES) -> list[int]:
+    """Places of a sequence that are judged: where the target itself chose all that follows.
+
+    Args:
+        seq_len: tokens of the sequence.
+        prompt: of them, those that were given.
+        levels: guesses one after the other.
+        most: so many places, evenly spread, are enough.
+    """
+    first, last = prompt - 1, seq_len - levels - 2
+    count = min(most, last - first + 1)
+    return [first + number * (last - first) // max(1, count - 1) for number in range(count)]
 
 
 @torch.no_grad()
@@ -39,6 +53,7 @@ def calibrate(
     learner: Learner,
     features: Features,
     dtype: torch.dtype,
+    levels: int,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[tuple[float, ...], ...]:
     """The table a[k][i]: the share of judged places at which guess i of level k is right.
@@ -47,28 +62,24 @@ def calibrate(
         learner: the drafter.
         features: whose judged sequences are read.
         dtype: of the computation.
+        levels: K.
         progress: called with sequences done, sequences in all and what is being done.
     """
-    first = features.index.prompt - 1  # there the target chooses the first token of its own
-    counts: Tensor | None = None
-    places = 0
-    for start in range(0, features.index.judged, _ROWS):
-        stop = min(start + _ROWS, features.index.judged)
+    index = features.index
+    places = places_of(index.seq_len, index.prompt, levels)
+    counts = torch.zeros(())
+    for start in range(0, index.judged, _ROWS):
+        stop = min(start + _ROWS, index.judged)
         rows = features.rows("judged", range(start, stop), dtype)
-        found, number = table(learner.guesses(rows, first), rows.tokens, first)
-        counts = found if counts is None else counts + found
-        places += number
+        counts = counts + right(learner.guesses(rows, places), judged(rows.tokens, places, levels))
         if progress is not None:
-            progress(stop, features.index.judged, "judging guesses")
-    assert counts is not None
-    shares: Sequence[Sequence[float]] = (counts / places).tolist()
+            progress(stop, index.judged, "judging guesses")
+    shares: Sequence[Sequence[float]] = (counts / (index.judged * len(places))).tolist()
     return tuple(tuple(level) for level in shares)
 
 
-def table(logits_KPV: Tensor, tokens_BT: Tensor, first: int) -> tuple[Tensor, int]:
-    """How often each rank of each level is right [K, R], and at how many places that was seen."""
-    levels, places, vocab = logits_KPV.shape
-    truth = judged(tokens_BT, first, levels)
-    ranks = min(RANKS, vocab)
+def right(logits_KPV: Tensor, truth_KP: Tensor) -> Tensor:
+    """At how many places each rank of each level is right, [K, R]."""
+    ranks = min(RANKS, logits_KPV.shape[-1])
     best = logits_KPV.float().topk(ranks, -1).indices
-    return (best == truth.unsqueeze(-1)).sum(1).double(), places
+    return (best == truth_KP.unsqueeze(-1)).sum(1).double()

@@ -135,7 +135,7 @@ def _run(
     )
     learner.net.eval()
     with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-        calibration = calibrate(learner, features, dtype, progress)
+        calibration = calibrate(learner, features, dtype, part.levels(), progress)
     for level, shares in enumerate(calibration):
         tell("level", level=level, right=shares[0], among_first=sum(shares))
     new = learner.finish(directory.root)

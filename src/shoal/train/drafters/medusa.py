@@ -80,6 +80,10 @@ class Medusa:
             base=base,
         )
 
+    def levels(self) -> int:
+        """A head guesses one token."""
+        return self.heads
+
     def check(self, job: DrafterJob, shape: ModelShape) -> None:
         """Refuse heads that look beyond the sequences.
 

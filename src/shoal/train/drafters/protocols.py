@@ -57,12 +57,12 @@ class Learner(Protocol):
         """
         ...
 
-    def guesses(self, rows: Rows, first: int) -> Tensor:
-        """Logits [K, P, V] of the levels at the places from ``first`` on, in order of rows.
+    def guesses(self, rows: Rows, places: Sequence[int]) -> Tensor:
+        """Logits [K, B P, V] of the levels at some places, row by row.
 
         Level 0 is the first token that is guessed: the one behind the token that the target's
-        own head says. Logits of level k at place t are judged by token t + 2 + k; the places of
-        a row are those for which all levels have such a token.
+        own head says. Logits of level k at place t are judged by token t + 2 + k, and given
+        features up to t and the tokens before the judged one.
         """
         ...
 
@@ -84,6 +84,10 @@ class DrafterPart(Protocol):
 
     def estimate(self, work: DrafterWork, machine: Machine) -> Estimate:
         """Time and memory of a step; allocates no tensors."""
+        ...
+
+    def levels(self) -> int:
+        """K, the tokens that it guesses one after the other."""
         ...
 
     def check(self, job: DrafterJob, shape: ModelShape) -> None:

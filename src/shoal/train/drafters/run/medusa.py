@@ -68,10 +68,9 @@ class Frozen:
         """What the heads say beside what the text says."""
         return heads_loss(self.heads, rows, self.part.decay)
 
-    def guesses(self, rows: Rows, first: int) -> Tensor:
+    def guesses(self, rows: Rows, places: Sequence[int]) -> Tensor:
         """Logits of each head, from the features at the places themselves."""
-        places = rows.hidden.shape[1] - self.part.heads - 1
-        logits: Tensor = self.heads(rows.hidden[:, first:places].flatten(0, 1))
+        logits: Tensor = self.heads(rows.hidden[:, list(places)].flatten(0, 1))
         return logits
 
     def state(self) -> Mapping[str, Tensor]:
@@ -128,10 +127,9 @@ class Joint:
         said = heads_loss(self.heads, Rows(rows.tokens, hidden), self.part.decay)
         return kept + self.part.weight * said
 
-    def guesses(self, rows: Rows, first: int) -> Tensor:
+    def guesses(self, rows: Rows, places: Sequence[int]) -> Tensor:
         """Logits of each head, from features of the changed target."""
-        places = rows.tokens.shape[1] - self.part.heads - 1
-        hidden = self.target.hidden(rows.tokens)[:, first:places]
+        hidden = self.target.hidden(rows.tokens)[:, list(places)]
         logits: Tensor = self.heads(hidden.flatten(0, 1))
         return logits
 
