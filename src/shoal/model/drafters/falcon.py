@@ -62,6 +62,10 @@ class SemiAutoregressive(nn.Module):
         self.lstm = nn.LSTM(2 * config.hidden, config.hidden, lstm_layers, batch_first=True)
         self.block = Block(self.config, 0)
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.block.attention_norm.weight.dtype
+
     def cache(self, batch: int, capacity: int, dtype: torch.dtype) -> KVCache:
         """An empty cache for the layer of attention."""
         return KVCache(self.config, batch, capacity, dtype=dtype)
@@ -78,7 +82,7 @@ class SemiAutoregressive(nn.Module):
         """
         device = features_BTD.device.type
         with torch.autocast(device, enabled=False):  # it has no reduced precision
-            dtype = self.lstm.weight_ih_l0.dtype
+            dtype = self._dtype
             both = torch.cat((features_BTD.to(dtype), embeds_BTD.to(dtype)), -1)
             out, state = self.lstm(both, state)
         return out, state
@@ -101,7 +105,7 @@ class SemiAutoregressive(nn.Module):
         device = x_BTD.device.type
         exact = bool(_QUERIES % self.k) and torch.is_grad_enabled()
         reduced = torch.is_autocast_enabled(device) and not exact
-        dtype = torch.get_autocast_dtype(device) if reduced else self.lstm.weight_ih_l0.dtype
+        dtype = torch.get_autocast_dtype(device) if reduced else self._dtype
         cos, sin = tables_at(position_T.float(), *frequencies(self.config, 1), dtype)
         with torch.autocast(device, enabled=reduced):
             mask = None if mask is None else mask.to(dtype)

@@ -42,7 +42,8 @@ class PromptTokens(nn.Module):
     def mean(self, logits_NRV: Tensor) -> Tensor:
         """Logits of each distance [N, m, V] from those of a group's rows."""
         prompts, ensemble, _ = self.embeddings.shape
-        return logits_NRV.unflatten(1, (prompts, ensemble)).mean(2)
+        groups, _, vocab = logits_NRV.shape
+        return logits_NRV.view(groups, prompts, ensemble, vocab).mean(2)
 
 
 def prompt_positions(places_N: Tensor, prompts: int, ensemble: int) -> Tensor:

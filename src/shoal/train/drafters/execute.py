@@ -200,7 +200,7 @@ def train_steps(
                 group["lr"] = peak * course.factor(step, job.steps)
             with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
                 value = learner.loss(rows, step=step, total=job.steps)
-            value.backward()
+            value.backward()  # type: ignore[no-untyped-call]
             norm = torch.nn.utils.clip_grad_norm_(trained, job.grad_clip or float("inf"))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

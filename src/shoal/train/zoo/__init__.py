@@ -141,8 +141,8 @@ def recipe(name: str) -> TrainJob:
 def _digest(job: TrainJob) -> str:
     # What a recipe leaves open is no part of it: keys that jobs or shapes get later change no name.
     text = json.dumps(job.model_dump(mode="json", exclude_unset=True), sort_keys=True)
-    shape = shapes.find(job.model).model_dump(mode="json", exclude_defaults=True)
-    shape = json.dumps(shape, sort_keys=True)
+    facts = shapes.find(job.model).model_dump(mode="json", exclude_defaults=True)
+    shape = json.dumps(facts, sort_keys=True)
     return hashlib.sha256((text + shape).encode()).hexdigest()[:12]
 
 

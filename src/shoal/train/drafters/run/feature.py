@@ -213,16 +213,17 @@ class FeatureLearner:
                 sees = [prefix, nothing]
             else:
                 at = (place_C.unsqueeze(1) + (turn - 1) * k + 1 + steps).flatten()
-                said = embeds[:, at + 1].unflatten(1, (count, k)).flatten(0, 1)
-                made = levels[-1].unflatten(1, (count, k)).flatten(0, 1)
+                width = embeds.shape[-1]
+                said = embeds[:, at + 1].reshape(batch * count, k, width)
+                made = levels[-1].reshape(batch * count, k, width)
                 x, states = net.mixed(made, said, states)
-                x = x.unflatten(0, (batch, count)).flatten(1, 2)
+                x = x.reshape(batch, count * k, width)
                 sees = [prefix, nothing, *[own] * turn]
             mask = torch.zeros(count * k, length + (turn + 1) * count * k)
             mask.masked_fill_(~torch.cat(sees, 1), float("-inf"))
             levels.append(net.seen(x.to(read.dtype), at, mask[None, None], cache))
-        features = torch.stack(levels).unflatten(2, (count, k))  # [rounds, B, P, k, D]
-        flat = features.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+        features = torch.stack(levels).view(self._rounds, batch, count, k, -1)
+        flat = features.permute(0, 3, 1, 2, 4).reshape(self._rounds * k, batch * count, -1)
         return F.linear(flat, self.output_VD.to(flat.dtype))
 
     def _walk(self, rows: Rows, embeds: Tensor, places: Sequence[int]) -> tuple[Tensor, Any]:

@@ -140,7 +140,9 @@ class Joint:
     def finish(self, directory: Path) -> Path | None:
         """Write the changed target, merged: the heads are for that one."""
         from shoal.model import huggingface
+        from shoal.train.peft.run.handle import Handle
 
+        assert isinstance(self.handle, Handle)
         merged = self.handle.keep_merged()
         assert isinstance(merged, Transformer)
         place = directory / "target"

@@ -65,7 +65,7 @@ def behind(
     for block in target.blocks:
         x = block(x, cos, sin, mask[None, None], context)
     normed: Tensor = target.norm(x)
-    return normed.unflatten(1, (len(places_N), -1))
+    return normed.reshape(batch, len(places_N), prompts.rows, -1)
 
 
 class PromptLearner:
@@ -111,7 +111,8 @@ class PromptLearner:
     def _logits(self, tokens: Tensor, places: Tensor) -> Tensor:
         """[m, B N, V]."""
         hidden = behind(self.target, tokens, self.prompts, places).flatten(0, 1)
-        logits = self.target.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        groups, rows, _ = hidden.shape
+        logits = self.target.logits(hidden.flatten(0, 1)).view(groups, rows, -1)
         return self.prompts.mean(logits).transpose(0, 1)
 
     def guesses(self, rows: Rows, places: Sequence[int]) -> Tensor:
