@@ -10,6 +10,7 @@ from shoal.ir.decoding import (
     TreeSpec,
     Verifying,
 )
+from shoal.ir.drafting import DrafterJob, DrafterPlan, DrafterReport, DrafterWork
 from shoal.ir.engine import (
     Compacting,
     Forking,
@@ -73,6 +74,10 @@ __all__ = [
     "Device",
     "Disagg",
     "Dispatcher",
+    "DrafterJob",
+    "DrafterPlan",
+    "DrafterReport",
+    "DrafterWork",
     "Drafting",
     "Estimate",
     "Evaluation",
