@@ -16,7 +16,7 @@ from docs_pages import PAGES, Block, blocks
 
 from shoal.app.cli import app
 from shoal.core.config import parse
-from shoal.ir import Machine, TrainJob
+from shoal.ir import DrafterJob, Machine, TrainJob
 
 ALL = [block for page in PAGES for block in blocks(page)]
 COMMANDS = sorted(
@@ -28,7 +28,7 @@ COMMANDS = sorted(
         if line.strip().startswith("shoal ")
     }
 )
-JOBS = [block for block in ALL if block.title == 'title="job.yaml"']
+JOBS = [b for b in ALL if b.title in ('title="job.yaml"', 'title="drafter.yaml"')]
 MACHINES = [block for block in ALL if block.title == 'title="cluster.yaml"']
 RUNNABLE = [block for block in ALL if block.language == "python" and block.runnable]
 
@@ -65,7 +65,9 @@ def test_commands_parse(line: str) -> None:
 
 @pytest.mark.parametrize("block", JOBS, ids=str)
 def test_jobs_are_jobs(block: Block) -> None:
-    parse(TrainJob, yaml.safe_load(block.text), where=str(block))
+    raw = yaml.safe_load(block.text)
+    kind = {"drafter": DrafterJob}.get(raw.get("job"), TrainJob)
+    parse(kind, raw, where=str(block))
 
 
 @pytest.mark.parametrize("block", MACHINES, ids=str)
