@@ -29,6 +29,7 @@ CLAIMS = PartTable(
         "fuyou": "shoal.claims.experiments.fuyou:FuyouClaim",
         "galvatron": "shoal.claims.experiments.galvatron:GalvatronClaim",
         "marlin": "shoal.claims.experiments.marlin:MarlinClaim",
+        "medusa": "shoal.claims.experiments.medusa:MedusaClaim",
         "megatron": "shoal.claims.experiments.megatron:Megatron",
         "gpipe": "shoal.claims.experiments.gpipe:GPipeClaim",
         "sequence_parallel": "shoal.claims.experiments.sequence_parallel:SequenceParallel",

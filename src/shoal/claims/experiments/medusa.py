@@ -1,0 +1,192 @@
+"""[97] Medusa: do heads on the last hidden state pay on this machine?
+
+Source: Cai et al., Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
+Heads, 2024.
+
+Four heads are trained for a mini-model on its own continuations, and the same held-out prompts are
+answered greedily with and without them, by one engine, one cache and one dtype, in turn. In the
+A/A run the heads are left out: plain decoding stands in the place of the part.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, ClassVar
+
+from shoal.claims.experiments.decoding import (
+    agreement,
+    peer_rates,
+    prompts_of,
+    seconds_per_token,
+    target_of,
+    told,
+)
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+__all__ = ["MedusaClaim"]
+
+_PLAIN = "plain greedy decoding by the same engine"
+_MEDUSA = "medusa"
+
+
+@part
+class MedusaClaim:
+    """Medusa heads beside plain decoding.
+
+    Args:
+        prompts: held-out prompts.
+        prompt_tokens: tokens of each.
+        new_tokens: tokens of each answer.
+        rounds: times that all prompts are answered.
+        exact: prompts whose answers are compared in float64.
+        weights: format of the heads' matrices.
+    """
+
+    prompts: int = 60
+    prompt_tokens: int = 64
+    new_tokens: int = 96
+    rounds: int = 5
+    exact: int = 6
+    weights: str = "plain"
+
+    rows: ClassVar[tuple[int, ...]] = (97,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.speedup(
+            "wall_clock",
+            1.3,
+            _PLAIN,
+            evidence="mechanism",
+            peer="transformers",
+            paper="2.2x (Medusa-1), 2.3 to 3.6x (Medusa-2)",
+        ),
+        Metric.counted("tokens_per_step", ">=", 1.8, _PLAIN, evidence="mechanism", quick=False),
+        Metric.counted(
+            "auto_over_fixed",
+            ">=",
+            1.0,
+            "the better of a chain and the full product, of as many rows",
+            statistic="ratio",
+            unit="x",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric.counted(
+            "calibration_error",
+            "<=",
+            0.1,
+            "accepted tokens of the calibration's own text",
+            statistic="relative_error",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric.counted(
+            "equal_answers",
+            ">=",
+            1.0,
+            "plain decoding in float64",
+            statistic="mean",
+            quick=False,
+        ),
+        Metric.counted("tree_logits", "<=", 1e-9, "a pass over each path alone", statistic="max"),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_tokens", "new_tokens", "rounds", "exact"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.medusa.{name}", value, expected="1 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """Models need torch, and the baseline is held against transformers."""
+        for name, extra in (("torch", "run"), ("transformers", "bench")):
+            if importlib.util.find_spec(name) is None:
+                return f"no {name}; install shoal-ml[{extra}]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        from shoal.claims.experiments.medusa_runs import tree_logits
+
+        context.progress("trees beside their paths", 0.02)
+        metrics = {
+            "tree_logits": Paired(method=tuple(tree_logits(context.seed, masked=not as_baseline)))
+        }
+        if quick:
+            return Samples(metrics=metrics)
+        return self._full(context, metrics, as_baseline=as_baseline)
+
+    def _full(self, context: Context, metrics: dict[str, Paired], *, as_baseline: bool) -> Samples:
+        from shoal.claims.bench.decode import PLAIN, Bench
+        from shoal.claims.experiments.medusa_runs import calibrated, equal_answers, trees
+        from shoal.core.measure import num_cores
+        from shoal.train.zoo.drafters import drafter
+
+        target = target_of(context)
+        say = lambda line: context.progress(line, 0.1)  # noqa: E731
+        heads = context.remember("heads", lambda: drafter("medusa", target, say=say))
+        asked = prompts_of(context, self.prompts, self.prompt_tokens, 0)
+        method: dict[str, Any] | None = {
+            "name": "medusa",
+            "path": str(heads),
+            "weights": self.weights,
+        }
+        if as_baseline:
+            method = None
+        bench = Bench(target, {PLAIN: None, _MEDUSA: method}, threads=num_cores())
+        context.progress("answering the prompts", 0.3)
+        found = bench.interleaved(asked, self.new_tokens, rounds=self.rounds, seed=context.seed)
+        timed, places = seconds_per_token(found[_MEDUSA], found[PLAIN])
+        metrics["wall_clock"] = timed
+        own = told([found[_MEDUSA][0][place] for place in places])
+        metrics["tokens_per_step"] = Paired(method=(own["tokens_per_step"],))
+        context.progress("other trees of as many rows", 0.7)
+        metrics["auto_over_fixed"], shapes = trees(
+            bench, heads, asked, self.new_tokens, as_baseline=as_baseline
+        )
+        context.progress("text of the calibration", 0.8)
+        metrics["calibration_error"] = calibrated(target, heads, as_baseline=as_baseline)
+        context.progress("answers in float64", 0.85)
+        metrics["equal_answers"] = Paired(
+            method=tuple(equal_answers(target, method, asked[: self.exact], self.new_tokens // 2))
+        )
+        context.progress("transformers", 0.95)
+        peers = {
+            "wall_clock": peer_rates(
+                target,
+                asked[:12],
+                self.new_tokens,
+                lambda place: bench.answer(PLAIN, [asked[place]], self.new_tokens).seconds,
+            )
+        }
+        details = {
+            "kept": len(places),
+            "loops": len(asked) - len(places),
+            "bf16_agreement": agreement(found[_MEDUSA][0], found[PLAIN][0]),
+            "medusa": own,
+            "plain": told([found[PLAIN][0][place] for place in places]),
+            "trees": shapes,
+            "costs": _costs(bench) if method is not None else {},
+            "heads_bytes": (Path(heads) / "drafter.safetensors").stat().st_size,
+        }
+        return Samples(metrics=metrics, peers=peers, details=details, profile=_profile(details))
+
+
+def _costs(bench: Any) -> dict[str, float]:
+    """Seconds of steps by rows as the engine measured them, and of guesses."""
+    cost = bench.engines[_MEDUSA].scheduler.drafting.cost
+    steps = {str(rows): s for rows, s in zip(cost.rows, cost.seconds_of, strict=True)}
+    return {**steps, "guesses": cost.draft_s + cost.draft_request_s}
+
+
+def _profile(details: dict[str, Any]) -> str:
+    costs, own = details["costs"], details["medusa"]
+    if not costs:
+        return "plain decoding on both sides"
+    return (
+        f"a step of one row takes {1e3 * costs['1']:.2f} ms, of eight {1e3 * costs['8']:.2f}, of "
+        f"sixteen {1e3 * costs['16']:.2f}; guesses {1e3 * costs['guesses']:.2f} ms; "
+        f"{own['nodes_per_step']:.1f} nodes and {own['tokens_per_step']:.2f} tokens a step"
+    )

@@ -1,0 +1,147 @@
+"""What the claim of Medusa counts: trees and their paths, other shapes, calibration, equal answers.
+
+Shapes: N rows of a tree, B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.claims.bench.decode import PLAIN, Bench
+from shoal.claims.experiments.decoding import root_path, told
+from shoal.claims.protocols import Paired
+from shoal.core.parts import table
+from shoal.core.random import generator
+from shoal.ir import Calibration, Chunk, Request, SamplingParams, ServeJob
+from shoal.plan.trees.drafting import Always
+
+__all__ = ["calibrated", "equal_answers", "tree_logits", "trees"]
+
+_MEDUSA = "medusa"
+
+
+def tree_logits(seed: int, *, masked: bool, nodes: int = 24) -> list[float]:
+    """Largest difference between a node's scores and those of its path alone, in float64.
+
+    Args:
+        seed: of model and tree.
+        masked: every node sees its own path; else all rows before it, as text would.
+        nodes: of the tree.
+    """
+    from shoal.model.config import ModelConfig
+    from shoal.serve.build import engine_of
+    from shoal.serve.decode.protocols import TokenTree, branches
+    from shoal.serve.decode.runner import SpeculativeRunner
+    from shoal.train.zoo import random
+
+    config = ModelConfig(
+        name="tree", vocab_size=97, hidden=64, num_layers=3, num_heads=4, num_kv_heads=2,
+        head_dim=16, ffn_hidden=128, max_position=256,
+    )  # fmt: skip
+    model = random(config, seed).double().requires_grad_(False)
+    source = generator(seed, purpose="tree of a claim")
+    parent = [-1, *(int(source.integers(max(0, row - 5), row)) for row in range(1, nodes + 1))]
+    tokens = source.integers(config.vocab_size, size=nodes + 1)
+    prompt = source.integers(config.vocab_size, size=40).tolist()
+    shape = branches(tuple(parent) if masked else tuple(range(-1, nodes)))
+    job = ServeJob(model="tree", kv_tokens=512, threads=1, speculative={"name": "ngram"})
+    runner = engine_of(job, model)[2]
+    assert isinstance(runner, SpeculativeRunner)
+    request = Request("tree", prompt, len(prompt), SamplingParams(max_tokens=1))
+    request.blocks = list(range(runner.cache.num_blocks))
+    with torch.inference_mode():
+        runner.forward([Chunk(request, 0, len(prompt) - 1)], {})
+        root = Chunk(request, len(prompt) - 1, 1, nodes)
+        tokens[0] = prompt[-1]
+        _, logits_NV, _ = runner.forward([root], {"tree": TokenTree(tokens, shape)})
+        alone = [
+            model(torch.tensor([[*prompt, *root_path(tokens, parent, row)]]))[0, -1]
+            for row in range(nodes + 1)
+        ]
+    return [float((a - b).abs().max()) for a, b in zip(logits_NV, alone, strict=True)]
+
+
+def trees(
+    bench: Bench,
+    heads: Path,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    as_baseline: bool,
+) -> tuple[Paired, dict[str, Any]]:
+    """Tokens a step with the best tree of some sizes, and with fixed ones of as many nodes."""
+    options = {"name": "medusa", "path": str(heads)}
+    made = {"chain": "chain", "product": {"name": "cartesian", "widths": (2, 2, 1)}}
+    others = Bench(
+        bench.model,
+        {
+            "auto": {**options, "tree": "auto"},
+            **{name: {**options, "tree": tree} for name, tree in made.items()},
+        },
+        threads=bench.threads,
+    )
+    sizes = {"chain": 4, "product": 10}
+    found: dict[str, Any] = {}
+    pairs: list[tuple[float, float]] = []
+    for name, nodes in sizes.items():
+        rates = {}
+        for one in (name, "auto"):
+            others.engines[one].scheduler.drafting = Always(nodes)  # type: ignore[attr-defined]
+            answers = [others.answer(one, [prompt], new_tokens) for prompt in prompts]
+            rates[one] = told(answers)["tokens_per_step"]
+        found[f"{nodes} nodes"] = rates
+        pairs.append((1.0 if as_baseline else rates["auto"], rates[name]))
+    return Paired(method=tuple(a for a, _ in pairs), baseline=tuple(b for _, b in pairs)), found
+
+
+def calibrated(target: Path, heads: Path, *, as_baseline: bool) -> Paired:
+    """Tokens a step on the calibration's own prompts, and what its shares add up to."""
+    from shoal.model import huggingface
+    from shoal.model.drafters import files
+    from shoal.train.drafters.features import prepare_features
+    from shoal.train.zoo.drafters import drafter_recipe
+
+    job = drafter_recipe("medusa", target)
+    features = prepare_features(
+        job,
+        huggingface.read(target, torch.bfloat16),
+        fingerprint=files.fingerprint(target),
+        tokenizer=files.tokenizer_hash(target),
+    )
+    index = features.index
+    text = features.rows("judged", range(index.judged), torch.float32).tokens.numpy()
+    shares = Calibration(files.read(heads).config.calibration)
+    spec = table("tree").build("auto").build(shares, 16)
+    bench = Bench(target, {_MEDUSA: {"name": "medusa", "path": str(heads)}, PLAIN: None})
+    bench.engines[_MEDUSA].scheduler.drafting = Always(len(spec))  # type: ignore[attr-defined]
+    name = PLAIN if as_baseline else _MEDUSA
+    answers = [
+        bench.answer(name, [row[: index.prompt].tolist()], index.seq_len - index.prompt)
+        for row in text
+    ]
+    measured = told(answers)["tokens_per_step"]
+    return Paired(method=(measured,), baseline=(spec.expected()[-1],))
+
+
+def equal_answers(
+    target: Path,
+    method: Mapping[str, Any] | None,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+) -> list[float]:
+    """1 for every answer in float64 that is plain decoding's, token for token."""
+    from shoal.model import huggingface
+
+    model = huggingface.read(target, torch.float64).requires_grad_(False).eval()
+    bench = Bench(target, {PLAIN: None, "method": method}, precision="fp64", loaded=model)
+    if method is not None:
+        bench.engines["method"].scheduler.drafting = Always(12)  # type: ignore[attr-defined]
+    same = []
+    for prompt in prompts:
+        plain, found = (bench.answer(name, [prompt], new_tokens) for name in (PLAIN, "method"))
+        same.append(float(plain.tokens == found.tokens))
+    return same

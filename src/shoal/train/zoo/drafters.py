@@ -1,0 +1,132 @@
+"""Drafters of the zoo: one of each kind for a target, trained by recipe when first asked for.
+
+They lie under ``shoal_home()/drafters``, each in a directory named by kind, target and recipe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import ModelError, ShoalError, nearest
+from shoal.core.files import shoal_home
+from shoal.core.parts import Choice
+from shoal.ir import DrafterJob
+
+__all__ = ["drafter", "drafter_recipe", "drafters"]
+
+# Kind -> options of the part, tokens of training, tokens of text.
+_RECIPES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "medusa": ({"heads": 4}, 1_000_000, 300_000),
+    "falcon": ({"k": 2}, 1_000_000, 300_000),
+    "ppd": ({}, 400_000, 300_000),
+    "dovetail": ({}, 1_000_000, 300_000),
+}
+
+
+def drafters() -> tuple[str, ...]:
+    """Kinds of drafters that have a recipe."""
+    return tuple(_RECIPES)
+
+
+def drafter_recipe(
+    kind: str, target: Path, *, data: Choice | None = None, **options: Any
+) -> DrafterJob:
+    """How a drafter is trained: on what its target itself says to prompts.
+
+    Args:
+        kind: of drafter.
+        target: a model directory.
+        data: text whose beginnings are the prompts; of a model of the zoo, its own corpus, if not
+            given, and of others, none: the target writes all of it.
+        options: of the drafter, in the place of the recipe's.
+
+    Raises:
+        ModelError: there is no recipe for this kind.
+    """
+    if kind not in _RECIPES:
+        hint = nearest(kind, _RECIPES)
+        raise ModelError(
+            f"drafter = {kind!r}: expected one of {', '.join(_RECIPES)}"
+            + (f"; {hint}" if hint else "")
+        )
+    own, tokens, text = _RECIPES[kind]
+    return DrafterJob(
+        name=kind,
+        model=str(target),
+        drafter=Choice(name=kind, options={**own, **options}),
+        data=data or _corpus(target),
+        text="own",
+        tokens=tokens,
+        read_tokens=text,
+    )
+
+
+def _corpus(target: Path) -> Choice | None:
+    from shoal.train import zoo
+
+    for name in zoo.names():
+        if zoo.found(name) == target:
+            return zoo.corpus(name)
+    return None
+
+
+def drafter(
+    kind: str,
+    target: Path,
+    *,
+    data: Choice | None = None,
+    say: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Path:
+    """The directory of a drafter for a target; trains it if it is not there yet.
+
+    Args:
+        kind: of drafter.
+        target: a model directory.
+        data: see :func:`drafter_recipe`.
+        say: told how long training took.
+        options: of the drafter, in the place of the recipe's.
+
+    Raises:
+        ModelError: there is no recipe for this kind, or the target cannot be read.
+        ShoalError: its training failed.
+    """
+    from shoal.machine.described import load
+    from shoal.machine.probing import probe, saved_path
+    from shoal.model.drafters.files import fingerprint
+    from shoal.plan.drafting import plan_drafter
+    from shoal.train.drafters.execute import execute
+
+    job = drafter_recipe(kind, target, data=data, **options)
+    told = job.model_dump(mode="json", exclude={"model", "name", "threads"}, exclude_unset=True)
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    home = shoal_home() / "drafters"
+    place = home / f"{kind}-{fingerprint(target)}-{digest}"
+    if (place / "drafter.json").is_file():
+        return place
+    machine = load("local") if saved_path().is_file() else probe(fast=True)
+    run_dir = home / f".{place.name}.run"
+    try:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        home.mkdir(parents=True, exist_ok=True)
+        begun = time.perf_counter()
+        execute(plan_drafter(job, machine), run_dir)
+        if say is not None:
+            say(f"{kind}: trained in {time.perf_counter() - begun:.0f} s")
+        (run_dir / "drafter").rename(place)
+    except OSError as cause:
+        if (place / "drafter.json").is_file():  # another process was first
+            return place
+        raise ShoalError(
+            f"{place}: cannot be written ({cause.strerror or cause}); free some space or set "
+            "SHOAL_HOME to another place"
+        ) from cause
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+    return place
