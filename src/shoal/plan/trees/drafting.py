@@ -57,9 +57,9 @@ class RowCosts:
 
     @property
     def falls(self) -> tuple[int, ...]:
-        """Rows that were measured to take less time than fewer rows: noise, or another kernel."""
+        """Rows measured to take a tenth less time than fewer rows: noise, or another kernel."""
         pairs = zip(self.seconds_of, self.seconds_of[1:], self.rows[1:], strict=False)
-        return tuple(rows for before, after, rows in pairs if after < before)
+        return tuple(rows for before, after, rows in pairs if after < 0.9 * before)
 
     def seconds(self, rows: int) -> float:
         """See :class:`~shoal.ir.decoding.Verifying`."""
