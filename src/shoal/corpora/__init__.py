@@ -20,6 +20,7 @@ CORPORA = PartTable(
         "text": "shoal.corpora.text:Text",
         "jsonl": "shoal.corpora.jsonl:Jsonl",
         "parquet": "shoal.corpora.parquet:Parquet",
+        "tasks": "shoal.corpora.tasks:Tasks",
     },
 )
 
@@ -28,5 +29,6 @@ PACKINGS = PartTable(
     {
         "stream": "shoal.corpora.packing.stream:Stream",
         "document": "shoal.corpora.packing.document:DocumentMask",
+        "padded": "shoal.corpora.packing.padded:Padded",
     },
 )

@@ -2,6 +2,7 @@
 
 from shoal.ir.engine import (
     Compacting,
+    CountingRunner,
     Forking,
     KVManager,
     KVPart,
@@ -57,6 +58,7 @@ __all__ = [
     "CheckpointPolicy",
     "Chunk",
     "Compacting",
+    "CountingRunner",
     "Copy",
     "Device",
     "Disagg",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.errors import ServeError, require
 from shoal.ir import (
     Chunk,
+    CountingRunner,
     KVManager,
     Output,
     Request,
@@ -273,6 +274,7 @@ class Engine:
             "step_seconds_total": self._seconds,
             "preemptions_total": self._preemptions,
             **self._swaps.stats(),
+            **(self.runner.stats() if isinstance(self.runner, CountingRunner) else {}),
             **(self.adapters.stats() if self.adapters is not None else {}),
             "blocks_used": kept.get("blocks_used", 0.0),
             "blocks_total": self.kv.num_blocks if self.kv is not None else 0.0,

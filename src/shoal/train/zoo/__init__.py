@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ModelError, ShoalError, nearest
 from shoal.core.files import shoal_home
@@ -38,7 +38,13 @@ _RECIPES: dict[str, tuple[int, int, int, float]] = {
     "shoal-8m": (2_000_000, 256, 8, 2e-3),
     "shoal-16m": (1_500_000, 256, 8, 1.5e-3),
     "shoal-moe-4m": (2_000_000, 256, 8, 3e-3),
+    "shoal-mdlm-3m": (4_000_000, 80, 64, 3e-3),
+    "shoal-ar-3m": (4_000_000, 80, 64, 3e-3),
 }
+
+# What they learn instead of the default corpus: problems with one right answer.
+_PROBLEMS = {"data": "tasks", "packing": "padded", "learn_after": "="}
+_OTHER: dict[str, dict[str, Any]] = {"shoal-mdlm-3m": _PROBLEMS, "shoal-ar-3m": _PROBLEMS}
 
 
 def names() -> tuple[str, ...]:
@@ -98,12 +104,14 @@ def recipe(name: str) -> TrainJob:
         tokens=tokens,
         optimizer=Choice(name="adamw", options={"lr": lr}),
         evaluation=Evaluation(every=0, final=False, sample_tokens=0),
+        **_OTHER.get(name, {}),
     )
 
 
 def _digest(job: TrainJob) -> str:
     # What a recipe leaves open is no part of it: keys that jobs get later change no name.
-    text = json.dumps(job.model_dump(mode="json", exclude={"kernel", "finetune"}), sort_keys=True)
+    later = {"kernel", "finetune"} | ({"learn_after"} if job.learn_after is None else set())
+    text = json.dumps(job.model_dump(mode="json", exclude=later), sort_keys=True)
     shape = json.dumps(shapes.find(job.model).model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256((text + shape).encode()).hexdigest()[:12]
 

@@ -1,0 +1,1 @@
+"""decode: how a served model turns scores into text."""
