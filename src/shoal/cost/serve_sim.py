@@ -19,6 +19,7 @@ from shoal.ir import (
     HostLink,
     Output,
     Request,
+    Runner,
     SamplingParams,
     Scheduler,
     Step,
@@ -194,6 +195,7 @@ def simulate(
     arrivals: Sequence[Arrival],
     *,
     link: HostLink | None = None,
+    runner: Runner | None = None,
 ) -> Simulation:
     """Serve ``arrivals`` in virtual time.
 
@@ -202,12 +204,13 @@ def simulate(
         cost: seconds of a step.
         arrivals: what comes, in the order of time.
         link: between cache and host; needed where the scheduler swaps.
+        runner: says what steps give and take; one token each by ``cost``, if not given.
 
     Raises:
         ServeError: a request that can never run.
         ConfigError: arrivals that are not in the order of time.
     """
-    runner = Predicted(cost, link)
+    runner = runner or Predicted(cost, link)
     seen = Simulation()
     live: dict[str, tuple[Request, Served]] = {}
     now, place, total = 0.0, 0, len(arrivals)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ModelError, ShoalError, nearest
 from shoal.core.files import shoal_home
-from shoal.core.parts import Choice
 from shoal.cost import shapes
 from shoal.ir import TrainJob
 from shoal.ir.job import Evaluation
@@ -43,7 +42,12 @@ _RECIPES: dict[str, tuple[int, int, int, float]] = {
 }
 
 # What they learn instead of the default corpus: problems with one right answer.
-_PROBLEMS = {"data": "tasks", "packing": "padded", "learn_after": "="}
+_PROBLEMS = {
+    "data": "tasks",
+    "packing": "padded",
+    "learn_after": "=",
+    "optimizer": {"name": "muon", "lr": 3e-3},
+}
 _OTHER: dict[str, dict[str, Any]] = {"shoal-mdlm-3m": _PROBLEMS, "shoal-ar-3m": _PROBLEMS}
 
 
@@ -95,17 +99,17 @@ def recipe(name: str) -> TrainJob:
         ModelError: there is no such model in the zoo.
     """
     tokens, seq_len, batch, lr = _RECIPES[_known(name)]
-    return TrainJob(
-        name=name,
-        model=name,
-        seq_len=seq_len,
-        global_batch=batch,
-        microbatch=batch,  # so that no planner changes the order of sums
-        tokens=tokens,
-        optimizer=Choice(name="adamw", options={"lr": lr}),
-        evaluation=Evaluation(every=0, final=False, sample_tokens=0),
-        **_OTHER.get(name, {}),
-    )
+    fields: dict[str, Any] = {
+        "name": name,
+        "model": name,
+        "seq_len": seq_len,
+        "global_batch": batch,
+        "microbatch": batch,  # so that no planner changes the order of sums
+        "tokens": tokens,
+        "optimizer": {"name": "adamw", "lr": lr},
+        "evaluation": Evaluation(every=0, final=False, sample_tokens=0),
+    }
+    return TrainJob.model_validate(fields | _OTHER.get(name, {}))
 
 
 def _digest(job: TrainJob) -> str:

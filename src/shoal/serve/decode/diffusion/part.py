@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from shoal.core.errors import ServeError, require
@@ -23,6 +24,8 @@ class Diffusion:
         iteration: what the model sees at a mask.
         block: masks of a block; blocks are decoded from left to right.
         unroll: iterations before it is asked whether a block is through.
+        expected: tokens that an iteration is taken to unmask, in plans; a served model tells its
+            own in ``/metrics``. With ``unmask`` fixed it follows from that.
     """
 
     unmask: Choice = Choice(name="threshold")
@@ -30,12 +33,26 @@ class Diffusion:
     iteration: Choice = Choice(name="hard")
     block: int = 32
     unroll: int = 1
+    expected: float = 3.0
 
     def __post_init__(self) -> None:
         require(self.block >= 1, "decode.diffusion.block", self.block, expected="at least 1")
         require(self.unroll >= 1, "decode.diffusion.unroll", self.unroll, expected="at least 1")
+        require(
+            self.expected >= 1,
+            "decode.diffusion.expected",
+            self.expected,
+            expected="at least 1: every iteration unmasks one token",
+        )
         for kind in ("unmask", "refresh", "iteration"):
             table(kind).build(getattr(self, kind), where=f"decode.diffusion.{kind}")
+
+    def passes(self, size: int) -> int:
+        """Iterations that a block of so many places is taken to need."""
+        if self.unmask.name == "fixed":
+            steps = self.unmask.options.get("steps")
+            return size if steps is None else min(steps, size)
+        return math.ceil(size / self.expected)
 
     def check(self, config: ModelConfig) -> None:
         """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
