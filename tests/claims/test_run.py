@@ -258,6 +258,7 @@ def test_catalogue_has_every_system_once() -> None:
         95: "flover",
         99: "ssdtrain",
         100: "lca_bench",
+        107: "dinfer",
         102: "bytecheckpoint",
         103: "galvatron",
         109: "tilus",

@@ -81,3 +81,21 @@ def test_a_second_backward_pass_gives_the_same_gradients(chunks):
     for a, b, c in zip(first, second, kept, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_tokens_with_weights(chunks, learned):
+    hidden, weight, targets = data(torch.float64)
+    weights = torch.rand(23, generator=torch.Generator().manual_seed(1))
+    each = F.cross_entropy(hidden @ weight.T, targets, reduction="none")
+    expected = (each * weights).sum()
+    with torch.set_grad_enabled(learned):
+        found = token_loss_sum(hidden, weight, targets, weights)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    if learned:
+        for a, b in zip(
+            torch.autograd.grad(found, (hidden, weight)),
+            torch.autograd.grad(expected, (hidden, weight)),
+            strict=True,
+        ):
+            assert (a - b).abs().max() < 1e-12

@@ -180,6 +180,49 @@ def test_attention_gradient_in_bf16(masked, monkeypatch):
             assert relative(a, b) < 0.02
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_all_to_all_is_differentiated(monkeypatch, masked):
+    from shoal.model import attention
+
+    source = torch.Generator().manual_seed(2)
+    q = torch.randn(2, 4, 20, 16, generator=source).bfloat16().requires_grad_()
+    k, v = (torch.randn(2, 2, 20, 16, generator=source).bfloat16().requires_grad_() for _ in "kv")
+    grad = torch.randn(2, 4, 20, 16, generator=source)
+    places = torch.stack([torch.arange(20) // size for size in (7, 3)])
+    mask = document_mask(places, torch.bfloat16, causal=False) if masked else None
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = F.scaled_dot_product_attention(
+        *wide, attn_mask=None if mask is None else mask.double(), enable_gqa=True
+    )
+    expected = torch.autograd.grad(exact, wide, grad.double())
+    for block in (128, 7):
+        monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
+        out = attend(q, k, v, mask, causal=False)
+        assert relative(out, exact) < 0.01
+        found = torch.autograd.grad(out, (q, k, v), grad.bfloat16())
+        for a, b in zip(found, expected, strict=True):
+            assert relative(a, b) < 0.02
+
+
+def test_every_token_of_a_masked_diffusion_model_sees_all_others(make):
+    config = ModelConfig(
+        family="mdlm", vocab_size=20, hidden=16, num_layers=1, num_heads=2, num_kv_heads=1,
+        head_dim=8, ffn_hidden=24, max_position=32, mask_token_id=19, initializer_range=0.3,
+    )  # fmt: skip
+    model = make(config)
+    ids = torch.randint(0, 19, (1, 9), generator=torch.Generator().manual_seed(1))
+    first = model(ids)[0, 0]
+    changed = ids.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % 19
+    assert not torch.equal(model(changed)[0, 0], first)
+    documents = torch.tensor([[0] * 5 + [1] * 4])
+    alone = model(ids[:, :5])[0]
+    together = model(ids, documents_BT=documents)[0, :5]
+    assert (alone - together).abs().max() < 1e-12
+    with pytest.raises(ModelError, match="cache = 'of a model whose tokens see all others'"):
+        model(ids, cache=KVCache(config, 1, 16, dtype=torch.float64))
+
+
 def test_too_long_and_two_masks(config, make):
     model = make(config)
     with pytest.raises(ModelError, match=r"sequence length = 129: expected at most max_position"):

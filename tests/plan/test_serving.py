@@ -383,3 +383,21 @@ def test_a_pipeline_begins_a_step_while_another_is_in_later_stages() -> None:
     assert alone.quantities()["total_s"] == 9.0
     assert pipeline.quantities()["total_s"] <= 9.5 + 1.0
     assert len(pipeline.steps) >= 16
+
+
+def test_a_model_of_masked_diffusion_is_planned_by_passes() -> None:
+    """Every number from the windows, written out."""
+    work = [Arrival(0.0, tuple(range(20)), 32)]
+    decode = {"name": "diffusion", "block": 16, "refresh": "dual", "expected": 4.0}
+    asked = job("shoal-mdlm-3m", decode=decode, max_position=64)
+    plan = plan_serve(asked, LAPTOP, cost=LINE, trace=work)
+    whole, block = LINE.seconds([(0, 52)]), LINE.seconds([(36, 16)])
+    assert plan.predicted["total_s"].value == pytest.approx(2 * (whole + 3 * block))
+    assert plan.predicted["ttft_mean_s"].value == pytest.approx(whole + 3 * block)
+    one = job("shoal-mdlm-3m", decode={**decode, "unmask": "fixed"}, max_position=64)
+    slow = plan_serve(one, LAPTOP, cost=LINE, trace=work)
+    assert slow.predicted["total_s"].value == pytest.approx(2 * (whole + 15 * block))
+    with pytest.raises(PlanError, match="expected diffusion for shoal-mdlm-3m"):
+        plan_serve(job("shoal-mdlm-3m"), LAPTOP)
+    with pytest.raises(PlanError, match="expected autoregressive for shoal-4m"):
+        plan_serve(job(decode="diffusion"), LAPTOP)

@@ -22,6 +22,8 @@ def test_every_model_has_a_shape_and_a_recipe():
         "shoal-8m",
         "shoal-16m",
         "shoal-moe-4m",
+        "shoal-mdlm-3m",
+        "shoal-ar-3m",
     )
     for name in zoo.names():
         config, job = zoo.config(name), zoo.recipe(name)

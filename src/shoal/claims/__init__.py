@@ -15,6 +15,7 @@ CLAIMS = PartTable(
         "deep_optimizer_states": (
             "shoal.claims.experiments.deep_optimizer_states:DeepOptimizerStates"
         ),
+        "dinfer": "shoal.claims.experiments.dinfer:DInfer",
         "dissect": "shoal.claims.experiments.dissect:Dissect",
         "distserve": "shoal.claims.experiments.distserve:DistServe",
         "oneflow": "shoal.claims.experiments.oneflow:OneFlow",

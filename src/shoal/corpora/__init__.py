@@ -22,6 +22,7 @@ CORPORA = PartTable(
         "parquet": "shoal.corpora.parquet:Parquet",
         "synthetic": "shoal.corpora.synthetic:Synthetic",
         "mixed": "shoal.corpora.mixed:Mixed",
+        "tasks": "shoal.corpora.tasks:Tasks",
     },
 )
 
@@ -30,5 +31,6 @@ PACKINGS = PartTable(
     {
         "stream": "shoal.corpora.packing.stream:Stream",
         "document": "shoal.corpora.packing.document:DocumentMask",
+        "padded": "shoal.corpora.packing.padded:Padded",
     },
 )

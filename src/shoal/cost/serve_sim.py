@@ -20,6 +20,7 @@ from shoal.ir import (
     HostLink,
     Output,
     Request,
+    Runner,
     SamplingParams,
     Scheduler,
     Step,
@@ -239,6 +240,7 @@ def simulate(
     *,
     link: HostLink | None = None,
     speculation: Speculation | None = None,
+    runner: Runner | None = None,
 ) -> Simulation:
     """Serve ``arrivals`` in virtual time.
 
@@ -248,12 +250,13 @@ def simulate(
         arrivals: what comes, in the order of time.
         link: between cache and host; needed where the scheduler swaps.
         speculation: what guesses give and take; needed where the scheduler lets decodes guess.
+        runner: says what steps give and take; one token each by ``cost``, if not given.
 
     Raises:
         ServeError: a request that can never run.
         ConfigError: arrivals that are not in the order of time.
     """
-    runner = Predicted(cost, link, speculation)
+    runner = runner or Predicted(cost, link, speculation)
     seen = Simulation()
     live: dict[str, tuple[Request, Served]] = {}
     now, place, total = 0.0, 0, len(arrivals)

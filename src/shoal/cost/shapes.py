@@ -168,6 +168,14 @@ def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _mdlm(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "family": "mdlm",
+        "qk_norm": bool(config.get("qk_norm", False)),
+        "attention_bias": bool(config.get("attention_bias", False)),
+    }
+
+
 # model_type -> (architecture class, what differs from the plain decoder)
 ARCHITECTURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", _llama),
@@ -175,6 +183,7 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]
     "qwen2": ("Qwen2ForCausalLM", _qwen2),
     "qwen3": ("Qwen3ForCausalLM", _qwen3),
     "mixtral": ("MixtralForCausalLM", _mixtral),
+    "shoal_mdlm": ("ShoalForMaskedDiffusion", _mdlm),
 }
 
 

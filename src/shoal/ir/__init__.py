@@ -13,6 +13,7 @@ from shoal.ir.decoding import (
 from shoal.ir.drafting import DrafterJob, DrafterPlan, DrafterReport, DrafterWork
 from shoal.ir.engine import (
     Compacting,
+    CountingRunner,
     Forking,
     KVManager,
     KVPart,
@@ -71,6 +72,7 @@ __all__ = [
     "Chunk",
     "Compacting",
     "Copy",
+    "CountingRunner",
     "Device",
     "Disagg",
     "Dispatcher",

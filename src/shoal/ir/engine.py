@@ -27,6 +27,7 @@ from shoal.ir.serving import (
 
 __all__ = [
     "Compacting",
+    "CountingRunner",
     "Forking",
     "KVManager",
     "KVPart",
@@ -251,6 +252,15 @@ class Runner(Protocol):
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step; its keys and values go to the blocks of its requests."""
+        ...
+
+
+@runtime_checkable
+class CountingRunner(Runner, Protocol):
+    """A runner with numbers of its own."""
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters for metrics."""
         ...
 
 

@@ -272,6 +272,8 @@ class TrainJob(Value):
         data: the corpus.
         tokenizer: path of a ``tokenizer.json``, or ``bpe`` to train one on the corpus.
         packing: how documents fill sequences.
+        learn_after: text of one token; a sequence has no loss up to where it first stands, and a
+            masked-diffusion model sees all of that. None learns every token.
         seq_len: tokens of one sequence, T.
         global_batch: sequences of one step over all ranks, B.
         microbatch: sequences of one forward pass on one rank; None lets the planner
@@ -317,6 +319,7 @@ class TrainJob(Value):
     data: Annotated[Choice, Kind("corpus")] = Choice(name="stdlib")
     tokenizer: str = "bpe"
     packing: Annotated[Choice, Kind("packing")] = Choice(name="stream")
+    learn_after: str | None = None
     seq_len: PositiveInt = 256
     global_batch: PositiveInt = 16
     microbatch: PositiveInt | None = None
@@ -365,6 +368,11 @@ class TrainJob(Value):
             raise ConfigError(
                 f"microbatch = {self.microbatch}: each of {self.parallel.dp} ranks has {share} "
                 f"sequences a step; give a divisor of {share}"
+            )
+        if self.learn_after is not None and self.packing.name != "padded":
+            raise ConfigError(
+                f"packing = {self.packing.name} with learn_after: it is looked for once in a "
+                "sequence, so give packing padded, whose sequences are one document each"
             )
         if self.layers and self.recompute == "stage":
             raise ConfigError(
@@ -489,6 +497,7 @@ class ServeJob(Value):
             the precision of the job. A directory that is quantized has its own.
         memory: where the weights of the layers lie.
         kernel: operator -> backend that must compute it; dispatch takes the fastest for others.
+        decode: how scores become text; a model of masked diffusion needs ``diffusion``.
         exact: the numbers of a request have the same bits whatever other requests run beside it.
         speculative: who guesses several tokens a step, which the model verifies; None decodes one
             token a step.
@@ -523,6 +532,7 @@ class ServeJob(Value):
     weights: str = "plain"
     memory: Annotated[Choice, Kind("memory")] = Choice(name="resident")
     kernel: dict[str, str] = {}
+    decode: Annotated[Choice, Kind("decode")] = Choice(name="autoregressive")
     exact: bool = False
     speculative: Annotated[Choice, Kind("speculative")] | None = None
     max_running: PositiveInt = 64
@@ -577,6 +587,27 @@ class ServeJob(Value):
                     f"{key} = {value} with speculative = {self.speculative.name}: guesses are "
                     "verified by one engine that has the whole model in memory and plans every "
                     f"step anew; leave {key} at its default, or speculative out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _diffuses(self) -> Self:
+        if self.decode.name != "diffusion":
+            return self
+        for key, value, good in (
+            ("scheduler", self.scheduler.name, self.scheduler.name == "fcfs"),
+            ("disagg", self.disagg, self.disagg is None),
+            ("parallel", "several ranks", self.parallel.world == self.parallel.depth == 1),
+            ("kv", self.kv.name, self.kv.name == "paged"),
+            ("preempt", self.preempt.name, self.preempt.name == "recompute"),
+            ("host_tokens", self.host_tokens, not self.host_tokens),
+            ("exact", self.exact, not self.exact),
+            ("adapters", "some", not self.room_for_adapters),
+        ):
+            if not good:
+                raise ConfigError(
+                    f"{key} = {value} with decode diffusion: it works on blocks of requests that "
+                    f"hold their whole cache, in one process; leave {key} at its default"
                 )
         return self
 

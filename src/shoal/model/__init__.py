@@ -20,6 +20,7 @@ FAMILIES = PartTable(
         "qwen3": "shoal.model.families.qwen3:Qwen3",
         "mixtral": "shoal.model.families.mixtral:Mixtral",
         "parallel": "shoal.model.families.parallel:ParallelBlock",
+        "mdlm": "shoal.model.families.mdlm:MaskedDiffusion",
     },
 )
 

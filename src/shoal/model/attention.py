@@ -1,4 +1,4 @@
-"""Causal grouped-query attention, with a document mask or a cache of keys and values.
+"""Grouped-query attention, causal or of all to all, with a document mask or a cache of keys and values.
 
 Shapes: B batch, T queries, S keys, H query heads, K key/value heads, G = H / K,
 d head_dim.
@@ -86,11 +86,14 @@ Turn = Callable[["Attention", Tensor], tuple[Tensor, Tensor, Tensor]]
 """From projected tokens [N, (H + 2K) d] to q [N, H, d], k and v [N, K, d], turned."""
 
 
-def document_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask [B, 1, T, T]: a token sees itself and what came before it in its document."""
+def document_mask(documents_BT: Tensor, dtype: torch.dtype, *, causal: bool = True) -> Tensor:
+    """Additive mask [B, 1, T, T]: a token sees what came before it in its document, and itself.
+
+    Not ``causal``, it sees all of its document.
+    """
     length = documents_BT.shape[1]
     same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
-    hidden = same.tril_().logical_not_().unsqueeze(1)
+    hidden = (same.tril_() if causal else same).logical_not_().unsqueeze(1)
     mask = torch.zeros(len(documents_BT), 1, length, length, dtype=dtype, device=same.device)
     return mask.masked_fill_(hidden, float("-inf"))
 
@@ -108,16 +111,19 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, _ = kernel(q, k, v, 0.0, mask is None, attn_mask=mask)
+        out, _ = kernel(q, k, v, 0.0, causal and mask is None, attn_mask=mask)
+        ctx.causal = causal
         ctx.save_for_backward(q, k, v, mask)
         result: Tensor = out
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, mask = ctx.saved_tensors
         batch, heads, length, _ = q.shape
         # Gradients in the layout [B, T, heads, d] that the projections have.
@@ -132,47 +138,59 @@ class _Attend(torch.autograd.Function):
                 mask if mask is None or len(mask) == 1 else mask[part],
                 grad[part],
                 [x[part] for x in grads],
+                causal=ctx.causal,
             )
-        return grads[0], grads[1], grads[2], None
+        return grads[0], grads[1], grads[2], None, None
 
 
 def _attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor, out: list[Tensor]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    grad: Tensor,
+    out: list[Tensor],
+    *,
+    causal: bool,
 ) -> None:
     """Write the gradients of ``q``, ``k`` and ``v`` to ``out``, some queries at a time.
 
-    A block of queries needs the keys up to its end alone, so most of the upper triangle
-    is never computed. The last block comes first, for it touches every key.
+    Where queries see what is before them, a block of them needs the keys up to its end alone, so
+    most of the upper triangle is never computed. The last block comes first, for it touches every
+    key.
     """
     _, heads, length, dim = q.shape
     kv_heads = k.shape[1]
     scale = dim**-0.5
     key, value = (x.reshape(-1, length, dim) for x in (k, v))
     key_grad, value_grad = torch.empty_like(key), torch.empty_like(value)
+    first = True
     for start in reversed(range(0, length, _QUERY_BLOCK)):
         stop = min(start + _QUERY_BLOCK, length)
+        seen = stop if causal else length
         group = (-1, (stop - start) * heads // kv_heads, dim)
         query = (q[:, :, start:stop] * scale).reshape(group)
         out_grad = grad[:, :, start:stop].reshape(group)
-        scores = torch.bmm(query, key[:, :stop].transpose(1, 2))
-        per_head = scores.view(-1, heads, stop - start, stop)
-        if mask is None:
+        scores = torch.bmm(query, key[:, :seen].transpose(1, 2))
+        per_head = scores.view(-1, heads, stop - start, seen)
+        if mask is not None:
+            per_head.add_(mask[:, :, start:stop, :seen])
+        elif causal:
             per_head[..., start:].add_(_causal_mask(stop - start, q.dtype))
-        else:
-            per_head.add_(mask[:, :, start:stop, :stop])
         weights = torch.softmax(scores, -1)
-        weights_grad = torch.bmm(out_grad, value[:, :stop].transpose(1, 2))
+        weights_grad = torch.bmm(out_grad, value[:, :seen].transpose(1, 2))
         scores_grad = torch.ops.aten._softmax_backward_data(weights_grad, weights, -1, q.dtype)
-        query_grad = torch.bmm(scores_grad, key[:, :stop])
+        query_grad = torch.bmm(scores_grad, key[:, :seen])
         torch.mul(
             query_grad.view(-1, heads, stop - start, dim), scale, out=out[0][:, :, start:stop]
         )
-        beta = int(stop < length)  # 0 ignores what the fresh buffers hold
+        beta = int(not first)  # 0 ignores what the fresh buffers hold
+        first = False
         for total, left, right in (
             (key_grad, scores_grad, query),
             (value_grad, weights, out_grad),
         ):
-            total[:, :stop].baddbmm_(left.transpose(1, 2), right, beta=beta)
+            total[:, :seen].baddbmm_(left.transpose(1, 2), right, beta=beta)
     out[1].copy_(key_grad.view(-1, kv_heads, length, dim))
     out[2].copy_(value_grad.view(-1, kv_heads, length, dim))
 
@@ -185,7 +203,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool
         k: [B, K, S, d].
         v: [B, K, S, d].
         mask: additive, broadcastable to [B, H, T, S], or None.
-        causal: a query sees the keys up to its own place; needs T = S and no mask.
+        causal: no query sees a key beyond its own place; needs T = S. A mask says so itself,
+            and less is computed then.
 
     Returns:
         [B, H, T, d].
@@ -196,14 +215,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool
         and q.dtype in (torch.bfloat16, torch.float16)
         and torch.is_grad_enabled()
         and square
-        and (causal or mask is not None)
         and q.shape[1] * q.shape[2] ** 2 <= _MAX_SCORES
         and not torch.compiler.is_compiling()
     ):
-        out: Tensor = _Attend.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
+        out: Tensor = _Attend.apply(q, k, v, mask, causal)  # type: ignore[no-untyped-call]
         return out
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
 
 
@@ -218,6 +241,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
+        self.causal = config.causal
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = nn.Linear(config.hidden, rows, bias=config.attention_bias)
         self.o_proj = nn.Linear(
@@ -236,7 +260,7 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Mix each token with those before it; ``mask`` replaces the causal one."""
+        """Mix each token with those it sees; ``mask`` says which, in the place of the causal one."""
         batch, length, _ = x_BTD.shape
         q, k, v = self._project(x_BTD, cos, sin)
         if cache is not None:
@@ -246,7 +270,7 @@ class Attention(nn.Module):
             k.transpose(1, 2),
             v.transpose(1, 2),
             mask,
-            causal=mask is None and length > 1,
+            causal=self.causal and (mask is not None or length > 1),
         )
         mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
         return mixed

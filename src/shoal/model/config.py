@@ -12,7 +12,7 @@ from shoal.ir.shape import ModelShape
 
 __all__ = ["Family", "ModelConfig", "RopeScaling"]
 
-Family = Literal["llama", "qwen2", "qwen3", "mixtral", "parallel"]
+Family = Literal["llama", "qwen2", "qwen3", "mixtral", "parallel", "mdlm"]
 
 # Beyond every real model, and small enough that a wrong file cannot exhaust memory
 # before its weights were looked at.
@@ -77,7 +77,8 @@ class ModelConfig(Value):
     Args:
         name: what people call it.
         family: llama, qwen2, qwen3 or mixtral: the Hugging Face class that is written; or
-            parallel, whose blocks add attention and feed-forward of the same norm.
+            parallel, whose blocks add attention and feed-forward of the same norm; or mdlm, a
+            Llama whose tokens see all others, for masked diffusion.
         vocab_size: rows V of the embedding.
         hidden: width D.
         num_layers: blocks L.
@@ -101,6 +102,7 @@ class ModelConfig(Value):
         bos_token_id: token that begins a text, if there is one.
         eos_token_id: token or tokens that end it.
         pad_token_id: token that fills a batch.
+        mask_token_id: token that stands where a token is to be found; mdlm has one.
     """
 
     name: str = "model"
@@ -128,6 +130,7 @@ class ModelConfig(Value):
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    mask_token_id: int | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -169,10 +172,10 @@ class ModelConfig(Value):
             error=ModelError,
         )
         require(
-            self.qk_norm == (self.family == "qwen3"),
+            self.family == "mdlm" or self.qk_norm == (self.family == "qwen3"),
             "qk_norm",
             self.qk_norm,
-            expected="true in the family qwen3 and in no other",
+            expected="true in the family qwen3, either in mdlm, and false in all others",
             error=ModelError,
         )
         has_bias = self.attention_bias or self.output_bias or self.ffn_bias
@@ -183,7 +186,21 @@ class ModelConfig(Value):
             expected="no bias in the family mixtral",
             error=ModelError,
         )
+        mask = self.mask_token_id
+        require(
+            mask is None if self.causal else mask is not None and 0 <= mask < self.vocab_size,
+            "mask_token_id",
+            mask,
+            expected=f"a token below vocab_size = {self.vocab_size} in the family mdlm, and none "
+            "in any other",
+            error=ModelError,
+        )
         return self
+
+    @property
+    def causal(self) -> bool:
+        """A token sees itself and what came before it, and nothing after it."""
+        return self.family != "mdlm"
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -206,8 +223,8 @@ class ModelConfig(Value):
                 "families llama, qwen2, qwen3, mixtral"
             )
         family: Family = "llama"
-        if shape.family == "parallel":
-            family = "parallel"
+        if shape.family in ("parallel", "mdlm"):
+            family = "parallel" if shape.family == "parallel" else "mdlm"
         elif shape.num_experts:
             family = "mixtral"
         elif shape.qk_norm:
@@ -232,6 +249,8 @@ class ModelConfig(Value):
             tied=shape.tied,
             num_experts=shape.num_experts,
             top_k=shape.top_k,
+            # Tokenizers that are learned for such a model leave its last token free.
+            mask_token_id=shape.vocab_size - 1 if family == "mdlm" else None,
         )
 
     def shape(self) -> ModelShape:

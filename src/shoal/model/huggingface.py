@@ -67,6 +67,7 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "mixtral": "mixtral",
     "shoal_parallel": "parallel",
+    "shoal_mdlm": "mdlm",
 }
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

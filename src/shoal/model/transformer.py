@@ -1,4 +1,4 @@
-"""One decoder-only transformer for the families Llama, Qwen2, Qwen3 and Mixtral.
+"""One transformer for the families Llama, Qwen2, Qwen3 and Mixtral, and for masked diffusion.
 
 It knows arithmetic and nothing of ranks, meters or files. Shapes: B batch, T
 positions, D hidden, V vocabulary.
@@ -177,6 +177,14 @@ class Transformer(nn.Module):
         )
         if cache is not None and documents_BT is not None:
             raise ModelError("documents and a cache are given; a cache holds one document a row")
+        require(
+            cache is None or config.causal,
+            "cache",
+            "of a model whose tokens see all others",
+            expected=f"none: later tokens change every key of {config.name}",
+            hint="decode it with shoal.serve.decode.diffusion",
+            error=ModelError,
+        )
         x_BTD = self.embed(tokens_BT)
         device = x_BTD.device.type
         if torch.is_autocast_enabled(device):
@@ -184,7 +192,7 @@ class Transformer(nn.Module):
         cos, sin = tables(config, start, length, x_BTD.device, x_BTD.dtype)
         mask = None
         if documents_BT is not None:
-            mask = document_mask(documents_BT, x_BTD.dtype)
+            mask = document_mask(documents_BT, x_BTD.dtype, causal=config.causal)
         elif start and length > 1:
             mask = torch.full(
                 (length, start + length), float("-inf"), dtype=x_BTD.dtype, device=x_BTD.device
@@ -282,15 +290,18 @@ class Transformer(nn.Module):
         targets_BT: Tensor,
         *,
         documents_BT: Tensor | None = None,
+        weights_B: Tensor | None = None,
         recompute: bool | Collection[int] = False,
         dropout: StepDropout | None = None,
     ) -> Tensor:
         """Sum of the cross-entropies of ``targets_BT``, in nats and fp32, logits never kept.
 
-        Targets equal to -100 count nothing. With sharded weights, register this method as
+        Targets equal to -100 count nothing; those of sequence b count ``weights_B[b]``, 1 if not
+        given. With sharded weights, register this method as
         a forward method, and keep the output matrix in the outermost group.
         """
         hidden = self.hidden(
             tokens_BT, documents_BT=documents_BT, recompute=recompute, dropout=dropout
         )
-        return token_loss_sum(hidden, self.output_weight, targets_BT)
+        weights_BT = None if weights_B is None else weights_B[:, None].expand_as(targets_BT)
+        return token_loss_sum(hidden, self.output_weight, targets_BT, weights_BT)

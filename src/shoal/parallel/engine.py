@@ -69,6 +69,8 @@ class Rows(NamedTuple):
         documents: document ids int32 [b, T] of the inputs, or None.
         first: number of the first sequence in the global batch.
         step: global step.
+        weights: how much the tokens of each sequence count fp32 [b]; 1 if not given.
+        count: tokens that the loss is a mean over; the counted targets, if not given.
     """
 
     inputs: Tensor
@@ -76,6 +78,8 @@ class Rows(NamedTuple):
     documents: Tensor | None
     first: int
     step: int
+    weights: Tensor | None = None
+    count: int | None = None
 
 
 class _Whole:
@@ -96,6 +100,8 @@ class _Whole:
         extra: dict[str, Any] = {}
         if self._dropout is not None:
             extra = {"dropout": self._dropout.at(mb.step, mb.row)}
+        if mb.weights is not None:
+            extra["weights_B"] = mb.weights
         again = recompute or self._recomputed
         return self._loss(
             mb.tokens, mb.targets, documents_BT=mb.documents, recompute=again, **extra
@@ -399,6 +405,7 @@ class Engine:
                     documents,
                     rows.first + start,
                     rows.step,
+                    None if rows.weights is None else rows.weights[part],
                 )
             )
         return found
@@ -507,13 +514,13 @@ class Engine:
         return self.sharded.writes(name) and self._first_holder(name)
 
     @torch.no_grad()
-    def loss_sum(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def loss_sum(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         """Loss sum of any sequences [b, T], forward only: what this rank adds to it."""
         parallel = self.job.parallel
         if not self.split:
             with self._passes("score", inputs, targets), self.autocast():
                 assert self.whole is not None
-                return self.whole.loss_sum(inputs, targets)
+                return self.whole.loss_sum(inputs, targets, weights_B=weights)
         multiple = 2 * parallel.cp * parallel.tp
         missing = -inputs.shape[1] % multiple
         if missing:  # what follows a token never changes it

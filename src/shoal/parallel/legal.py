@@ -66,6 +66,13 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
     p = job.parallel
     tp, cp, pp = p.tp, p.cp, p.pp
     require(
+        shape.family != "mdlm" or tp == cp == pp == 1,
+        "parallel",
+        f"tp={tp}, cp={cp}, pp={pp}",
+        expected=f"1 of each for {shape.name}, a masked-diffusion model: use dp, with any shard",
+        error=PlanError,
+    )
+    require(
         p.ep == 1 and p.etp == 1,
         "parallel.ep, parallel.etp",
         f"{p.ep}, {p.etp}",

@@ -62,6 +62,7 @@ class MicroBatch(NamedTuple):
         documents: int32 [b, T] of the whole sequence, or None.
         row: number of the first sequence in the global batch.
         step: global step.
+        weights: how much the tokens of each sequence count [b]; 1 if not given.
     """
 
     tokens: Tensor
@@ -70,6 +71,7 @@ class MicroBatch(NamedTuple):
     documents: Tensor | None
     row: int
     step: int
+    weights: Tensor | None = None
 
 
 class ContextPart(Protocol):

@@ -195,7 +195,7 @@ class Stage(nn.Module):
         """Attention over whole sequences."""
         if self.cp.world == 1:
             mask = None if mb.documents is None else document_mask(mb.documents, dtype)
-            return lambda q, k, v: attend(q, k, v, mask, causal=mask is None and length > 1)
+            return lambda q, k, v: attend(q, k, v, mask, causal=mask is not None or length > 1)
         context = self.context
         assert context is not None
         if mb.documents is None:

@@ -47,6 +47,7 @@ from shoal.plan.batching.ahead import Ahead, Open
 from shoal.plan.batching.balanced import Balanced
 from shoal.plan.batching.common import Queues
 from shoal.plan.batching.distributed import Distributed
+from shoal.plan.diffusion import foretell_passes, usual_pass
 from shoal.plan.lending import simulate_lending
 from shoal.plan.serving_choices import check_split, splits
 from shoal.plan.serving_memory import (
@@ -109,7 +110,7 @@ def precision_of(job: ServeJob) -> str:
         raw = json.loads(config.read_text(encoding="utf-8"))
         named = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
         return "fp32" if named == "float32" else "bf16"
-    return "fp32" if resolve(job.model).family == "Shoal" else "bf16"
+    return "fp32" if resolve(job.model).family in ("Shoal", "mdlm") else "bf16"
 
 
 def arrivals_of(job: ServeJob, shape: ModelShape, *, count: int | None = None) -> list[Arrival]:
@@ -200,6 +201,8 @@ def foretell(
     """
     link = host_link(machine, resolve(job.model), job.precision, block_size(job))
     split = job.parallel
+    if job.decode.name == "diffusion":
+        return foretell_passes(job, cost, arrivals)
     if job.kv.name == "distributed":
         return _lending(job, cost, arrivals, link)
     if job.replicas > 1:
@@ -262,6 +265,15 @@ def plan_serve(
     shape = resolve(job.model)
     precision = precision_of(job)
     check_split(job, shape, machine)
+    wanted = "diffusion" if shape.family == "mdlm" else "autoregressive"
+    require(
+        job.decode.name == wanted,
+        "decode",
+        job.decode.name,
+        expected=f"{wanted} for {shape.name}",
+        hint="models of family mdlm are decoded by diffusion, and no others",
+        error=PlanError,
+    )
     longest = positions(job, shape)
     memory, most, fits = memory_of(job, shape, machine, precision, longest)
     notes = _notes(job, machine, shape)
@@ -396,13 +408,14 @@ def _decode_step(
     memory: dict[str, float],
     context: int,
 ) -> Estimate:
-    """One step in which as many requests generate as the limits and the cache allow.
+    """One step, or pass, in which as many requests generate as the limits and the cache allow.
 
     The shares of its causes are those of the rates, whoever says how long it takes.
     """
     assert job.kv_tokens is not None
     number = max(1, min(job.max_running, job.max_step_tokens, job.kv_tokens // (context + 1)))
-    chunks = [(context, 1)] * number
+    one = usual_pass(job, context) if job.decode.name == "diffusion" else (context, 1)
+    chunks = [one] * number
     seconds = cost.seconds(chunks)
     terms = priced.terms(chunks)
     factor = seconds / terms.total
@@ -424,7 +437,7 @@ def _decode_step(
         step_s=Interval.around(seconds, spread),
         terms_s=causes,
         memory_bytes=memory,
-        flops=number * flops_per_token(shape, max(1, 2 * context), training=False),
+        flops=number * one[1] * flops_per_token(shape, max(1, 2 * context), training=False),
         tokens=float(number),
         bound=max(groups, key=lambda name: groups[name]),
     )

@@ -42,6 +42,7 @@ from shoal.serve.adjust import Adjuster
 from shoal.serve.cache import PagedCache, Zeros, token_bytes
 from shoal.serve.captured import Captured
 from shoal.serve.decode.build import speculate, speculative_runner
+from shoal.serve.decode.protocols import DecodePart
 from shoal.serve.decode.runner import SpeculativeRunner
 from shoal.serve.engine import Engine
 from shoal.serve.grammar import Grammars, Vocabulary
@@ -55,6 +56,7 @@ __all__ = [
     "DTYPES",
     "attention_kernel",
     "build_engine",
+    "cache_of",
     "concrete",
     "engine_of",
     "load_model",
@@ -310,6 +312,16 @@ def engine_of(
         ShoalError: a part or a limit of the job cannot be.
     """
     config, weight = model.config, model.embed.weight
+    decode: DecodePart = table("decode").build(job.decode, where="decode")
+    decode.check(config)
+    require(
+        job.decode.name == "autoregressive",
+        "decode",
+        job.decode.name,
+        expected="autoregressive for what profiles, replays or hands over steps of an engine",
+        hint="shoal serve decodes by diffusion",
+        error=ServeError,
+    )
     require(
         job.parallel.world == job.parallel.depth == 1,
         "parallel",
@@ -319,25 +331,8 @@ def engine_of(
         error=ServeError,
     )
     job = concrete(job, config, weight.dtype)
-    assert job.kv_tokens is not None and job.max_position is not None
-    kv_part: KVPart = table("kv").build(job.kv, where="kv")
     preempt_part: PreemptPart = table("preempt").build(job.preempt, where="preempt")
-    kv: KVManager = kv_part.build(job.kv_tokens)
-    limits = Limits(
-        max_running=job.max_running,
-        max_step_tokens=job.max_step_tokens,
-        max_position=job.max_position,
-    )
-    cache = PagedCache(
-        config,
-        kv.num_blocks,
-        kv.block_size,
-        dtype=weight.dtype,
-        device=weight.device,
-        form=table("kv_format").build(job.kv_format, where="kv_format"),
-        zeros=zeros,
-        slot_blocks=kv.max_len // kv.block_size if isinstance(kv, Compacting) else 0,
-    )
+    kv, limits, cache = cache_of(job, model, zeros)
     bank = None
     if job.room_for_adapters:
         bank = AdapterBank(model, most=job.room_for_adapters, max_rank=job.max_adapter_rank)
@@ -382,6 +377,31 @@ def engine_of(
     return engine, limits, runner
 
 
+def cache_of(
+    job: ServeJob, model: Transformer, zeros: Zeros | None = None
+) -> tuple[KVManager, Limits, PagedCache]:
+    """Bookkeeping, limits and tensors of the cache of a concrete job."""
+    assert job.kv_tokens is not None and job.max_position is not None
+    kv_part: KVPart = table("kv").build(job.kv, where="kv")
+    kv = kv_part.build(job.kv_tokens)
+    limits = Limits(
+        max_running=job.max_running,
+        max_step_tokens=job.max_step_tokens,
+        max_position=job.max_position,
+    )
+    cache = PagedCache(
+        model.config,
+        kv.num_blocks,
+        kv.block_size,
+        dtype=model.weight.dtype,
+        device=model.weight.device,
+        form=table("kv_format").build(job.kv_format, where="kv_format"),
+        zeros=zeros,
+        slot_blocks=kv.max_len // kv.block_size if isinstance(kv, Compacting) else 0,
+    )
+    return kv, limits, cache
+
+
 def vocabulary(job: ServeJob, config: ModelConfig) -> Vocabulary:
     """The tokens of a model, for grammars.
 
@@ -405,8 +425,14 @@ def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:
         ShoalError: the model cannot be read, or a part or a limit of the job cannot be.
     """
     model = load_model(job)
-    engine, _, runner = engine_of(job, model)
-    runner.cache.populate(_POPULATED)
+    if job.decode.name == "diffusion":
+        from shoal.serve.decode.diffusion.build import diffusion_engine
+
+        engine, cache = diffusion_engine(job, model)
+    else:
+        engine, _, runner = engine_of(job, model)
+        cache = runner.cache
+    cache.populate(_POPULATED)
     # What is there now stays: nobody need look through it for garbage between two steps.
     gc.collect()
     gc.freeze()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.errors import ServeError, require
 from shoal.ir import (
     Chunk,
+    CountingRunner,
     KVManager,
     Output,
     Request,
@@ -285,6 +286,7 @@ class Engine:
             "draft_tokens_total": self._guesses,
             "draft_tokens_accepted_total": self._right,
             **self._swaps.stats(),
+            **(self.runner.stats() if isinstance(self.runner, CountingRunner) else {}),
             **(self.adapters.stats() if self.adapters is not None else {}),
             "blocks_used": kept.get("blocks_used", 0.0),
             "blocks_total": self.kv.num_blocks if self.kv is not None else 0.0,

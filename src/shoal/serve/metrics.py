@@ -141,6 +141,26 @@ _ENGINE = {
         "counter",
         "Time in which caches of requests were on the way to the host or back, s.",
     ),
+    "diffusion_forwards_total": (
+        "diffusion_forwards_total",
+        "counter",
+        "Forward passes of a model that is decoded by diffusion.",
+    ),
+    "diffusion_request_forwards_total": (
+        "diffusion_request_forwards_total",
+        "counter",
+        "The same, counted for each request that was in them.",
+    ),
+    "diffusion_computed_tokens_total": (
+        "diffusion_computed_tokens_total",
+        "counter",
+        "Tokens and masks that these passes computed.",
+    ),
+    "diffusion_unmasked_tokens_total": (
+        "diffusion_unmasked_tokens_total",
+        "counter",
+        "Masks that became text; over the forwards of requests, the tokens of a forward pass.",
+    ),
 }
 
 METRICS: tuple[str, ...] = tuple(

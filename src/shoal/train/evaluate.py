@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.corpora import heldout
+from shoal.train.masking import masked
 
 if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
@@ -23,6 +24,9 @@ def bits_per_byte(
     trainer: Trainer, tokens: TokenSet, *, max_tokens: int | None
 ) -> dict[str, float]:
     """Score held-out documents, each with a context of its own; ranks share the batches.
+
+    Of a masked-diffusion model it is a bound: tokens are hidden once, and their losses divided by
+    the share that was.
 
     Args:
         trainer: whose model.
@@ -59,8 +63,21 @@ def bits_per_byte(
             comm.beat.alive()
         data = torch.from_numpy(batch.tokens).to(trainer.device)
         scored = torch.from_numpy(batch.scored).to(trainer.device)
-        targets = data[:, 1:].masked_fill(~scored, -100)
-        loss = engine.loss_sum(data[:, :-1], targets).double()
+        mask_id = engine.config.mask_token_id
+        if mask_id is None:
+            targets = data[:, 1:].masked_fill(~scored, -100)
+            loss = engine.loss_sum(data[:, :-1], targets).double()
+        else:
+            hidden = masked(
+                data[:, 1:],
+                mask_id,
+                seed=trainer.job.seed,
+                step=int(batch.documents[0]),
+                first=0,
+                total=len(data),
+                kept_bT=~scored,
+            )
+            loss = engine.loss_sum(*hidden).double()
         if counts:
             sums[0] += loss
             sums[1] += scored.sum() * engine.first_of_replica
@@ -77,12 +94,12 @@ def bits_per_byte(
 def sample(trainer: Trainer, tokens: TokenSet, length: int) -> str:
     """A continuation of the first held-out document's opening, the same in every run.
 
-    Empty where no rank has the whole model.
+    Empty where no rank has the whole model, or where the model does not continue texts.
     """
     from shoal.model.generate import generate
 
     model = trainer.engine.whole
-    if model is None or trainer.engine.gathers:
+    if model is None or trainer.engine.gathers or not model.config.causal:
         return ""
     tokenizer = tokens.tokenizer()
     opening = tokens.heldout.document(0)[:16].tolist()

@@ -28,6 +28,7 @@ from shoal.parallel.actor import prefetch
 from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
 from shoal.parallel.protocols import Held
+from shoal.train import masking
 from shoal.train.optimizers.torch_state import TorchUpdater
 from shoal.train.peft.arenas import Arenas
 from shoal.train.peft.job import FineTuned
@@ -167,6 +168,7 @@ class Trainer:
             owned = self.engine.sharded.owned()
             self.updater = optimizer.build(owned) if owned else NoUpdate()
         self.microbatch = job.microbatch or job.global_batch // job.parallel.dp
+        self._mark = None if job.learn_after is None else masking.mark_of(job.learn_after, tokens)
         self.after_backward: Callable[[], None] | None = None
         """Called in every step after the backward pass, before the first thing that all ranks do
         together: when a rank updates its state, all ranks have returned from it."""
@@ -343,6 +345,29 @@ class Trainer:
         tokens = torch.from_numpy(found.tokens).to(self.device, non_blocking=True)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         first = engine.replica * job.global_batch // engine.replicas
+        given = None if self._mark is None else masking.given(tokens, self._mark)
+        mask_id = engine.config.mask_token_id
+        if mask_id is not None:
+            hidden = masking.masked(
+                inputs,
+                mask_id,
+                seed=job.seed,
+                step=step,
+                first=first,
+                total=job.global_batch,
+                kept_bT=None if given is None else given[:, :-1],
+            )
+            documents = None
+            if found.documents is not None:
+                documents = torch.from_numpy(found.documents[:, :-1]).to(self.device)
+            count = inputs.numel() if given is None else int((~given[:, :-1]).sum())
+            return Rows(
+                hidden.inputs, hidden.targets, documents, first, step, hidden.weights, count
+            )
+        if given is not None:
+            targets = targets.masked_fill(given[:, 1:], IGNORED)
+            count = int((targets != IGNORED).sum())
+            return Rows(inputs, targets, None, first, step, count=count)
         if found.documents is None:
             return Rows(inputs, targets, None, first, step)
         documents = torch.from_numpy(found.documents).to(self.device, non_blocking=True)
@@ -350,9 +375,12 @@ class Trainer:
         return Rows(inputs, targets.masked_fill(crossing, IGNORED), documents[:, :-1], first, step)
 
     def _global_count(self, rows: Rows) -> float:
-        if rows.documents is None:
+        if rows.documents is None and rows.count is None:
             return float(self.job.global_batch * self.job.seq_len)
-        counted = (rows.targets != IGNORED).sum().to(torch.float32)
+        if rows.count is not None:
+            counted = torch.tensor(float(rows.count), device=self.device)
+        else:
+            counted = (rows.targets != IGNORED).sum().to(torch.float32)
         # Every rank of a replica has all of its rows; one of them counts.
         if not self.engine.first_of_replica:
             counted.zero_()

@@ -252,7 +252,8 @@ def prepare_run(
     check_memory(job)
     if not resume:
         _check_free(directory.levels_of(job))
-    vocab = shape.vocab_size
+    # The last token of a masked-diffusion model is its mask, which no text has.
+    vocab = shape.vocab_size - (shape.family == "mdlm" and job.tokenizer == "bpe")
     tokenizer = job.tokenizer
     if tokenizer == "bpe" and Path(job.model, "tokenizer.json").is_file():
         # A model that is trained on goes on with the tokenizer it knows.

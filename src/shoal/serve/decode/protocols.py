@@ -28,11 +28,13 @@ from shoal.ir import Expectation, Request, SamplingParams, ServeJob
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
 __all__ = [
     "Acceptance",
     "Branches",
+    "DecodePart",
     "Drafter",
     "Guess",
     "Needs",
@@ -211,5 +213,17 @@ class Speculator(Protocol):
 
         Raises:
             ShoalError: its files are missing, or were made for another model.
+        """
+        ...
+
+
+class DecodePart(Protocol):
+    """A part of kind ``decode``."""
+
+    def check(self, config: ModelConfig) -> None:
+        """Refuse a model that cannot be decoded in this way.
+
+        Raises:
+            ServeError: names the way that can.
         """
         ...

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ModelError, ShoalError, nearest
 from shoal.core.files import shoal_home, write_json
@@ -46,6 +46,8 @@ _RECIPES: dict[str, tuple[int, int, int, float]] = {
     "shoal-draft-8l": (2_500_000, 512, 4, 3e-3),
     "shoal-draft-4m": (2_500_000, 512, 4, 3e-3),
     "shoal-27m": (3_000_000, 512, 4, 1.2e-3),
+    "shoal-mdlm-3m": (4_000_000, 80, 64, 3e-3),
+    "shoal-ar-3m": (4_000_000, 80, 64, 3e-3),
 }
 
 # Half source code, half text whose next words can be known from those before them: the models
@@ -54,6 +56,15 @@ _DECODED = frozenset({"shoal-27m", "shoal-draft-1m", "shoal-draft-4m", "shoal-dr
 _TARGET = "shoal-27m"
 _SHARE = 3_000_000
 _KINDS = ("records", "logs", "arithmetic")
+
+# What they learn instead of the default corpus: problems with one right answer.
+_PROBLEMS = {
+    "data": "tasks",
+    "packing": "padded",
+    "learn_after": "=",
+    "optimizer": {"name": "muon", "lr": 3e-3},
+}
+_OTHER: dict[str, dict[str, Any]] = {"shoal-mdlm-3m": _PROBLEMS, "shoal-ar-3m": _PROBLEMS}
 
 
 def names() -> tuple[str, ...]:
@@ -128,17 +139,18 @@ def recipe(name: str) -> TrainJob:
         ModelError: there is no such model in the zoo.
     """
     tokens, seq_len, batch, lr = _RECIPES[_known(name)]
-    return TrainJob(
-        name=name,
-        model=name,
-        data=corpus(name),
-        seq_len=seq_len,
-        global_batch=batch,
-        microbatch=batch,  # so that no planner changes the order of sums
-        tokens=tokens,
-        optimizer=Choice(name="adamw", options={"lr": lr}),
-        evaluation=Evaluation(every=0, final=False, sample_tokens=0),
-    )
+    fields: dict[str, Any] = {
+        "name": name,
+        "model": name,
+        "data": corpus(name),
+        "seq_len": seq_len,
+        "global_batch": batch,
+        "microbatch": batch,  # so that no planner changes the order of sums
+        "tokens": tokens,
+        "optimizer": {"name": "adamw", "lr": lr},
+        "evaluation": Evaluation(every=0, final=False, sample_tokens=0),
+    }
+    return TrainJob.model_validate(fields | _OTHER.get(name, {}))
 
 
 def _digest(job: TrainJob) -> str:

@@ -1,0 +1,383 @@
+"""[107] dInfer: many tokens a forward pass of a diffusion model, and as many right answers?
+
+Source: Ma et al., dInfer: An Efficient Inference Framework for Diffusion Language Models, 2025.
+
+Problems with one right answer each (sorting, sums with carries, JSON), of seeds that the model was
+not trained on, one after the other. The arms are the same model under other parts: one token an
+iteration without a cache; the recipe of Fast-dLLM, a threshold of 0.9 with a dual cache; and the
+whole recipe. They take turns problem by problem. Tokens are those of answers, their end included,
+and not what fills a block behind it. The A/A run puts one token an iteration in the place of the
+recipe. An autoregressive model of the same shape, trained on the same problems for as many tokens,
+is told beside them.
+
+The quick run needs no trained model: a fresh one, and what can be counted with it. Answers of a
+batch are those of single requests, and one token an iteration is the published order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.corpora.tasks import NAMES, Problem, is_right, problem
+from shoal.ir import Request, SamplingParams, ServeJob
+from shoal.train import zoo
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Transformer
+    from shoal.serve.engine import Engine
+
+__all__ = ["DInfer"]
+
+_ONE = "one token an iteration, no cache"
+_FAST = "threshold 0.9, dual cache"
+_FULL = "credit, smoothing, vicinity"
+_AR = "autoregressive"
+_ARMS: dict[str, dict[str, Any]] = {
+    _ONE: {"unmask": "fixed", "refresh": "none"},
+    _FAST: {"unmask": {"name": "threshold", "tau": 0.9}, "refresh": "dual"},
+    _FULL: {
+        "unmask": {"name": "credit"},
+        "refresh": {"name": "vicinity", "a": 16, "b": 16},
+        "iteration": "smooth",
+    },
+}
+_MODEL, _OTHER = "shoal-mdlm-3m", "shoal-ar-3m"
+_BLOCK, _MOST = 32, 48
+# Below, an answer repeats itself; it says nothing about decoding.
+_DISTINCT = 0.5
+
+
+class _Answer(NamedTuple):
+    """What decoding one problem gave."""
+
+    right: bool
+    tokens: int
+    forwards: int
+    seconds: float
+    distinct: float
+
+
+@part
+class DInfer:
+    """Answers and their price, by arm.
+
+    Args:
+        problems: that are answered, a third of each task.
+        rounds: groups of problems; each is a sample of every timing.
+    """
+
+    problems: int = 150
+    rounds: int = 10
+
+    rows: ClassVar[tuple[int, ...]] = (107,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="tokens_a_pass",
+            unit="x",
+            statistic="ratio",
+            comparison=">=",
+            threshold=4.0,
+            baseline=_ONE,
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric.speedup(
+            "over_one",
+            3.0,
+            _ONE,
+            evidence="mechanism",
+            paper="over 1,100 tokens/s on HumanEval at batch 1",
+        ),
+        Metric(
+            name="accuracy_beside_one",
+            unit="1",
+            statistic="difference",
+            comparison=">=",
+            threshold=-0.02,
+            baseline=_ONE,
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="tokens_a_pass_over_fast",
+            unit="x",
+            statistic="ratio",
+            comparison=">=",
+            threshold=1.15,
+            baseline=_FAST,
+            evidence="mechanism",
+            quick=False,
+            paper="10x over Fast-dLLM, wall-clock",
+        ),
+        Metric(
+            name="accuracy_beside_fast",
+            unit="1",
+            statistic="difference",
+            comparison=">=",
+            threshold=-0.01,
+            baseline=_FAST,
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="computed_tokens",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.9,
+            baseline=_ONE,
+            evidence="mechanism",
+        ),
+        Metric.counted("differing_tokens", "<=", 0.0, "single requests; the published order"),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(self.rounds >= 1, "claim.dinfer.rounds", self.rounds, expected="at least 1")
+        require(
+            self.problems >= self.rounds * len(NAMES),
+            "claim.dinfer.problems",
+            self.problems,
+            expected=f"at least {len(NAMES)} in each of {self.rounds} rounds",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """Never."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            metrics = self._counted(context, as_baseline=as_baseline)
+            if quick:
+                return Samples(metrics=metrics)
+            found = context.remember("answers", lambda: self._answers(context))
+        finally:
+            torch.set_num_threads(threads)
+        answers: dict[str, list[list[_Answer]]] = found["answers"]
+        full = answers[_ONE if as_baseline else _FULL]
+        metrics |= {
+            "tokens_a_pass": _paired(full, answers[_ONE], _tokens_a_pass),
+            "over_one": _paired(full, answers[_ONE], _seconds),
+            "accuracy_beside_one": _accuracies(full, answers[_ONE]),
+            "tokens_a_pass_over_fast": _paired(full, answers[_FAST], _tokens_a_pass),
+            "accuracy_beside_fast": _accuracies(full, answers[_FAST]),
+        }
+        table = {arm: _row(rounds) for arm, rounds in answers.items()}
+        details: dict[str, JsonValue] = {
+            "arms": table,
+            "excluded_as_looping": found["excluded"],
+            "training_s": found["training_s"],
+        }
+        profile = "; ".join(
+            f"{arm}: {row['seconds_a_pass'] * 1e3:.2f} ms a pass, {row['tokens_a_pass']:.2f} tokens"
+            for arm, row in table.items()
+        )
+        return Samples(metrics=metrics, details=details, profile=profile)
+
+    # ------------------------------------------------------------------ a trained model
+
+    def _answers(self, context: Context) -> dict[str, Any]:
+        """Answers of every arm by rounds; those that loop in any arm are left out of all."""
+        context.progress("training the models, minutes the first time", 0.0)
+        began = time.perf_counter()
+        places = {arm: zoo.trained(_MODEL) for arm in _ARMS} | {_AR: zoo.trained(_OTHER)}
+        training_s = time.perf_counter() - began
+        engines = {arm: _Asked(place, _ARMS.get(arm)) for arm, place in places.items()}
+        warm = problem("train", 0)
+        for asked in engines.values():
+            asked(warm)
+        answers: dict[str, list[list[_Answer]]] = {arm: [] for arm in engines}
+        excluded = 0
+        size = self.problems // self.rounds
+        for turn in range(self.rounds):
+            context.progress("answers", 0.1 + 0.9 * turn / self.rounds)
+            kept: dict[str, list[_Answer]] = {arm: [] for arm in engines}
+            for number in range(turn * size, (turn + 1) * size):
+                asked_for = problem("heldout", number, context.seed)
+                one = {arm: asked(asked_for) for arm, asked in engines.items()}
+                if min(answer.distinct for answer in one.values()) < _DISTINCT:
+                    excluded += 1
+                    continue
+                for arm, answer in one.items():
+                    kept[arm].append(answer)
+            for arm, some in kept.items():
+                answers[arm].append(some)
+        return {"answers": answers, "excluded": excluded, "training_s": training_s}
+
+    # ------------------------------------------------------------------ a fresh model
+
+    def _counted(self, context: Context, *, as_baseline: bool) -> dict[str, Paired]:
+        """What a model with random weights is enough for."""
+        import torch
+
+        model = zoo.random(_MODEL, context.seed).double().requires_grad_(False).eval()
+        model.embed.weight.mul_(8.0)  # so that guesses differ
+        random = generator(context.seed, purpose="dinfer prompts")
+        prompts = [random.integers(1, 250, size).tolist() for size in (7, 31, 18)]
+        computed = {}
+        for arm in (_ONE, _FULL):
+            engine = _engine(model, _ARMS[_ONE if as_baseline else arm])
+            _decode(engine, prompts)
+            stats = engine.stats()
+            computed[arm] = (
+                stats["diffusion_computed_tokens_total"] / stats["diffusion_request_forwards_total"]
+            )
+        differing = 0
+        for arm, options in _ARMS.items():
+            together = _decode(_engine(model, options), prompts)
+            for prompt, found in zip(prompts, together, strict=True):
+                alone = _decode(_engine(model, options), [prompt])[0]
+                differing += sum(a != b for a, b in zip(alone, found, strict=True))
+                if arm == _ONE:
+                    wanted = _published(model, prompt, torch)
+                    differing += sum(a != b for a, b in zip(wanted, found, strict=True))
+        return {
+            "computed_tokens": Paired(method=(computed[_FULL],), baseline=(computed[_ONE],)),
+            "differing_tokens": Paired(method=(float(differing),)),
+        }
+
+
+def _published(model: Transformer, prompt: Sequence[int], torch: Any) -> list[int]:
+    """Low-confidence decoding of whole sequences, one token a forward pass."""
+    mask = model.config.mask_token_id
+    ids = torch.tensor([[*prompt, *[mask] * _MOST]])
+    for start in range(len(prompt), ids.shape[1], _BLOCK):
+        block = slice(start, min(start + _BLOCK, ids.shape[1]))
+        while bool((ids[0, block] == mask).any()):
+            logits = model(ids)[0, block]
+            logits[:, mask] = -torch.inf
+            sure, token = logits.softmax(-1).max(-1)
+            place = int(torch.where(ids[0, block] == mask, sure, -1.0).argmax())
+            ids[0, start + place] = token[place]
+    found: list[int] = ids[0, len(prompt) :].tolist()
+    return found
+
+
+def _job(model: str, decode: dict[str, Any] | None) -> ServeJob:
+    return ServeJob.model_validate(
+        {
+            "model": model,
+            "precision": "fp32",
+            "threads": 1,
+            "max_running": 4,
+            "kv_tokens": 1024,
+            "max_position": 96,
+            **({} if decode is None else {"decode": _with_block(decode)}),
+        }
+    )
+
+
+def _with_block(decode: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "diffusion", "block": _BLOCK, **decode}
+
+
+def _engine(model: Transformer, decode: dict[str, Any]) -> Engine:
+    from shoal.serve.decode.diffusion.build import diffusion_engine
+
+    return diffusion_engine(_job("fresh", decode), model)[0]
+
+
+def _decode(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """New tokens of prompts that are decoded together."""
+    requests = []
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=_MOST)
+        requests.append(Request(str(number), list(prompt), len(prompt), params))
+        engine.add(requests[-1])
+    while engine.busy:
+        engine.step()
+    return [request.tokens[request.n_prompt :] for request in requests]
+
+
+class _Asked:
+    """A trained model that answers problems, one at a time."""
+
+    def __init__(self, place: Path, decode: dict[str, Any] | None) -> None:
+        from shoal.corpora import tokenizer
+        from shoal.serve.build import engine_of, load_model
+
+        job = _job(str(place), decode)
+        model = load_model(job)
+        self._diffuses = decode is not None
+        self._engine = _engine(model, decode) if decode else engine_of(job, model)[0]
+        self._tokenizer = tokenizer.load(place)
+        self._end = tokenizer.end_of_text(self._tokenizer, place)
+
+    def __call__(self, asked: Problem) -> _Answer:
+        """Decode one problem and check what came."""
+        ids = self._tokenizer.encode(asked.prompt, add_special_tokens=False).ids
+        params = SamplingParams(max_tokens=_MOST, stop_ids=frozenset({self._end}))
+        request = Request(asked.prompt, list(ids), len(ids), params)
+        before = self._forwards()
+        began = time.perf_counter()
+        self._engine.add(request)
+        while self._engine.busy:
+            self._engine.step()
+        seconds = time.perf_counter() - began
+        new = request.tokens[len(ids) :]
+        text = self._tokenizer.decode(new[:-1] if new[-1] == self._end else new)
+        return _Answer(
+            is_right(asked.prompt, text),
+            len(new),
+            round(self._forwards() - before),
+            seconds,
+            _distinct(new),
+        )
+
+    def _forwards(self) -> float:
+        return self._engine.stats()["diffusion_forwards_total" if self._diffuses else "steps_total"]
+
+
+def _distinct(tokens: Sequence[int]) -> float:
+    """Share of different ones among all runs of four tokens."""
+    runs = [tuple(tokens[place : place + 4]) for place in range(len(tokens) - 3)]
+    return len(set(runs)) / len(runs) if runs else 1.0
+
+
+def _tokens_a_pass(some: Sequence[_Answer]) -> float:
+    return sum(one.tokens for one in some) / sum(one.forwards for one in some)
+
+
+def _seconds(some: Sequence[_Answer]) -> float:
+    return sum(one.seconds for one in some) / sum(one.tokens for one in some)
+
+
+def _paired(full: Any, base: Any, number: Any) -> Paired:
+    return Paired(method=tuple(map(number, full)), baseline=tuple(map(number, base)))
+
+
+def _accuracies(full: Any, base: Any) -> Paired:
+    return Paired(method=(_right(full),), baseline=(_right(base),))
+
+
+def _right(rounds: Sequence[Sequence[_Answer]]) -> float:
+    return float(np.mean([one.right for some in rounds for one in some]))
+
+
+def _row(rounds: Sequence[Sequence[_Answer]]) -> dict[str, float]:
+    """What an arm did, in numbers."""
+    every = [one for some in rounds for one in some]
+    passes, seconds = sum(one.forwards for one in every), sum(one.seconds for one in every)
+    return {
+        "accuracy": _right(rounds),
+        "tokens_a_pass": _tokens_a_pass(every),
+        "tokens_a_second": sum(one.tokens for one in every) / seconds,
+        "passes": float(passes),
+        "seconds_a_pass": seconds / passes,
+        "distinct_4_grams": float(np.mean([one.distinct for one in every])),
+    }

@@ -1,0 +1,51 @@
+"""Windows of one document each, filled up with the end of text.
+
+Source: Nie et al., Large Language Diffusion Models (LLaDA), 2025, section 2.3 (the ends behind an
+answer are learned as part of it).
+Shapes: N windows of T + 1 tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shoal.core.parts import part
+from shoal.corpora.protocols import data_time
+from shoal.ir.estimate import Estimate
+from shoal.ir.machine import Machine
+from shoal.ir.plan import Work
+
+if TYPE_CHECKING:
+    from shoal.corpora.tokens import TokenSplit
+
+__all__ = ["Padded"]
+
+
+@part
+class Padded:
+    """A window is a document, for short ones that are learned as question and answer.
+
+    It begins with the document's first token. What the document leaves is filled with the end of
+    text, which is learned like any token; of a longer document the rest is never read.
+    """
+
+    def num_windows(self, split: TokenSplit, seq_len: int) -> int:
+        """Windows of one epoch: documents."""
+        return split.num_documents
+
+    def fill(
+        self, split: TokenSplit, windows_N: np.ndarray, *, seq_len: int, seed: int, epoch: int
+    ) -> tuple[np.ndarray, None]:
+        """Tokens int64 [N, T+1]; no document ids."""
+        tokens = np.full((len(windows_N), seq_len + 1), split.end_of_text, dtype=np.int64)
+        for row, document in enumerate(windows_N.tolist()):
+            begin, end = split.offsets[document], split.offsets[document + 1]
+            split.read(int(begin), tokens[row, : min(int(end - begin), seq_len + 1)])
+        return tokens, None
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Each token is read as 2 to 4 bytes and written as 8."""
+        # Seconds a window and a batch take in Python, measured once on a server CPU.
+        return data_time(work, machine, bytes_per_token=10, row_s=8e-6, fixed_s=1.1e-4)

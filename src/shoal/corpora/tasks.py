@@ -1,0 +1,150 @@
+"""Generated problems with one right answer each: sorting, addition with carries, filling JSON.
+
+A document is a problem, ``=`` and its answer. Answers can be checked exactly, so a model that
+was trained on them is judged by what it gets right, however it was decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.corpora.protocols import Document, Split, data_time
+from shoal.ir.estimate import Estimate
+from shoal.ir.machine import Machine
+from shoal.ir.plan import Work
+
+__all__ = ["NAMES", "Problem", "Tasks", "is_right", "problem"]
+
+# Bumped when a generator changes, so that nobody trains on tokens of the old one.
+_VERSION = 1
+_FIELDS = ("name", "city", "team", "code", "host", "zone")
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Problem(NamedTuple):
+    """A question with its answer.
+
+    Args:
+        task: one of :data:`NAMES`.
+        prompt: the question, with the ``=`` that ends it.
+        answer: the only right answer.
+    """
+
+    task: str
+    prompt: str
+    answer: str
+
+
+def _sort(rng: np.random.Generator) -> tuple[str, str]:
+    """Digits to be put in order."""
+    digits = "".join(map(str, rng.integers(0, 10, 24)))
+    return f"s {digits}", "".join(sorted(digits))
+
+
+def _add(rng: np.random.Generator) -> tuple[str, str]:
+    """Three sums of five digits, whose carries may run through all of them."""
+    pairs = rng.integers(10**3, 10**4, (3, 2)).tolist()
+    return "a " + ",".join(f"{a}+{b}" for a, b in pairs), _sums(pairs)
+
+
+def _sums(pairs: Iterable[Sequence[int]]) -> str:
+    return ",".join(f"{a + b:05d}" for a, b in pairs)
+
+
+def _json(rng: np.random.Generator) -> tuple[str, str]:
+    """Three fields to be written as a JSON object."""
+    keys = [_FIELDS[int(n)] for n in rng.permutation(len(_FIELDS))[:3]]
+    words = ["".join(_LETTERS[int(n)] for n in rng.integers(0, 26, 4)) for _ in keys]
+    fields = dict(zip(keys, words, strict=True))
+    written = json.dumps(fields, separators=(",", ":"))
+    return "j " + " ".join(f"{key}:{word}" for key, word in fields.items()), written
+
+
+_TASKS: dict[str, Callable[[np.random.Generator], tuple[str, str]]] = {
+    "sort": _sort,
+    "add": _add,
+    "json": _json,
+}
+NAMES = tuple(_TASKS)
+
+
+def problem(split: Split, number: int, seed: int = 0) -> Problem:
+    """One problem of a split; the tasks take turns.
+
+    Args:
+        split: whose seeds are its own, so that no problem of one is drawn for the other.
+        number: which, from 0 on.
+        seed: of all problems.
+    """
+    task = NAMES[number % len(NAMES)]
+    question, answer = _TASKS[task](generator(seed, purpose=f"tasks {split}", index=number))
+    return Problem(task, f"{question}=", answer)
+
+
+def is_right(prompt: str, answer: str) -> bool:
+    """Whether an answer is right, found from the question alone.
+
+    Args:
+        prompt: of a problem.
+        answer: what was said, without the end of text.
+    """
+    kind, _, question = prompt.removesuffix("=").partition(" ")
+    if kind == "s":
+        return answer == "".join(sorted(question))
+    if kind == "a":
+        return answer == _sums([int(n) for n in pair.split("+")] for pair in question.split(","))
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        return False
+    return bool(found == dict(field.split(":") for field in question.split(" ")))
+
+
+@part
+class Tasks:
+    """Sorting, addition and JSON in turns, made from seeds when they are read.
+
+    Args:
+        problems: to train on.
+        heldout: problems that are held out; they are drawn from seeds of their own.
+        seed: of all problems.
+    """
+
+    problems: int = 60_000
+    heldout: int = 600
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("problems", "heldout"):
+            count = getattr(self, key)
+            require(count >= 1, f"data.tasks.{key}", count, expected="at least 1")
+        require(self.seed >= 0, "data.tasks.seed", self.seed, expected="0 or more")
+
+    def documents(self, split: Split | None = None) -> Iterator[Document]:
+        """The problems of one split, or those to train on before those held out."""
+        counts: dict[Split, int] = {"train": self.problems, "heldout": self.heldout}
+        for place, count in counts.items():
+            if split in (None, place):
+                for number in range(count):
+                    found = problem(place, number, self.seed)
+                    yield Document(f"{place}/{number}", found.prompt + found.answer, place)
+
+    def fingerprint(self) -> str:
+        """Digest of what the problems follow from."""
+        return hashlib.sha256(f"tasks {_VERSION} {self!r}".encode()).hexdigest()
+
+    def num_bytes(self) -> int:
+        """About what all problems have; nothing is stored."""
+        return 56 * (self.problems + self.heldout)
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Tokens come from memory-mapped shards, 2 bytes each once they are cached."""
+        return data_time(work, machine, bytes_per_token=2)

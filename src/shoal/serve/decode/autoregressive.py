@@ -1,0 +1,29 @@
+"""One token after the other, each seeing those before it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import ServeError, require
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+
+__all__ = ["Autoregressive"]
+
+
+@part
+class Autoregressive:
+    """The next token from all before it; for every model but those of masked diffusion."""
+
+    def check(self, config: ModelConfig) -> None:
+        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
+        require(
+            config.causal,
+            "decode",
+            "autoregressive",
+            expected=f"diffusion for {config.name}, whose tokens see those behind them",
+            hint="serve it with --set decode=diffusion",
+            error=ServeError,
+        )

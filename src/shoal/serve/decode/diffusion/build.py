@@ -1,0 +1,45 @@
+"""From a serving job to an engine that decodes by diffusion."""
+
+from __future__ import annotations
+
+from shoal.core.parts import table
+from shoal.ir import ServeJob
+from shoal.model.transformer import Transformer
+from shoal.plan.batching.masked import MaskedScheduler
+from shoal.serve.build import cache_of, concrete
+from shoal.serve.cache import PagedCache
+from shoal.serve.decode.diffusion.part import Diffusion
+from shoal.serve.decode.diffusion.runner import DiffusionRunner
+from shoal.serve.engine import Engine
+
+__all__ = ["diffusion_engine"]
+
+
+def diffusion_engine(job: ServeJob, model: Transformer) -> tuple[Engine, PagedCache]:
+    """An engine for a model that is loaded, and its cache.
+
+    Args:
+        job: with ``decode`` diffusion.
+        model: of masked diffusion, with its weights.
+
+    Raises:
+        ShoalError: a part or a limit of the job cannot be, or the model is of another kind.
+    """
+    decode: Diffusion = table("decode").build(job.decode, where="decode")
+    config = model.config
+    decode.check(config)
+    assert config.mask_token_id is not None
+    kv, limits, cache = cache_of(concrete(job, config, model.weight.dtype), model)
+    runner = DiffusionRunner(
+        model,
+        cache,
+        unmask=table("unmask").build(decode.unmask),
+        refresh=table("refresh").build(decode.refresh),
+        iteration=table("iteration").build(decode.iteration),
+        block=decode.block,
+        longest=limits.max_position,
+        rows=limits.max_running,
+        unroll=decode.unroll,
+    )
+    scheduler = MaskedScheduler(kv, limits, block=decode.block, mask_id=config.mask_token_id)
+    return Engine(scheduler, runner, kv=kv, vocab_size=config.vocab_size), cache

@@ -1,0 +1,1 @@
+"""iteration: what is seen at a mask, one way a file. The table is the room's ``ITERATIONS``."""

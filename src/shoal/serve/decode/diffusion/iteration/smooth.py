@@ -1,0 +1,63 @@
+"""What the model thought of a masked place is not thrown away: it sees some of it.
+
+Source: Ma et al., dInfer, 2025, section 4.1 (iteration smoothing).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Smooth"]
+
+
+@part
+class Smooth:
+    """At a mask stands (1 - w) E[mask] + w softmax(last scores) E, and thresholds come down.
+
+    In iteration t of a block, w = min(weight + growth t, most), and a threshold tau is
+    max(tau, bar_from - bar_step t): guesses that rest on guesses must be surer at first.
+
+    Args:
+        weight: w at first.
+        growth: added in each iteration.
+        most: w at last.
+        bar_from: threshold at first; 0 leaves thresholds as they are.
+        bar_step: taken from it in each iteration.
+    """
+
+    weight: float = 0.15
+    growth: float = 0.02
+    most: float = 0.3
+    bar_from: float = 1.0
+    bar_step: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name, high in (
+            ("weight", 1), ("growth", 1), ("most", 1), ("bar_from", 1), ("bar_step", 1)
+        ):  # fmt: skip
+            value = getattr(self, name)
+            require(0 <= value <= high, f"iteration.smooth.{name}", value, expected="0 to 1")
+
+    @property
+    def smooths(self) -> bool:
+        """See :class:`~shoal.serve.decode.diffusion.protocols.Iteration`."""
+        return self.most > 0
+
+    def inputs(
+        self, masks_BWD: Tensor, last_BWV: Tensor, embedding_VD: Tensor, step_B: Tensor
+    ) -> Tensor:
+        """See :class:`~shoal.serve.decode.diffusion.protocols.Iteration`."""
+        weight_B = (self.weight + self.growth * step_B.double()).clamp(max=self.most) * (step_B > 0)
+        weight_B11 = weight_B[:, None, None].to(masks_BWD.dtype)
+        thought_BWD = last_BWV.softmax(-1).to(embedding_VD.dtype) @ embedding_VD
+        return (1 - weight_B11) * masks_BWD + weight_B11 * thought_BWD
+
+    def bar(self, threshold: float, step_B: Tensor) -> Tensor:
+        """See :class:`~shoal.serve.decode.diffusion.protocols.Iteration`."""
+        return (self.bar_from - self.bar_step * step_B.double()).clamp(min=threshold)

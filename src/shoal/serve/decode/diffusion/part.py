@@ -1,0 +1,67 @@
+"""Decoding by diffusion: blocks of masks that become text, as a part of a serving job."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import ServeError, require
+from shoal.core.parts import Choice, part, table
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+
+__all__ = ["Diffusion"]
+
+
+@part
+class Diffusion:
+    """Many tokens a forward pass, for models of masked diffusion.
+
+    Args:
+        unmask: which guesses are kept in an iteration.
+        refresh: what is computed again in an iteration.
+        iteration: what the model sees at a mask.
+        block: masks of a block; blocks are decoded from left to right.
+        unroll: iterations before it is asked whether a block is through.
+        expected: tokens that an iteration is taken to unmask, in plans; a served model tells its
+            own in ``/metrics``. With ``unmask`` fixed it follows from that.
+    """
+
+    unmask: Choice = Choice(name="threshold")
+    refresh: Choice = Choice(name="dual")
+    iteration: Choice = Choice(name="hard")
+    block: int = 32
+    unroll: int = 1
+    expected: float = 3.0
+
+    def __post_init__(self) -> None:
+        require(self.block >= 1, "decode.diffusion.block", self.block, expected="at least 1")
+        require(self.unroll >= 1, "decode.diffusion.unroll", self.unroll, expected="at least 1")
+        require(
+            self.expected >= 1,
+            "decode.diffusion.expected",
+            self.expected,
+            expected="at least 1: every iteration unmasks one token",
+        )
+        for kind in ("unmask", "refresh", "iteration"):
+            table(kind).build(getattr(self, kind), where=f"decode.diffusion.{kind}")
+
+    def passes(self, size: int) -> int:
+        """Iterations that a block of so many places is taken to need."""
+        if self.unmask.name == "fixed":
+            steps = self.unmask.options.get("steps")
+            return size if steps is None else min(steps, size)
+        return math.ceil(size / self.expected)
+
+    def check(self, config: ModelConfig) -> None:
+        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
+        require(
+            not config.causal,
+            "decode",
+            "diffusion",
+            expected=f"autoregressive for {config.name}, whose tokens see nothing behind them",
+            hint="diffusion decodes models of masked diffusion; train one with a shape of family "
+            "mdlm",
+            error=ServeError,
+        )

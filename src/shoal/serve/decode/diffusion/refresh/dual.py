@@ -1,0 +1,24 @@
+"""A cache of what is before the block, and of the masks behind it.
+
+Source: Wu et al., Fast-dLLM, 2025, section 3.2 (dual cache).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from shoal.serve.decode.diffusion.protocols import Window
+
+__all__ = ["Dual"]
+
+
+@part
+class Dual:
+    """The block alone is computed; all else, when the block begins."""
+
+    def window(self, block: Window, length: int, step: int) -> Window:
+        """See :class:`~shoal.serve.decode.diffusion.protocols.Refresh`."""
+        return (0, length) if step == 0 else block

@@ -1,0 +1,47 @@
+"""The neighbours of the block are computed with it: they feel its new tokens most.
+
+Source: Ma et al., dInfer, 2025, section 4.3 (vicinity KV-cache refresh).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from shoal.serve.decode.diffusion.protocols import Window
+
+__all__ = ["Vicinity"]
+
+
+@part
+class Vicinity:
+    """``a`` tokens before the block and ``b`` behind it are computed again in each iteration.
+
+    Everything is, when the block begins and in the iterations that ``warmup`` and ``every`` say.
+
+    Args:
+        a: tokens before the block.
+        b: tokens and masks behind it.
+        warmup: iterations of a block, counted with the first, that compute everything.
+        every: compute everything in each so-manyth iteration; 0 for never again.
+    """
+
+    a: int = 16
+    b: int = 16
+    warmup: int = 1
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("a", 0), ("b", 0), ("warmup", 1), ("every", 0)):
+            value = getattr(self, name)
+            where = f"refresh.vicinity.{name}"
+            require(value >= least, where, value, expected=f"{least} or more")
+
+    def window(self, block: Window, length: int, step: int) -> Window:
+        """See :class:`~shoal.serve.decode.diffusion.protocols.Refresh`."""
+        if step < self.warmup or (self.every and step % self.every == 0):
+            return 0, length
+        return max(0, block[0] - self.a), min(length, block[1] + self.b)

@@ -1,0 +1,271 @@
+"""The loop of diffusion decoding: forward, unmask, again, for several requests at once.
+
+Each request works on a block of its own; who is through with it goes on to the next while others
+are still busy (ragged completion). Whether a block is through is asked once in ``unroll``
+iterations: those that were done for nothing are cheaper than asking a device each time.
+
+Source: Ma et al., dInfer, 2025, sections 4 and 5 (loop unrolling).
+Shapes: B requests of a step, W places of a block, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.core.random import generator
+from shoal.ir import Chunk, Request, Step, StepResult
+from shoal.model.transformer import Transformer
+from shoal.plan.batching.masked import block_of, full_length
+from shoal.serve.cache import PagedCache
+from shoal.serve.decode.diffusion.protocols import Iteration, Refresh, State, Unmask, Window
+from shoal.serve.decode.diffusion.windows import Row, Windows
+
+__all__ = ["DiffusionRunner"]
+
+
+@dataclass
+class _Work:
+    """A request and the block that it works on."""
+
+    request: Request
+    slot: int
+    block: Window
+    length: int
+    step: int = 0
+
+
+class _Batch:
+    """What iterations change, for requests that stay together."""
+
+    def __init__(self, work: list[_Work], vocab: int, dtype: torch.dtype, device: object) -> None:
+        self.work = work
+        self.keys = [(id(one.request), one.block) for one in work]
+        size, width = len(work), max(one.block[1] - one.block[0] for one in work)
+        made = {"device": device}
+        self.size_B = torch.tensor([one.block[1] - one.block[0] for one in work], **made)
+        self.step_B = torch.tensor([one.step for one in work], **made)
+        self.masked_BW = torch.arange(width, **made) < self.size_B[:, None]
+        self.last_BWV = torch.zeros(size, width, vocab, dtype=dtype, **made)
+        self.memory_BWV: Tensor | None = None
+
+    def take_over(self, other: _Batch) -> None:
+        """Go on where these requests were, if they work on the same block as there."""
+        places = {key: row for row, key in enumerate(other.keys)}
+        for row, key in enumerate(self.keys):
+            old = places.get(key)
+            if old is None:
+                continue
+            width = key[1][1] - key[1][0]
+            for name in ("masked_BW", "last_BWV", "memory_BWV"):
+                source = getattr(other, name)
+                if source is None:
+                    continue
+                if getattr(self, name) is None:
+                    setattr(self, name, torch.zeros_like(self.last_BWV))
+                getattr(self, name)[row, :width] = source[old, :width]
+
+
+class DiffusionRunner:
+    """Computes the steps of a :class:`~shoal.plan.batching.masked.MaskedScheduler`.
+
+    Args:
+        model: of masked diffusion; computes in the dtype of its weights, where they are.
+        cache: of the same dtype and device.
+        unmask: which guesses are kept.
+        refresh: what is computed again.
+        iteration: what is seen at a mask.
+        block: places of a block.
+        longest: most tokens and masks of a request.
+        rows: most requests of a step.
+        unroll: iterations of a step.
+        clock: s, for the duration of a step.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        *,
+        unmask: Unmask,
+        refresh: Refresh,
+        iteration: Iteration,
+        block: int,
+        longest: int,
+        rows: int,
+        unroll: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        assert model.config.mask_token_id is not None
+        self.model, self.cache = model, cache
+        self.unmask, self.refresh, self.iteration = unmask, refresh, iteration
+        self._block, self._longest, self._unroll, self._clock = block, longest, unroll, clock
+        self._mask = model.config.mask_token_id
+        weight = model.weight
+        # Probabilities are taken in fp32, or in fp64 where the model computes in it.
+        self._exact = torch.promote_types(weight.dtype, torch.float32)
+        # Tokens and masks of each request, by slot.
+        self._ids = torch.full((rows, longest), self._mask, device=weight.device)
+        self._free = list(range(rows))[::-1]
+        self._work: dict[str, _Work] = {}
+        self._batch: _Batch | None = None
+        self._windows: dict[tuple[Row, ...], Windows] = {}
+        self._embedding = model.embed.weight
+        self.counts = {"forwards": 0, "rows": 0, "passes": 0, "tokens": 0}
+
+    def stats(self) -> dict[str, float]:
+        """Counters for metrics: forward passes, those of each request, and what came of them."""
+        return {
+            "diffusion_forwards_total": self.counts["forwards"],
+            "diffusion_request_forwards_total": self.counts["passes"],
+            "diffusion_computed_tokens_total": self.counts["rows"],
+            "diffusion_unmasked_tokens_total": self.counts["tokens"],
+        }
+
+    def execute(self, step: Step) -> StepResult:
+        """Some iterations for the block of every request of the step."""
+        start = self._clock()
+        if not step.chunks:
+            return StepResult({}, seconds=self._clock() - start)
+        with torch.inference_mode():
+            batch = self._arrange(step.chunks)
+            for _ in range(self._unroll):
+                self._iterate(batch)
+            tokens = self._finished(batch)
+        return StepResult(tokens, seconds=self._clock() - start)
+
+    # ------------------------------------------------------------------ who works on what
+
+    def _arrange(self, chunks: Sequence[Chunk]) -> _Batch:
+        """The batch of a step: the last one, where nobody has come, gone or begun a block."""
+        here = {chunk.request.id: chunk.request for chunk in chunks}
+        old = self._batch
+        for name in [
+            name for name, work in self._work.items() if here.get(name) is not work.request
+        ]:
+            self._free.append(self._work.pop(name).slot)
+            old = None
+        changed = old is None
+        for request in here.values():
+            work = self._work.get(request.id)
+            if work is None:
+                work = self._begin(request)
+                changed = True
+            block = block_of(request, self._block, self._longest)
+            if work.block != block:
+                work.block, work.step = block, 0
+                changed = True
+        if changed or self._batch is None:
+            made = _Batch(
+                list(self._work.values()),
+                self.model.config.vocab_size,
+                self._exact,
+                self.cache.device,
+            )
+            if self._batch is not None:
+                made.take_over(self._batch)
+            self._batch = made
+        return self._batch
+
+    def _begin(self, request: Request) -> _Work:
+        """A request's tokens and masks, in a slot of its own."""
+        work = _Work(request, self._free.pop(), (0, 0), full_length(request, self._longest))
+        self._ids[work.slot] = self._mask
+        self._ids[work.slot, : len(request.tokens)] = torch.tensor(request.tokens)
+        self._work[request.id] = work
+        return work
+
+    def _finished(self, batch: _Batch) -> dict[str, tuple[int, ...]]:
+        """Tokens of the blocks without a mask."""
+        left_B = batch.masked_BW.any(1).tolist()
+        tokens: dict[str, tuple[int, ...]] = {}
+        for work, left in zip(batch.work, left_B, strict=True):
+            if not left:
+                found = self._ids[work.slot, work.block[0] : work.block[1]].tolist()
+                tokens[work.request.id] = tuple(found)
+                self.counts["tokens"] += len(found)
+        return tokens
+
+    # ------------------------------------------------------------------ one iteration
+
+    def _iterate(self, batch: _Batch) -> None:
+        windows = self._places(batch.work)
+        logits_BWV = self._forward(batch, windows)
+        bar = self.iteration.bar
+        state = State(
+            step_B=batch.step_B,
+            size_B=batch.size_B,
+            bar=lambda tau: bar(tau, batch.step_B),
+            noise_BWV=self._noise(batch),
+            memory_BWV=batch.memory_BWV,
+        )
+        token_BW, chosen_BW = self.unmask.select(logits_BWV, batch.masked_BW, state)
+        batch.memory_BWV, batch.last_BWV = state.memory_BWV, logits_BWV
+        at = windows.token_N[windows.block_rows][chosen_BW.view(-1)]
+        self._ids.view(-1)[at] = token_BW[chosen_BW]
+        batch.masked_BW = batch.masked_BW & ~chosen_BW
+        batch.step_B = batch.step_B + 1
+        for work in batch.work:
+            work.step += 1
+        self.counts["forwards"] += 1
+        self.counts["passes"] += len(batch.work)
+        self.counts["rows"] += windows.num_tokens
+
+    def _places(self, work: Sequence[_Work]) -> Windows:
+        rows = tuple(
+            Row(
+                one.slot,
+                one.block,
+                one.length,
+                self.refresh.window(one.block, one.length, one.step),
+                tuple(one.request.blocks),
+            )
+            for one in work
+        )
+        found = self._windows.get(rows)
+        if found is None:
+            if len(self._windows) > 8:
+                self._windows.clear()
+            found = self._windows[rows] = Windows(rows, self.cache, self._longest)
+        return found
+
+    def _forward(self, batch: _Batch, windows: Windows) -> Tensor:
+        """Scores [B, W, V] of the places of every block; the mask itself is never one of them."""
+        model = self.model
+        token_N = self._ids.view(-1)[windows.token_N]
+        x_ND = torch.nn.functional.embedding(token_N, self._embedding)
+        shape = batch.masked_BW.shape
+        if self.iteration.smooths:
+            rows = windows.block_rows.view(shape)[batch.masked_BW]
+            seen_BWD = self.iteration.inputs(
+                self._embedding[self._mask].expand(*shape, -1),
+                batch.last_BWV,
+                self._embedding,
+                batch.step_B,
+            )
+            x_ND[rows] = seen_BWD[batch.masked_BW]
+        found = model.through(x_ND, windows.place_N, windows, windows.block_rows)
+        logits = model.logits(model.finished(*found)).to(self._exact).view(*shape, -1)
+        logits[..., self._mask] = float("-inf")
+        return logits
+
+    def _noise(self, batch: _Batch) -> Tensor | None:
+        """Gumbel noise of the requests that sample, by their own seeds; None if nobody does."""
+        if not any(one.request.params.temperature > 0 for one in batch.work):
+            return None
+        noise_BWV = torch.zeros_like(batch.last_BWV)
+        for row, one in enumerate(batch.work):
+            params = one.request.params
+            if params.temperature > 0:
+                source = generator(
+                    params.seed, purpose="diffusion", step=one.step, index=one.block[0]
+                )
+                size = (one.block[1] - one.block[0], noise_BWV.shape[-1])
+                drawn = params.temperature * source.gumbel(size=size)
+                noise_BWV[row, : size[0]] = torch.from_numpy(np.ascontiguousarray(drawn))
+        return noise_BWV

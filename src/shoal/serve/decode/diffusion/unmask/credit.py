@@ -1,0 +1,61 @@
+"""Tokens that were likely for several iterations are believed sooner.
+
+Each place keeps a credit for each token. In every iteration all credits decay, and the best token
+of a masked place earns some; scores are raised by the logarithm of the credit before the
+threshold is asked.
+
+Source: Ma et al., dInfer, 2025, section 4.2 (credit decoding).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.serve.decode.diffusion.unmask.common import best_place, check_share, guesses
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.serve.decode.diffusion.protocols import State
+
+__all__ = ["Credit"]
+
+
+@part
+class Credit:
+    """A threshold on scores l + alpha log(1 + C), with C <- beta C + p_best ** gamma.
+
+    Args:
+        alpha: weight of the credit; 0 is the plain threshold.
+        gamma: exponent of the probability that is earned; smaller forgives doubt.
+        beta: share of the credit that an iteration leaves.
+        tau: the threshold, in (0, 1].
+    """
+
+    alpha: float = 0.7
+    gamma: float = 0.2
+    beta: float = 0.8
+    tau: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_share("unmask.credit.tau", self.tau)
+        require(self.alpha >= 0, "unmask.credit.alpha", self.alpha, expected="0 or more")
+        require(self.gamma >= 0, "unmask.credit.gamma", self.gamma, expected="0 or more")
+        require(0 <= self.beta <= 1, "unmask.credit.beta", self.beta, expected="0 to 1")
+
+    def select(self, logits_BWV: Tensor, masked_BW: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
+        import torch
+
+        if state.memory_BWV is None:
+            state.memory_BWV = torch.zeros_like(logits_BWV)
+        credit_BWV = state.memory_BWV.mul_(self.beta)
+        sure_BW1, best_BW1 = logits_BWV.softmax(-1).max(-1, keepdim=True)
+        earned_BW1 = sure_BW1.pow(self.gamma) * masked_BW[..., None]
+        credit_BWV.scatter_add_(-1, best_BW1, earned_BW1)
+        fused_BWV = logits_BWV + self.alpha * credit_BWV.log1p()
+        token_BW, sure_BW = guesses(fused_BWV, masked_BW, state)
+        chosen_BW = (sure_BW >= state.bar(self.tau)[:, None]) & masked_BW
+        return token_BW, chosen_BW | best_place(sure_BW, masked_BW)

@@ -1,0 +1,49 @@
+"""As many tokens in every iteration, the surest first: the schedule of the reference sampler.
+
+Source: Nie et al., Large Language Diffusion Models (LLaDA), 2025, algorithm 5 (low-confidence
+remasking).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.serve.decode.diffusion.unmask.common import guesses
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.serve.decode.diffusion.protocols import State
+
+__all__ = ["Fixed"]
+
+
+@part
+class Fixed:
+    """A block takes ``steps`` iterations; nothing is asked about how sure the model is.
+
+    Args:
+        steps: iterations of a block; what they do not divide evenly goes to the first ones. As
+            many as the block has places, if not given: one token each.
+    """
+
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.steps is None or self.steps >= 1,
+            "unmask.fixed.steps",
+            self.steps,
+            expected="at least 1, or none for one token each",
+        )
+
+    def select(self, logits_BWV: Tensor, masked_BW: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
+        token_BW, sure_BW = guesses(logits_BWV, masked_BW, state)
+        steps_B = state.size_B if self.steps is None else state.size_B.clamp(max=self.steps)
+        count_B = state.size_B // steps_B + (state.step_B < state.size_B % steps_B)
+        # The place of each place in the order of confidence; earlier ones first among equals.
+        order_BW = sure_BW.argsort(dim=1, descending=True, stable=True).argsort(1)
+        return token_BW, (order_BW < count_B[:, None]) & masked_BW

@@ -1,0 +1,38 @@
+"""Every token that the model is sure enough of.
+
+Source: Wu et al., Fast-dLLM, 2025, section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.parts import part
+from shoal.serve.decode.diffusion.unmask.common import best_place, check_share, guesses
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.serve.decode.diffusion.protocols import State
+
+__all__ = ["Threshold"]
+
+
+@part
+class Threshold:
+    """All places whose best token has at least this probability, and always the surest one.
+
+    Args:
+        tau: the probability, in (0, 1].
+    """
+
+    tau: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_share("unmask.threshold.tau", self.tau)
+
+    def select(self, logits_BWV: Tensor, masked_BW: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
+        token_BW, sure_BW = guesses(logits_BWV, masked_BW, state)
+        chosen_BW = (sure_BW >= state.bar(self.tau)[:, None]) & masked_BW
+        return token_BW, chosen_BW | best_place(sure_BW, masked_BW)
