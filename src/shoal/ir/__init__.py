@@ -1,5 +1,6 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
+from shoal.ir.architecture import Architecture, Residual
 from shoal.ir.engine import (
     Compacting,
     Forking,
@@ -52,6 +53,7 @@ from shoal.ir.shape import ModelShape
 from shoal.ir.watch import WatchPolicy
 
 __all__ = [
+    "Architecture",
     "Arrival",
     "CheckpointLevel",
     "CheckpointPolicy",
@@ -96,6 +98,7 @@ __all__ = [
     "Replan",
     "Report",
     "Request",
+    "Residual",
     "Runner",
     "SamplingParams",
     "Schedule",

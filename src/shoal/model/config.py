@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from shoal.core.config import Value
 from shoal.core.errors import ModelError, require
+from shoal.ir.architecture import Architecture
 from shoal.ir.shape import ModelShape
 
 __all__ = ["Family", "ModelConfig", "RopeScaling"]
@@ -101,6 +102,7 @@ class ModelConfig(Value):
         bos_token_id: token that begins a text, if there is one.
         eos_token_id: token or tokens that end it.
         pad_token_id: token that fills a batch.
+        architecture: how the model differs from its family's.
     """
 
     name: str = "model"
@@ -128,6 +130,7 @@ class ModelConfig(Value):
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    architecture: Architecture = Architecture()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -183,6 +186,14 @@ class ModelConfig(Value):
             expected="no bias in the family mixtral",
             error=ModelError,
         )
+        self.architecture.check(self.num_layers)
+        require(
+            not self.architecture.name or self.family != "parallel",
+            "architecture",
+            self.architecture.name,
+            expected="a plain model in the family parallel, which has one sub-layer a block",
+            error=ModelError,
+        )
         return self
 
     @property
@@ -232,6 +243,7 @@ class ModelConfig(Value):
             tied=shape.tied,
             num_experts=shape.num_experts,
             top_k=shape.top_k,
+            architecture=shape.architecture,
         )
 
     def shape(self) -> ModelShape:
@@ -254,6 +266,7 @@ class ModelConfig(Value):
             attention_bias=self.attention_bias,
             attention=_mechanism(self.num_heads, self.num_kv_heads),
             family=self.family,
+            architecture=self.architecture,
         )
 
 

@@ -10,7 +10,8 @@ cast once, and no operator falls back to fp32 except statistics and softmax.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError, require
 from shoal.kernel.protocols import Ready
+from shoal.model import ladder
 from shoal.model.attention import Attention, KVCache, Mixer, Turn, document_mask
 from shoal.model.config import ModelConfig
 from shoal.model.dropout import ATTENTION, FEED_FORWARD, Drop, StepDropout
@@ -42,6 +44,9 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.hidden, config.rms_norm_eps)
         self.attention = Attention(config, layer)
         self.parallel = config.family == "parallel"
+        residual = config.architecture.residual
+        self.ladder = residual.name == "ladder"
+        self.late = residual.late(config.num_layers)[layer]
         if not self.parallel:
             self.mlp_norm = RMSNorm(config.hidden, config.rms_norm_eps)
         self.mlp = Experts(config) if config.num_experts else SwiGLU(config)
@@ -56,12 +61,26 @@ class Block(nn.Module):
         drop: Drop | None = None,
     ) -> Tensor:
         """One step of the residual stream."""
-        normed = self.attention_norm(x_BTD)
-        mixed = self.attention(normed, cos, sin, mask, cache)
-        x_BTD = self.residual(x_BTD, mixed, drop, ATTENTION)
+        out: Tensor = self.wired(
+            x_BTD, lambda normed: self.attention(normed, cos, sin, mask, cache), self.mlp, drop
+        )
+        return out
+
+    def wired(
+        self,
+        x: Any,
+        attend: Callable[[Tensor], Any],
+        feed: Callable[[Tensor], Any],
+        drop: Drop | None,
+    ) -> Any:
+        """The residual stream through both branches; with :mod:`shoal.model.ladder` its state."""
+        if self.ladder:
+            return ladder.wired(self, x, attend, feed, drop)
+        normed = self.attention_norm(x)
+        x = self.residual(x, attend(normed), drop, ATTENTION)
         if not self.parallel:
-            normed = self.mlp_norm(x_BTD)
-        return self.residual(x_BTD, self.mlp(normed), drop, FEED_FORWARD)
+            normed = self.mlp_norm(x)
+        return self.residual(x, feed(normed), drop, FEED_FORWARD)
 
     def residual(self, x: Tensor, branch: Tensor, drop: Drop | None, site: str) -> Tensor:
         """Add the output of a branch to the stream, some of it dropped if asked."""
@@ -201,7 +220,7 @@ class Transformer(nn.Module):
                 x_BTD = block(x_BTD, cos, sin, mask, cache, drop)
         if cache is not None:
             cache.length += length
-        normed: Tensor = self.norm(x_BTD)
+        normed: Tensor = self.norm(ladder.settled(x_BTD, config.num_layers, drop))
         return normed
 
     def flat(
@@ -231,6 +250,8 @@ class Transformer(nn.Module):
             mixer: keeps the keys and values, and knows what each token sees.
             rows_R: tokens that are needed behind the blocks; all, if not given.
         """
+        if self.config.architecture.residual.name == "ladder":
+            return ladder.through(self, x_ND, position_N, mixer, rows_R)
         branch_ND: Tensor | None = None
         turn = self.turn(position_N, x_ND.dtype)
         last = len(self.blocks) - 1

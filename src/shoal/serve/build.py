@@ -31,6 +31,7 @@ from shoal.kernel.tensors import name_of
 from shoal.machine.host import memory_available
 from shoal.model import huggingface
 from shoal.model.accelerate import accelerate
+from shoal.model.architecture import plain
 from shoal.model.config import ModelConfig
 from shoal.model.ksort import ksort
 from shoal.model.quantize.layers import pack
@@ -114,6 +115,8 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
     if dtype == torch.float32 and few_rows.backend == "torch" and not model.embed.weight.is_cuda:
         _store_by_columns(model)
     memory: MemoryPart = table("memory").build(job.memory, where="memory")
+    if job.memory.name != "resident":  # blocks come when their turn is, one by one
+        plain(model.config, f"memory = {job.memory.name}")
     if job.memory.name == "superpipeline":  # kernels hold weights, and these come and go
         require(
             not job.kernel and not job.exact and job.weights == "plain",

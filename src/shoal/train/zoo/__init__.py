@@ -103,8 +103,12 @@ def recipe(name: str) -> TrainJob:
 
 def _digest(job: TrainJob) -> str:
     # What a recipe leaves open is no part of it: keys that jobs get later change no name.
-    text = json.dumps(job.model_dump(mode="json", exclude={"kernel", "finetune"}), sort_keys=True)
-    shape = json.dumps(shapes.find(job.model).model_dump(mode="json"), sort_keys=True)
+    text = json.dumps(
+        job.model_dump(mode="json", exclude={"kernel", "finetune", "architecture"}), sort_keys=True
+    )
+    shape = json.dumps(
+        shapes.find(job.model).model_dump(mode="json", exclude={"architecture"}), sort_keys=True
+    )
     return hashlib.sha256((text + shape).encode()).hexdigest()[:12]
 
 
