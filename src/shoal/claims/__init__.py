@@ -18,6 +18,7 @@ CLAIMS = PartTable(
         "dissect": "shoal.claims.experiments.dissect:Dissect",
         "distserve": "shoal.claims.experiments.distserve:DistServe",
         "oneflow": "shoal.claims.experiments.oneflow:OneFlow",
+        "ladder": "shoal.claims.experiments.ladder:LadderClaim",
         "lca_bench": "shoal.claims.experiments.lca_bench:LCABench",
         "gemm_forest": "shoal.claims.experiments.gemm_forest:GemmForest",
         "energon_ai": "shoal.claims.experiments.energon_ai:EnergonAI",

@@ -126,5 +126,5 @@ class SplitBlock(WholeBlock):
             gated = (self.mlp.kernel or gate)(self.mlp.gate_up_proj(normed, total))
             return self.mlp.down_proj(gated)  # type: ignore[no-any-return]
 
-        x_ND = self.wired(x_ND, attend, feed, drop)
-        return x_ND
+        out: Tensor = self.wired(x_ND, attend, feed, drop)
+        return out
