@@ -260,6 +260,7 @@ def test_catalogue_has_every_system_once() -> None:
         100: "lca_bench",
         102: "bytecheckpoint",
         103: "galvatron",
+        108: "parscale",
         109: "tilus",
         113: "vocab_parallel",
         116: "flash_rnn",

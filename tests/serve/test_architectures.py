@@ -38,19 +38,26 @@ def prompts(count=6):
     return made
 
 
-LADDERS = (
-    {"name": "ladder"},
-    {"name": "ladder", "layers": "upper_half"},
-    {"name": "ladder", "layers": (0,)},
+STREAMS = {"num": 3, "prefix": 5}
+OPTIONS = (
+    {"streams": STREAMS},
+    *(
+        {"residual": one}
+        for one in (
+            {"name": "ladder"},
+            {"name": "ladder", "layers": "upper_half"},
+            {"name": "ladder", "layers": (0,)},
+        )
+    ),
 )
 
 
-@pytest.mark.parametrize("residual", LADDERS)
-def test_an_engine_of_a_ladder_gives_the_tokens_of_plain_generation(
-    residual, random_model, engine_for, serve_all
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_engine_gives_the_tokens_of_plain_generation(
+    option, random_model, engine_for, serve_all
 ):
-    model = random_model(changed(residual=residual))
-    want = [generate(random_model(changed(residual=residual)), one, 12) for one in prompts()]
+    model = random_model(changed(**option))
+    want = [generate(random_model(changed(**option)), one, 12) for one in prompts()]
     assert serve_all(engine_for(model, max_step_tokens=48), prompts(), max_tokens=12) == want
     plain = [generate(random_model(), one, 12) for one in prompts()]
     assert plain != want
@@ -65,7 +72,23 @@ def test_two_ranks_of_a_ladder_give_the_tokens_of_one(family, random_model, engi
     ranks.close()
 
 
-def test_stages_of_a_ladder_are_refused(random_model):
-    config = changed(residual={"name": "ladder"})
-    with pytest.raises(ServeError, match=r"parallel\.pp"):
-        thread_engine(job(parallel={"pp": 2}), random_model(config))
+@pytest.mark.parametrize(
+    ("option", "parallel"), [({"residual": "ladder"}, {"pp": 2}), ({"streams": 2}, {"tp": 2})]
+)
+def test_what_ranks_cannot_share_is_refused(option, parallel, random_model):
+    with pytest.raises(ServeError, match=r"parallel\."):
+        thread_engine(job(parallel=parallel), random_model(changed(**option)))
+
+
+def test_streams_in_slots(random_model, engine_for, serve_all):
+    config = changed("qwen3", streams=STREAMS)
+    want = [generate(random_model(config), one, 9) for one in prompts()]
+    engine = engine_for(
+        random_model(config), kv={"name": "slots", "max_len": 128}, max_step_tokens=32
+    )
+    assert serve_all(engine, prompts(), max_tokens=9) == want
+
+
+def test_streams_refuse_a_kernel_that_reads_no_prefix(random_model, engine_for):
+    with pytest.raises(ServeError, match="paged_attention"):
+        engine_for(random_model(changed(streams=2)), kernel={"paged_attention": "cpp"})

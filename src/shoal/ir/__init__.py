@@ -1,6 +1,6 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
-from shoal.ir.architecture import Architecture, Residual
+from shoal.ir.architecture import Architecture, Residual, Streams
 from shoal.ir.engine import (
     Compacting,
     Forking,
@@ -112,6 +112,7 @@ __all__ = [
     "Step",
     "StepCost",
     "StepResult",
+    "Streams",
     "TokenInfo",
     "TrainJob",
     "Transfer",

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from shoal.core.config import Value
 from shoal.core.errors import ModelError, require
 
-__all__ = ["Architecture", "Residual"]
+__all__ = ["Architecture", "Residual", "Streams"]
 
 _PREFIX = "shoal_"
 
@@ -65,19 +65,43 @@ class Residual(Value):
             )
 
 
+class Streams(Value):
+    """How many streams of the same tokens the same weights compute; their number alone will do.
+
+    Args:
+        num: streams P.
+        prefix: virtual tokens that each stream sees in every layer before the real ones; a single
+            stream has none.
+        smoothing: share of the streams' mean in their learned mean, so that none of them dies.
+    """
+
+    num: PositiveInt = Field(default=1, le=64)
+    prefix: PositiveInt = 48
+    smoothing: float = Field(default=0.1, ge=0.0, le=1.0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _number(cls, raw: Any) -> Any:
+        return {"num": raw} if isinstance(raw, int) else raw
+
+
 class Architecture(Value):
     """How a model differs from its family's.
 
     Args:
         residual: when the output of a sub-layer reaches the residual stream.
+        streams: how often the same weights compute the same tokens.
     """
 
     residual: Residual = Residual()
+    streams: Streams = Streams()
 
     @property
     def name(self) -> str:
         """The option that is not plain, in one word; empty where all are."""
-        return "" if self.residual.name == "standard" else self.residual.name
+        if self.residual.name != "standard":
+            return self.residual.name
+        return "parscale" if self.streams.num > 1 else ""
 
     @property
     def model_type(self) -> str:
@@ -90,6 +114,14 @@ class Architecture(Value):
         Raises:
             ModelError: says which option.
         """
+        given = {"residual": self.residual.name != "standard", "streams": self.streams.num > 1}
+        require(
+            sum(given.values()) <= 1,
+            "architecture",
+            ", ".join(key for key, is_there in given.items() if is_there),
+            expected="one of them",
+            error=ModelError,
+        )
         self.residual.check(num_layers)
 
     def to_huggingface(self, raw: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError, require
 from shoal.kernel.protocols import Ready
-from shoal.model import ladder
+from shoal.model import ladder, parscale
 from shoal.model.attention import Attention, KVCache, Mixer, Turn, document_mask
 from shoal.model.config import ModelConfig
 from shoal.model.dropout import ATTENTION, FEED_FORWARD, Drop, StepDropout
@@ -133,6 +133,8 @@ class Transformer(nn.Module):
         self.output: nn.Module | None = (
             None if config.tied else nn.Linear(config.hidden, config.vocab_size, bias=False)
         )
+        streams = config.architecture.streams
+        self.aggregate = parscale.Aggregate(config.hidden, streams) if streams.num > 1 else None
         self.head: Ready | None = None  # of inference: see shoal.model.accelerate
 
     @property
@@ -208,6 +210,11 @@ class Transformer(nn.Module):
             mask = torch.full(
                 (length, start + length), float("-inf"), dtype=x_BTD.dtype, device=x_BTD.device
             ).triu_(start + 1)
+        streams = config.architecture.streams
+        if self.aggregate is not None:
+            mask = parscale.causal(mask, streams.prefix, length, start, x_BTD)
+            mask = parscale.repeated(mask, streams.num) if mask.dim() == 4 else mask
+            x_BTD = parscale.repeated(x_BTD, streams.num)
         drop = None
         if dropout is not None and self.training:
             positions_T = torch.arange(start, start + length, device=x_BTD.device)
@@ -221,7 +228,11 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length += length
         normed: Tensor = self.norm(ladder.settled(x_BTD, config.num_layers, drop))
-        return normed
+        return self.aggregated(normed)
+
+    def aggregated(self, normed: Tensor) -> Tensor:
+        """The states of all streams in one; as they are where there is one."""
+        return normed if self.aggregate is None else self.aggregate(normed)
 
     def flat(
         self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
@@ -237,7 +248,10 @@ class Transformer(nn.Module):
         Returns:
             [R, D], in the dtype of the weights.
         """
-        return self.finished(*self.through(self.embed(tokens_N), position_N, mixer, rows_R))
+        x_ND = self.embed(tokens_N)
+        if self.aggregate is not None:
+            return parscale.flat(self, x_ND, position_N, mixer, rows_R)
+        return self.finished(*self.through(x_ND, position_N, mixer, rows_R))
 
     def through(
         self, x_ND: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None

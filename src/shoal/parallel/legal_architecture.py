@@ -23,7 +23,7 @@ def check_architecture(job: TrainJob, shape: ModelShape) -> None:
         return
     p = job.parallel
     shard = table("shard").build(job.shard)
-    refused = {
+    refused: dict[str, tuple[object, object]] = {
         "parallel.pp": (p.pp, 1),
         "parallel.cp": (p.cp, 1),
         "parallel.sp": (p.sp, False),
@@ -33,6 +33,8 @@ def check_architecture(job: TrainJob, shape: ModelShape) -> None:
         "activation": (job.activation.name, "keep"),
         "compile": (job.compile, False),
     }
+    if name != "ladder":
+        refused |= {"parallel.tp": (p.tp, 1), "dropout": (job.dropout, 0.0)}
     for option, (given, wanted) in refused.items():
         if given != wanted:
             raise PlanError(

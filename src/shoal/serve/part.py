@@ -69,11 +69,8 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
         ("disagg", job.disagg, job.disagg is None),
         ("preempt", job.preempt.name, job.preempt.name == "recompute" or swaps),
         ("weights", job.weights, job.weights == "plain"),
-        (
-            "parallel.pp",
-            parallel.pp,
-            parallel.pp == 1 or not config.architecture.name,
-        ),
+        ("parallel.pp", parallel.pp, parallel.pp == 1 or not config.architecture.name),
+        ("parallel.tp", parallel.tp, config.architecture.name in ("", "ladder")),
         (
             "kv_format",
             str(job.kv_format),
@@ -86,7 +83,7 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
             wanted,
             expected="with parallel.tp or parallel.pp above 1: no instances for phases, preempt = "
             "recompute (or swap, with one step under way), weights = plain, a kv_format that does "
-            "not sort channels, and pp = 1 for a model whose architecture is not its family's",
+            "not sort channels; and no architecture but a family's own or, with tp, a ladder",
             hint="leave it out, or serve with one process",
             error=ServeError,
         )

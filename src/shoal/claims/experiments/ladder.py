@@ -193,8 +193,8 @@ class LadderClaim:
         details["training"] = {
             "steps": self.steps,
             "bytes_a_step": recipe.batch * recipe.length,
-            "loss": dict(losses),
-            "loss_after_a_tenth_more": dict(after),
+            "loss": {name: [*found] for name, found in losses.items()},
+            "loss_after_a_tenth_more": {name: [*found] for name, found in after.items()},
         }
 
     def _decode(
