@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from shoal.checkpoint.saved import Saved
+    from shoal.ir import Architecture
     from shoal.model.transformer import Transformer
 
 __all__ = ["DTYPES", "convert", "export", "load_model", "require_new", "written"]
@@ -31,8 +32,9 @@ def convert(
     dtype: str | None = None,
     step: int | None = None,
     tokenizer: Path | None = None,
+    architecture: Architecture | None = None,
 ) -> Path | str:
-    """Write the weights of ``path`` in another format or dtype.
+    """Write the weights of ``path`` in another format, dtype or architecture.
 
     A checkpoint that is converted to a checkpoint becomes one file and keeps its
     optimizer state and meta; a model directory becomes a checkpoint of step 0.
@@ -46,6 +48,7 @@ def convert(
         dtype: cast weights to fp32, bf16 or fp16; as stored if not given.
         step: which step of a run.
         tokenizer: ``tokenizer.json`` to put beside a model; the source's if not given.
+        architecture: what the model becomes; weights that it has not are drawn.
 
     Returns:
         The directory, or the store elsewhere, that was written.
@@ -63,10 +66,12 @@ def convert(
     place = find(path)
     require_new(out, elsewhere=to == "checkpoint")
     cast: torch.dtype | None = getattr(torch, DTYPES[dtype]) if dtype else None
-    if to == "checkpoint" and place.kind in ("checkpoint", "run"):
+    remade = architecture is not None and bool(architecture.name)
+    if to == "checkpoint" and place.kind in ("checkpoint", "run") and not remade:
         return _rewrite(opened(place, step), out, cast)
 
     from shoal.model import huggingface
+    from shoal.model.architecture import rebuilt
 
     if place.kind in ("huggingface", "gguf"):
         model = huggingface.read(Path(place.path), cast, packed=False)
@@ -74,6 +79,8 @@ def convert(
         model = load_model(opened(place, step))
         if cast is not None:
             model = model.to(cast)
+    if architecture is not None and remade:
+        model = rebuilt(model, architecture, meant=True)
     if to == "checkpoint":
         weights: dict[str, Any] = {MODEL + name: p for name, p in model.named_parameters()}
         store = Store(out)

@@ -19,6 +19,8 @@ CLAIMS = PartTable(
         "dissect": "shoal.claims.experiments.dissect:Dissect",
         "distserve": "shoal.claims.experiments.distserve:DistServe",
         "oneflow": "shoal.claims.experiments.oneflow:OneFlow",
+        "ladder": "shoal.claims.experiments.ladder:LadderClaim",
+        "parscale": "shoal.claims.experiments.parscale:ParScaleClaim",
         "lca_bench": "shoal.claims.experiments.lca_bench:LCABench",
         "gemm_forest": "shoal.claims.experiments.gemm_forest:GemmForest",
         "energon_ai": "shoal.claims.experiments.energon_ai:EnergonAI",

@@ -10,7 +10,7 @@ Reducing Activation Recomputation, 2022, section 4 (activations).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.ir import ModelShape
 
@@ -90,6 +90,11 @@ def linears(shape: ModelShape) -> tuple[Linear, ...]:
         if S:
             found.append(Linear("shared_in", wide * X, D, sparse, copies=S))
             found.append(Linear("shared_out", D, X, sparse, copies=S))
+    P = shape.architecture.streams.num
+    if P > 1:  # every stream passes all blocks
+        found = [replace(one, share=one.share * P) for one in found]
+        found.append(Linear("aggregate_in", D, P * D, bias=True))
+        found.append(Linear("aggregate_out", P, D, bias=True))
     found.append(Linear("logits", shape.vocab_size, D))
     return tuple(found)
 
@@ -100,8 +105,18 @@ def _norms(shape: ModelShape) -> int:
 
 
 def block_parameters(shape: ModelShape) -> int:
-    """Parameters of all blocks, without embedding, output matrix and final norm."""
-    return sum(x.parameters for x in linears(shape) if x.name != "logits") + _norms(shape)
+    """Parameters of all blocks and of what joins streams, without embedding, output, final norm."""
+    matrices = sum(x.parameters for x in linears(shape) if x.name != "logits")
+    return matrices + _norms(shape) + prefix_parameters(shape)
+
+
+def prefix_parameters(shape: ModelShape) -> int:
+    """Keys and values of virtual tokens, of all streams and layers."""
+    streams = shape.architecture.streams
+    if streams.num == 1:
+        return 0
+    one = 2 * streams.prefix * shape.num_kv_heads * shape.head_dim
+    return shape.num_layers * streams.num * one
 
 
 def embedding_parameters(shape: ModelShape) -> int:
@@ -139,7 +154,10 @@ def flops_by_op(shape: ModelShape, seq_len: int, *, training: bool = True) -> di
     factor = 3.0 if training else 1.0
     blocks = sum(x.flops_per_token for x in linears(shape) if x.name != "logits")
     # A token at position t attends to t + 1 keys: (seq_len + 1) / 2 on average.
-    attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * ((seq_len + 1) / 2)
+    streams = shape.architecture.streams
+    virtual = streams.prefix if streams.num > 1 else 0
+    seen = streams.num * ((seq_len + 1) / 2 + virtual)
+    attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * seen
     logits = 2.0 * shape.vocab_size * shape.hidden
     return {
         "linear": factor * blocks,

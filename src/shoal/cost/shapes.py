@@ -18,9 +18,10 @@ from typing import Any
 from shoal.core.config import parse
 from shoal.core.errors import ConfigError, ModelError, nearest
 from shoal.core.files import read_yaml
-from shoal.ir import ModelShape
+from shoal.ir import ModelShape, TrainJob
+from shoal.ir.architecture import Architecture
 
-__all__ = ["ARCHITECTURES", "find", "from_huggingface", "names", "published", "resolve"]
+__all__ = ["ARCHITECTURES", "find", "from_huggingface", "names", "published", "resolve", "shape_of"]
 
 
 @functools.cache
@@ -124,6 +125,20 @@ def resolve(model: str) -> ModelShape:
     return find(model)
 
 
+def shape_of(job: TrainJob) -> ModelShape:
+    """The shape of the model that a job trains.
+
+    Raises:
+        ShoalError: as :func:`resolve`, or the model cannot have the job's architecture.
+    """
+    shape = resolve(job.model)
+    return (
+        shape.model_copy(update={"architecture": job.architecture})
+        if job.architecture.name
+        else shape
+    )
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -198,6 +213,7 @@ def from_huggingface(config: Mapping[str, Any], *, name: str = "") -> ModelShape
         ModelError: the architecture is not supported, or a number is missing or wrong.
     """
     label = str(config.get("_name_or_path") or "").rpartition("/")[2] or name or "model"
+    architecture, config = Architecture.from_huggingface(dict(config), f"config.json of {label}")
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         known = ", ".join(f"{key} ({value[0]})" for key, value in ARCHITECTURES.items())
@@ -225,6 +241,7 @@ def from_huggingface(config: Mapping[str, Any], *, name: str = "") -> ModelShape
         "tied": bool(config.get("tie_word_embeddings", False)),
         "family": str(kind),
         "source": "config.json",
+        "architecture": architecture,
         **ARCHITECTURES[str(kind)][1](config),
     }
     missing = [key for key, value in raw.items() if value is None]

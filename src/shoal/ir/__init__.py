@@ -1,5 +1,6 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
+from shoal.ir.architecture import Architecture, Residual, Streams
 from shoal.ir.decoding import (
     MAX_NODES,
     Calibration,
@@ -65,6 +66,7 @@ from shoal.ir.watch import WatchPolicy
 
 __all__ = [
     "MAX_NODES",
+    "Architecture",
     "Arrival",
     "Calibration",
     "CheckpointLevel",
@@ -118,6 +120,7 @@ __all__ = [
     "Replan",
     "Report",
     "Request",
+    "Residual",
     "Runner",
     "SamplingParams",
     "Schedule",
@@ -131,6 +134,7 @@ __all__ = [
     "Step",
     "StepCost",
     "StepResult",
+    "Streams",
     "TokenInfo",
     "TrainJob",
     "Transfer",

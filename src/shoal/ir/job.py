@@ -20,6 +20,7 @@ from pydantic import (
 from shoal.core.config import Kind, Value
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import Choice
+from shoal.ir.architecture import Architecture
 from shoal.ir.layout import Layout
 from shoal.ir.watch import WatchPolicy
 
@@ -269,6 +270,8 @@ class TrainJob(Value):
         name: name of the run and of its directory.
         model: a model of the zoo or of the shipped shapes, a Hugging Face
             directory (training continues from its weights), or a shape file.
+        architecture: how the model is to differ from what ``model`` names; its weights are then
+            converted.
         data: the corpus.
         tokenizer: path of a ``tokenizer.json``, or ``bpe`` to train one on the corpus.
         packing: how documents fill sequences.
@@ -316,6 +319,7 @@ class TrainJob(Value):
     job: Literal["train"] = "train"
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     model: str = "shoal-4m"
+    architecture: Architecture = Architecture()
     data: Annotated[Choice, Kind("corpus")] = Choice(name="stdlib")
     tokenizer: str = "bpe"
     packing: Annotated[Choice, Kind("packing")] = Choice(name="stream")

@@ -8,6 +8,7 @@ from pydantic import PositiveInt, model_validator
 
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError
+from shoal.ir.architecture import Architecture
 
 __all__ = ["ModelShape"]
 
@@ -37,6 +38,7 @@ class ModelShape(Value):
         attention: MHA, GQA or MQA; other mechanisms are counted as GQA, approximately.
         family: family name, for display.
         source: where the numbers come from.
+        architecture: how it differs from its family's models.
     """
 
     name: str
@@ -60,6 +62,7 @@ class ModelShape(Value):
     attention: str = "GQA"
     family: str = ""
     source: str = ""
+    architecture: Architecture = Architecture()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -73,4 +76,5 @@ class ModelShape(Value):
                 f"{self.name}: top_k = {self.top_k} of {self.num_experts} experts; "
                 "give 1 to the number of experts"
             )
+        self.architecture.check(self.num_layers)
         return self

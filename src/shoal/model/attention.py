@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
 from shoal.model.norm import RMSNorm
+from shoal.model.parscale import before
 from shoal.model.rope import rotate, rotate_split
 
 __all__ = ["Attention", "KVCache", "Mixer", "Turn", "attend", "document_mask"]
@@ -50,6 +51,7 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        batch *= config.architecture.streams.num
         size = (config.num_layers, 2, batch, capacity, config.num_kv_heads, config.head_dim)
         self._store = torch.empty(size, dtype=dtype, device=device)
         self.capacity = capacity
@@ -249,6 +251,11 @@ class Attention(nn.Module):
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        streams = config.architecture.streams
+        self.prefix: nn.Parameter | None = None  # keys and values of virtual tokens, by stream
+        if streams.num > 1:
+            size = (2, streams.num, streams.prefix, config.num_kv_heads, config.head_dim)
+            self.prefix = nn.Parameter(torch.empty(size))
         self.kernel: Ready | None = None  # of inference: see shoal.model.accelerate
         self.trained: Ready | None = None  # of training: see shoal.model.trained
 
@@ -265,6 +272,8 @@ class Attention(nn.Module):
         q, k, v = self._project(x_BTD, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
+        if self.prefix is not None:
+            k, v = before(self.prefix, k, v)
         out = attend(
             q.transpose(1, 2),
             k.transpose(1, 2),

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from shoal.core.config import Value
 from shoal.core.errors import ModelError, require
+from shoal.ir.architecture import Architecture
 from shoal.ir.shape import ModelShape
 
 __all__ = ["Family", "ModelConfig", "RopeScaling"]
@@ -103,6 +104,7 @@ class ModelConfig(Value):
         eos_token_id: token or tokens that end it.
         pad_token_id: token that fills a batch.
         mask_token_id: token that stands where a token is to be found; mdlm has one.
+        architecture: how the model differs from its family's.
     """
 
     name: str = "model"
@@ -131,6 +133,7 @@ class ModelConfig(Value):
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
     mask_token_id: int | None = None
+    architecture: Architecture = Architecture()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -195,6 +198,14 @@ class ModelConfig(Value):
             "in any other",
             error=ModelError,
         )
+        self.architecture.check(self.num_layers)
+        require(
+            not self.architecture.name or self.family != "parallel",
+            "architecture",
+            self.architecture.name,
+            expected="a plain model in the family parallel, which has one sub-layer a block",
+            error=ModelError,
+        )
         return self
 
     @property
@@ -251,6 +262,7 @@ class ModelConfig(Value):
             top_k=shape.top_k,
             # Tokenizers that are learned for such a model leave its last token free.
             mask_token_id=shape.vocab_size - 1 if family == "mdlm" else None,
+            architecture=shape.architecture,
         )
 
     def shape(self) -> ModelShape:
@@ -273,6 +285,7 @@ class ModelConfig(Value):
             attention_bias=self.attention_bias,
             attention=_mechanism(self.num_heads, self.num_kv_heads),
             family=self.family,
+            architecture=self.architecture,
         )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from shoal.core.errors import KernelError, ModelError, nearest
 from shoal.core.files import write_dir_atomic
 from shoal.core.safetensors_header import StoredTensor, read_header
+from shoal.ir.architecture import Architecture
 from shoal.kernel.formats import weight_format
 from shoal.kernel.protocols import Packed
 from shoal.model import FAMILIES
@@ -128,6 +129,7 @@ def read_config(directory: Path) -> ModelConfig:
             f"{path}: auto_map names code of the model's own, which is never run here; if the "
             f"weights are those of a plain {', '.join(ARCHITECTURES)} model, remove the key"
         )
+    architecture, raw = Architecture.from_huggingface(raw, str(path))
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         hint = nearest(kind, ARCHITECTURES) if isinstance(kind, str) else ""
@@ -141,7 +143,9 @@ def read_config(directory: Path) -> ModelConfig:
     if kind == "mistral":  # where a key is absent, its own defaults hold
         raw = {"num_key_value_heads": 8, "sliding_window": 4096, **raw}
     config: ModelConfig = family.from_huggingface(raw, str(path))
-    return config.model_copy(update={"name": directory.resolve().name})
+    return ModelConfig(
+        **{**dict(config), "name": directory.resolve().name, "architecture": architecture}
+    )
 
 
 def find_weights(directory: Path) -> dict[str, Path]:
@@ -427,6 +431,7 @@ def write_state(
             raise ModelError(f"{directory}: the parameter {name} of {numel} elements is missing")
     dtype = state["embed.weight"].dtype
     raw: dict[str, Any] = FAMILIES.build(config.family).to_huggingface(config)
+    raw = config.architecture.to_huggingface(raw)
     raw["torch_dtype"] = _NAMES.get(dtype, str(dtype).removeprefix("torch."))
     formats = sorted({matrix.format for matrix in packed.values()})
     if len(formats) > 1:

@@ -10,7 +10,8 @@ cast once, and no operator falls back to fp32 except statistics and softmax.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError, require
 from shoal.kernel.protocols import Ready
+from shoal.model import ladder, parscale
 from shoal.model.attention import Attention, KVCache, Mixer, Turn, document_mask
 from shoal.model.config import ModelConfig
 from shoal.model.dropout import ATTENTION, FEED_FORWARD, Drop, StepDropout
@@ -42,6 +44,9 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.hidden, config.rms_norm_eps)
         self.attention = Attention(config, layer)
         self.parallel = config.family == "parallel"
+        residual = config.architecture.residual
+        self.ladder = residual.name == "ladder"
+        self.late = residual.late(config.num_layers)[layer]
         if not self.parallel:
             self.mlp_norm = RMSNorm(config.hidden, config.rms_norm_eps)
         self.mlp = Experts(config) if config.num_experts else SwiGLU(config)
@@ -56,12 +61,26 @@ class Block(nn.Module):
         drop: Drop | None = None,
     ) -> Tensor:
         """One step of the residual stream."""
-        normed = self.attention_norm(x_BTD)
-        mixed = self.attention(normed, cos, sin, mask, cache)
-        x_BTD = self.residual(x_BTD, mixed, drop, ATTENTION)
+        out: Tensor = self.wired(
+            x_BTD, lambda normed: self.attention(normed, cos, sin, mask, cache), self.mlp, drop
+        )
+        return out
+
+    def wired(
+        self,
+        x: Any,
+        attend: Callable[[Tensor], Any],
+        feed: Callable[[Tensor], Any],
+        drop: Drop | None,
+    ) -> Any:
+        """The residual stream through both branches; with :mod:`shoal.model.ladder` its state."""
+        if self.ladder:
+            return ladder.wired(self, x, attend, feed, drop)
+        normed = self.attention_norm(x)
+        x = self.residual(x, attend(normed), drop, ATTENTION)
         if not self.parallel:
-            normed = self.mlp_norm(x_BTD)
-        return self.residual(x_BTD, self.mlp(normed), drop, FEED_FORWARD)
+            normed = self.mlp_norm(x)
+        return self.residual(x, feed(normed), drop, FEED_FORWARD)
 
     def residual(self, x: Tensor, branch: Tensor, drop: Drop | None, site: str) -> Tensor:
         """Add the output of a branch to the stream, some of it dropped if asked."""
@@ -114,6 +133,8 @@ class Transformer(nn.Module):
         self.output: nn.Module | None = (
             None if config.tied else nn.Linear(config.hidden, config.vocab_size, bias=False)
         )
+        streams = config.architecture.streams
+        self.aggregate = parscale.Aggregate(config.hidden, streams) if streams.num > 1 else None
         self.head: Ready | None = None  # of inference: see shoal.model.accelerate
 
     @property
@@ -197,6 +218,11 @@ class Transformer(nn.Module):
             mask = torch.full(
                 (length, start + length), float("-inf"), dtype=x_BTD.dtype, device=x_BTD.device
             ).triu_(start + 1)
+        streams = config.architecture.streams
+        if self.aggregate is not None:
+            mask = parscale.causal(mask, streams.prefix, length, start, x_BTD)
+            mask = parscale.repeated(mask, streams.num) if mask.dim() == 4 else mask
+            x_BTD = parscale.repeated(x_BTD, streams.num)
         drop = None
         if dropout is not None and self.training:
             positions_T = torch.arange(start, start + length, device=x_BTD.device)
@@ -209,8 +235,12 @@ class Transformer(nn.Module):
                 x_BTD = block(x_BTD, cos, sin, mask, cache, drop)
         if cache is not None:
             cache.length += length
-        normed: Tensor = self.norm(x_BTD)
-        return normed
+        normed: Tensor = self.norm(ladder.settled(x_BTD, config.num_layers, drop))
+        return self.aggregated(normed)
+
+    def aggregated(self, normed: Tensor) -> Tensor:
+        """The states of all streams in one; as they are where there is one."""
+        return normed if self.aggregate is None else self.aggregate(normed)
 
     def flat(
         self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
@@ -226,7 +256,10 @@ class Transformer(nn.Module):
         Returns:
             [R, D], in the dtype of the weights.
         """
-        return self.finished(*self.through(self.embed(tokens_N), position_N, mixer, rows_R))
+        x_ND = self.embed(tokens_N)
+        if self.aggregate is not None:
+            return parscale.flat(self, x_ND, position_N, mixer, rows_R)
+        return self.finished(*self.through(x_ND, position_N, mixer, rows_R))
 
     def through(
         self, x_ND: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
@@ -239,6 +272,8 @@ class Transformer(nn.Module):
             mixer: keeps the keys and values, and knows what each token sees.
             rows_R: tokens that are needed behind the blocks; all, if not given.
         """
+        if self.config.architecture.residual.name == "ladder":
+            return ladder.through(self, x_ND, position_N, mixer, rows_R)
         branch_ND: Tensor | None = None
         turn = self.turn(position_N, x_ND.dtype)
         last = len(self.blocks) - 1

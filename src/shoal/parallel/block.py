@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from shoal.model.config import ModelConfig
-from shoal.model.dropout import ATTENTION, FEED_FORWARD, Drop
+from shoal.model.dropout import Drop
 from shoal.model.feedforward import Experts, SwiGLU, gate
 from shoal.model.transformer import Block
-from shoal.parallel.linear import ColumnLinear, Linear, RowLinear, grouped
+from shoal.parallel.linear import ColumnLinear, LateRowLinear, Linear, RowLinear, grouped
 from shoal.parallel.operators import enter, leave
 
 if TYPE_CHECKING:
@@ -76,11 +76,13 @@ class WholeBlock(Block):
         super().__init__(config, layer)
         attention = self.attention
         how: dict[str, Any] = {"sp": sp, "overlap": overlap}
+        # What a ladder adds late may be on its way.
+        row = LateRowLinear if self.ladder else RowLinear
         attention.qkv_proj = ColumnLinear.of(attention.qkv_proj, comm, **how)
-        attention.o_proj = RowLinear.of(attention.o_proj, comm, **how)
+        attention.o_proj = row.of(attention.o_proj, comm, **how)
         if isinstance(self.mlp, SwiGLU):
             self.mlp.gate_up_proj = ColumnLinear.of(self.mlp.gate_up_proj, comm, **how)
-            self.mlp.down_proj = RowLinear.of(self.mlp.down_proj, comm, **how)
+            self.mlp.down_proj = row.of(self.mlp.down_proj, comm, **how)
         else:
             self.mlp = _Experts(config, comm, sp=sp)
 
@@ -109,17 +111,20 @@ class SplitBlock(WholeBlock):
         """
         attention = self.attention
         total = batch * len(cos)
-        normed = self.attention_norm(x_ND)
-        qkv = attention.qkv_proj(normed, total)
-        q, k, v = attention.rotated(qkv.view(batch, len(cos), -1), cos, sin)
-        mixed = mix(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        out = attention.o_proj(mixed.transpose(1, 2).reshape(total, -1))
-        x_ND = self.residual(x_ND, out, drop, ATTENTION)
-        if not self.parallel:
-            normed = self.mlp_norm(x_ND)
-        if isinstance(self.mlp, SwiGLU):
+
+        def attend(normed: Tensor) -> Tensor:
+            qkv = attention.qkv_proj(normed, total)
+            q, k, v = attention.rotated(qkv.view(batch, len(cos), -1), cos, sin)
+            mixed = mix(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+            out: Tensor = attention.o_proj(mixed.transpose(1, 2).reshape(total, -1))
+            return out
+
+        def feed(normed: Tensor) -> Tensor:
+            if not isinstance(self.mlp, SwiGLU):
+                out: Tensor = self.mlp(normed, total)
+                return out
             gated = (self.mlp.kernel or gate)(self.mlp.gate_up_proj(normed, total))
-            out = self.mlp.down_proj(gated)
-        else:
-            out = self.mlp(normed, total)
-        return self.residual(x_ND, out, drop, FEED_FORWARD)
+            return self.mlp.down_proj(gated)  # type: ignore[no-any-return]
+
+        out: Tensor = self.wired(x_ND, attend, feed, drop)
+        return out

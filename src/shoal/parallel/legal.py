@@ -12,6 +12,7 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.training import microbatch_of
 from shoal.ir import ModelShape, Schedule, TrainJob
+from shoal.parallel.legal_architecture import check_architecture
 from shoal.parallel.overlap import TILES
 from shoal.plan.partition import cells_for
 
@@ -95,6 +96,7 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         expected=f"a divisor of the feed-forward width {width}: {_divisors(width)}",
         error=PlanError,
     )
+    check_architecture(job, shape)
     schedule = schedule_of(job)
     require(
         shape.num_layers % schedule.stages == 0 or p.vpp == 1 or bool(p.stages),

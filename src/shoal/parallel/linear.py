@@ -29,7 +29,15 @@ from shoal.parallel.overlap.tile import gathered_product, reduced_product, scatt
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["ColumnLinear", "Linear", "RowLinear", "WeightGradients", "compute_dtype", "grouped"]
+__all__ = [
+    "ColumnLinear",
+    "LateRowLinear",
+    "Linear",
+    "RowLinear",
+    "WeightGradients",
+    "compute_dtype",
+    "grouped",
+]
 
 
 class WeightGradients:
@@ -162,6 +170,9 @@ class _Split(torch.autograd.Function):
             pending.wait()
         elif out is None:
             out = F.linear(x_NI, cast)
+            if layer.late:
+                layer.pending = layer.comm.all_reduce(out, tag=TAG)
+                return out
             out = scattered(out, layer.comm) if layer.sp else reduced(out, layer.comm)
         return out if bias is None else out.add_(bias.to(dtype))
 
@@ -200,7 +211,8 @@ class Linear(nn.Linear):
     """A whole linear layer whose weight gradient can be put off."""
 
     comm: Comm
-    sp = tiled = False
+    sp = tiled = late = False
+    pending: Pending | None = None
     gathers_input = copies_input = reduces_output = False
 
     @classmethod
@@ -256,6 +268,43 @@ class RowLinear(Linear):
 
     def _prepare(self, split: bool) -> None:
         self.reduces_output = split
+
+
+class _Landed(torch.autograd.Function):
+    """A sum over ranks that was on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pending: Pending) -> Tensor:
+        pending.wait()
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class LateRowLinear(RowLinear):
+    """A row-parallel layer whose sum travels on: calling what it returns waits for the sum.
+
+    Source: Zhang et al., Ladder-Residual, 2025.
+    """
+
+    late = True
+
+    def forward(self, x: Tensor, total: int = 0) -> Any:
+        """A function that gives [N, O] once the sum is there; [..., O] itself on one rank."""
+        if not self.reduces_output:
+            return super().forward(x, total)
+        out: Tensor = _Split.apply(x, self.weight, None, self, total)  # type: ignore[no-untyped-call]
+        pending, self.pending = self.pending, None
+        bias = self.bias
+
+        def landed() -> Tensor:
+            whole: Tensor = _Landed.apply(out, pending)  # type: ignore[no-untyped-call]
+            return whole if bias is None else whole + bias.to(whole.dtype)
+
+        return landed
 
 
 class _Grouped(torch.autograd.Function):

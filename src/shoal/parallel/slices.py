@@ -105,6 +105,11 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         block["attention.o_proj.bias"] = (dim,)
     if config.qk_norm:
         block["attention.q_norm.weight"] = block["attention.k_norm.weight"] = (config.head_dim,)
+    streams = config.architecture.streams
+    if streams.num > 1:
+        block["attention.prefix"] = (
+            2, streams.num, streams.prefix, config.num_kv_heads, config.head_dim,
+        )  # fmt: skip
     if config.family != "parallel":  # one norm for both branches
         block["mlp_norm.weight"] = (dim,)
     if experts:
@@ -124,6 +129,10 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     found["norm.weight"] = (dim,)
     if not config.tied:
         found["output.weight"] = (config.vocab_size, dim)
+    if streams.num > 1:
+        found["aggregate.up.weight"], found["aggregate.up.bias"] = (dim, streams.num * dim), (dim,)
+        found["aggregate.down.weight"] = (streams.num, dim)
+        found["aggregate.down.bias"] = (streams.num,)
     return found
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.core.errors import ConfigError, ModelError, require
 from shoal.ir.mask import Mask
 from shoal.model.attention import attend, document_mask
+from shoal.model.ladder import settled
 from shoal.model.loss import IGNORE, token_loss_sum
 from shoal.model.norm import RMSNorm
 from shoal.model.rope import frequencies, tables_at
@@ -140,6 +141,8 @@ class Stage(nn.Module):
                 x = checkpoint(block, x, cos, sin, *rest, use_reentrant=False)
             else:
                 x = block(x, cos, sin, *rest)
+        if self.config.architecture.residual.name == "ladder":
+            x = settled(x, self.config.num_layers, drop)
         hidden: Tensor = x if self.split else x.view(batch * share, -1)
         return self._end(hidden, mb) if self.last else hidden
 

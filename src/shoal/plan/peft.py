@@ -18,7 +18,7 @@ from typing import Any
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.cost.arithmetic import parameters
-from shoal.cost.shapes import resolve
+from shoal.cost.shapes import shape_of
 from shoal.cost.training import Pricer
 from shoal.ir import Machine, TrainJob, Work
 
@@ -92,7 +92,7 @@ def advise(
     """
     require(share is None or 0 < share <= 1, "share", share, expected="in (0, 1]", error=PlanError)
     require(tenants >= 1, "tenants", tenants, expected="1 or more", error=PlanError)
-    shape = resolve(job.model)
+    shape = shape_of(job)
     budget = budget_bytes or machine.device.main_memory.capacity_bytes
     every = float(parameters(shape))
     pricer = Pricer(machine)

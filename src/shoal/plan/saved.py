@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.files import read_yaml
-from shoal.cost.shapes import resolve
+from shoal.cost.shapes import shape_of
 from shoal.ir import Machine, ModelShape, Plan, ServePlan
 
 __all__ = ["check_machine", "check_model", "machine_marks", "mark", "read_plan"]
@@ -66,7 +66,7 @@ def check_model(plan: Plan, where: str) -> None:
         PlanError: it is not; names every number that differs.
         ShoalError: there is no such model.
     """
-    planned, found = _numbers(plan.shape), _numbers(resolve(plan.job.model))
+    planned, found = _numbers(plan.shape), _numbers(shape_of(plan.job))
     if planned != found:
         raise PlanError(
             f"{where}: made for another model: its shape (hash {mark(planned)}) is not that of "

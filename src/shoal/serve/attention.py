@@ -16,7 +16,7 @@ PagedAttention, 2023.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shoal.kernel.protocols import Ready
 from shoal.model.attention import attend
+from shoal.model.parscale import before, causal
 from shoal.serve.cache import PagedCache
 
 __all__ = ["Context", "PagedAttention"]
@@ -120,6 +121,8 @@ class PagedAttention:
         kernel: of ``paged_attention``; pages are copied without one.
         prompts: the same for chunks of several tokens; they are taken one by one without.
         exact: the kernel answers every query, those of long chunks too.
+        prefix: of a layer, the keys and values [2, M, K, d] of virtual tokens that all requests
+            see first; pages are then copied, without a kernel.
     """
 
     def __init__(
@@ -132,8 +135,9 @@ class PagedAttention:
         *,
         prompts: Ready | None = None,
         exact: bool = False,
+        prefix: Callable[[int], Tensor] | None = None,
     ) -> None:
-        self._cache, self._slots_N = cache, slots_N
+        self._cache, self._slots_N, self._prefix = cache, slots_N, prefix
         single = 0
         while single < len(contexts) and contexts[single].length == 1:
             single += 1
@@ -276,12 +280,14 @@ class PagedAttention:
             else:
                 keys, values = self._cache.gather(layer, prompt.blocks)
                 keys, values = keys[:, : prompt.stop], values[:, : prompt.stop]
+            length = prompt.last - prompt.first
+            keys, values, mask = self._behind(layer, keys, values, prompt.mask, length)
             out = attend(
                 q_NHd[None, rows].transpose(1, 2),
                 keys.transpose(1, 2),
                 values.transpose(1, 2),
-                prompt.mask,
-                causal=prompt.mask is None,
+                mask,
+                causal=mask is None,
             )
             parts.append(out[0].transpose(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -293,14 +299,27 @@ class PagedAttention:
         """
         keys, values = self._cache.gather(layer, group.blocks)
         keys, values = keys[:, : group.longest], values[:, : group.longest]
-        return _single(q_NHd[group.first : group.last], keys, values, group.mask)
+        seen = self._behind(layer, keys, values, group.mask)
+        return _single(q_NHd[group.first : group.last], *seen)
 
     def _decode_slots(self, layer: int, q_NHd: Tensor, dense: _Dense) -> Tensor:
         """One token of each request, over all slots as they lie."""
         keys, values = self._cache.slots(layer, dense.first_slot, dense.count, dense.longest)
         queries = q_NHd.new_zeros(dense.count, *q_NHd.shape[1:])
         queries[dense.places] = q_NHd[: dense.last]
-        return _single(queries, keys, values, dense.mask)[dense.places]
+        return _single(queries, *self._behind(layer, keys, values, dense.mask))[dense.places]
+
+    def _behind(
+        self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None, length: int = 1
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values [B, S, K, d] behind the prefix, and the mask of so many queries."""
+        if self._prefix is None:
+            return keys, values, mask
+        prefix = self._prefix(layer).to(keys.dtype)
+        keys, values = before(prefix.unsqueeze(1), keys, values)
+        if mask is not None or length > 1:
+            mask = causal(mask, prefix.shape[1], length, 0, keys)
+        return keys, values, mask
 
 
 def _single(q_BHd: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

@@ -32,8 +32,10 @@ from shoal.kernel.tensors import name_of
 from shoal.machine.host import memory_available
 from shoal.model import huggingface
 from shoal.model.accelerate import accelerate
+from shoal.model.architecture import plain
 from shoal.model.config import ModelConfig
 from shoal.model.ksort import ksort
+from shoal.model.parscale import heads_of
 from shoal.model.quantize.layers import pack
 from shoal.model.transformer import Transformer
 from shoal.plan.serving_memory import slot_length
@@ -119,6 +121,8 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
     if dtype == torch.float32 and few_rows.backend == "torch" and not model.embed.weight.is_cuda:
         _store_by_columns(model)
     memory: MemoryPart = table("memory").build(job.memory, where="memory")
+    if job.memory.name != "resident":  # blocks come when their turn is, one by one
+        plain(model.config, f"memory = {job.memory.name}")
     if job.memory.name == "superpipeline":  # kernels hold weights, and these come and go
         require(
             not job.kernel and not job.exact and job.weights == "plain",
@@ -183,6 +187,15 @@ def attention_kernel(
         KernelError: the job wants one that does not exist, or that cannot read this cache.
     """
     wanted = job.kernel.get("paged_attention")
+    if model.config.architecture.streams.num > 1:  # no kernel reads a prefix before the pages
+        require(
+            wanted in (None, "torch") and not job.exact,
+            "kernel.paged_attention",
+            wanted or "exact",
+            expected="torch, without exact, for a model with streams: pages are copied",
+            error=ServeError,
+        )
+        return None
     if prompts and (job.exact or wanted is not None):
         return None
     config = model.config
@@ -251,7 +264,7 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
     """
     longest = positions(job, config)
     form = table("kv_format").build(job.kv_format, where="kv_format")
-    size = token_bytes(config, dtype, form)
+    size = token_bytes(heads_of(config), dtype, form)
     room = memory_available() // job.replicas  # the others on this host take as much
     if job.kv_tokens is None:
         tokens = min(job.max_running * longest, int(room * _CACHE_SHARE) // size)
@@ -390,7 +403,7 @@ def cache_of(
         max_position=job.max_position,
     )
     cache = PagedCache(
-        model.config,
+        heads_of(model.config),
         kv.num_blocks,
         kv.block_size,
         dtype=model.weight.dtype,

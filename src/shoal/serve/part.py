@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import Parallel, ServeJob
+from shoal.model import ladder
 from shoal.model.attention import Mixer
 from shoal.model.feedforward import SwiGLU
 from shoal.model.transformer import Block, Transformer
@@ -68,6 +69,8 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
         ("disagg", job.disagg, job.disagg is None),
         ("preempt", job.preempt.name, job.preempt.name == "recompute" or swaps),
         ("weights", job.weights, job.weights == "plain"),
+        ("parallel.pp", parallel.pp, parallel.pp == 1 or not config.architecture.name),
+        ("parallel.tp", parallel.tp, config.architecture.name in ("", "ladder")),
         (
             "kv_format",
             str(job.kv_format),
@@ -79,8 +82,8 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
             what,
             wanted,
             expected="with parallel.tp or parallel.pp above 1: no instances for phases, preempt = "
-            "recompute (or swap, with one step under way), weights = plain, and a kv_format that "
-            "does not sort channels",
+            "recompute (or swap, with one step under way), weights = plain, a kv_format that does "
+            "not sort channels; and no architecture but a family's own or, with tp, a ladder",
             hint="leave it out, or serve with one process",
             error=ServeError,
         )
@@ -136,9 +139,10 @@ class PartModel:
             local.output = None
         self._load(local, parameters, layers)
         self._biases = [self._without_bias(block) for block in local.blocks]
+        self._ladder = config.architecture.residual.name == "ladder"
         self.local = prepare(job, local)
         self._table.weight = nn.Parameter(local.embed.weight, requires_grad=False)
-        if tp.world > 1:
+        if tp.world > 1 and not self._ladder:
             for block, (mixed, fed) in zip(self.local.blocks, self._biases, strict=True):
                 block.attention.o_proj = _Summed(block.attention.o_proj, tp, mixed)  # type: ignore[union-attr,arg-type]
                 block.mlp = _Summed(block.mlp, tp, fed)  # type: ignore[arg-type]
@@ -157,6 +161,9 @@ class PartModel:
         else:
             x_ND = self.boundary.take(self.ticket, len(tokens_N))
         needed = rows_R if self.boundary.last else None
+        if self._ladder:
+            joined = ladder.through(self.local, x_ND, position_N, mixer, needed, self._join)
+            return self.local.finished(*joined)
         x_ND, branch_ND = self.local.through(x_ND, position_N, mixer, needed)
         if not self.boundary.last:
             self.boundary.send(self.ticket, x_ND + branch_ND)
@@ -174,6 +181,18 @@ class PartModel:
             return None
         return all_TRC.transpose(0, 1).reshape(len(own_RC), -1)[:, : self.config.vocab_size]
 
+    def _join(self, out: Tensor) -> ladder.Late:
+        """Start the sum of an output over the ranks; what it returns waits for it."""
+        if self.tp.world == 1:
+            return out
+        pending = self.tp.all_reduce(out, tag=_SUM)
+
+        def landed() -> Tensor:
+            pending.wait()
+            return out
+
+        return landed
+
     def _load(self, local: Transformer, parameters: Parameters, layers: range) -> None:
         parallel = Parallel(tp=self.tp.world)
         every = slices(self.config, parallel, self.tp.rank, copy_kv=True)
@@ -189,9 +208,9 @@ class PartModel:
             setattr(local.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
     def _without_bias(self, block: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-        """Take the biases away that come after a sum."""
+        """Take the biases away that come after a sum; of a ladder, one rank's share has them."""
         assert isinstance(block, Block)
-        if self.tp.world == 1:
+        if self.tp.world == 1 or (block.ladder and self.tp.rank == 0):
             return None, None
         found: list[Tensor | None] = []
         last = block.mlp.down_proj if isinstance(block.mlp, SwiGLU) else None

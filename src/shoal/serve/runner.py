@@ -21,6 +21,7 @@ from shoal.ir import Chunk, Request, Step, StepResult
 from shoal.kernel.protocols import Ready
 from shoal.model.attention import Mixer
 from shoal.model.config import ModelConfig
+from shoal.model.parscale import prefixes
 from shoal.serve.adapters import AdapterBank
 from shoal.serve.adjust import Adjuster
 from shoal.serve.attention import Context, PagedAttention
@@ -156,6 +157,7 @@ class LocalRunner:
         self._adapters = adapters
         self._recorded_of: str | None = None  # the adapter that was merged in what was recorded
         self.attention, self.prompts, self._exact = attention, prompts, exact
+        self._prefix = prefixes(model) if model.config.architecture.streams.num > 1 else None
         self._clock = clock
         self._adjust = adjust or Adjuster()
         self._pooler = Pooler()
@@ -280,6 +282,7 @@ class LocalRunner:
             self.attention,
             prompts=self.prompts,
             exact=self._exact,
+            prefix=self._prefix,
         )
 
     def _check(self, chunk: Chunk) -> None:

@@ -46,7 +46,7 @@ class Rank:
         job: what to serve.
         parameters: of the whole model.
         blocking: of :class:`~shoal.serve.boundary.Boundary`.
-        latency_s: of the same.
+        latency_s: of the same, and of a sum over the ranks of a stage.
 
     Raises:
         ShoalError: the model cannot be split so, or cannot be read.
@@ -63,6 +63,7 @@ class Rank:
     ) -> None:
         from shoal.serve.build import DTYPES
         from shoal.serve.part import PartModel, layers_of
+        from shoal.serve.slow import SlowSums
 
         split = job.parallel
         ranks = ranks_of(comm, Parallel(tp=split.tp, pp=split.pp))
@@ -72,7 +73,8 @@ class Rank:
             ranks.pp, self._config.hidden, dtype, blocking=blocking, latency_s=latency_s
         )
         layers = layers_of(self._config.num_layers, ranks.pp.rank, split.pp)
-        self.model = PartModel(job, parameters, ranks.tp, self._boundary, layers)
+        tp: Any = SlowSums(ranks.tp, latency_s) if latency_s and split.tp > 1 else ranks.tp
+        self.model = PartModel(job, parameters, tp, self._boundary, layers)
         self.answers = self._boundary.last and ranks.tp.rank == 0
 
     def serve(

@@ -85,7 +85,8 @@ class RankedRunner:
         job: what to serve; ``parallel`` says by how many ranks.
         threads: of each rank.
         blocking: of :class:`~shoal.serve.boundary.Boundary`, to compare with.
-        latency_s: of the same, to emulate a slower link between stages.
+        latency_s: of the same, to emulate a slower link between stages, and between the ranks of
+            one for the sums of its layers.
         start_s: s that the ranks may take to load.
         hang_s: s without the result of a step that end everything.
 

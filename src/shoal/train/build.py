@@ -6,13 +6,14 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cost.shapes import resolve
+from shoal.core.errors import require
+from shoal.cost.shapes import shape_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shoal.ir import TrainJob
+    from shoal.ir import Architecture, TrainJob
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
     from shoal.train.peft.shared import SharedWeights
@@ -65,24 +66,33 @@ class StoredWeights:
 
     Args:
         directory: where they lie.
+        architecture: what they become; as they are, if it is plain.
+        seed: of weights that the directory has not.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: it cannot be read, or cannot have the architecture.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self, directory: Path, architecture: Architecture | None = None, seed: int = 0
+    ) -> None:
         from shoal.model import huggingface
+        from shoal.model.architecture import changed
 
-        self._directory = directory
+        self._directory, self._seed = directory, seed
         self.config: ModelConfig = huggingface.read_config(directory)
+        if architecture is not None and architecture.name:
+            self.config = changed(self.config, architecture)
 
     def model(self) -> Transformer:
         """The whole model, ready to train."""
         import torch
 
         from shoal.model import huggingface
+        from shoal.model.architecture import rebuilt
 
-        return huggingface.read(self._directory, torch.float32, packed=False).train()
+        model = huggingface.read(self._directory, torch.float32, packed=False)
+        return rebuilt(model, self.config.architecture, self._seed).train()
 
     @functools.cached_property
     def _read(self) -> dict[str, Tensor]:
@@ -106,9 +116,15 @@ def weights_of(job: TrainJob) -> FreshWeights | StoredWeights | SharedWeights:
     from shoal.model.config import ModelConfig
 
     if job.base == "shared":
+        require(
+            not job.architecture.name,
+            "architecture",
+            job.architecture.name,
+            expected="none with base = shared, whose jobs all read the same weights",
+        )
         from shoal.train.peft.shared import SharedWeights
 
         return SharedWeights(Path(job.model))
     if is_directory(job.model):
-        return StoredWeights(Path(job.model))
-    return FreshWeights(ModelConfig.from_shape(resolve(job.model)), job.seed)
+        return StoredWeights(Path(job.model), job.architecture, job.seed)
+    return FreshWeights(ModelConfig.from_shape(shape_of(job)), job.seed)

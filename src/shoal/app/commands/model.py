@@ -115,8 +115,15 @@ def convert(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="option=value of the format, such as zero=3.")
     ] = None,
+    architecture: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What the model becomes, such as residual=ladder or residual.layers=upper_half; "
+            "train it on afterwards."
+        ),
+    ] = None,
 ) -> None:
-    """Turn one kind of directory into another, or change the dtype.
+    """Turn one kind of directory into another, or change the dtype or the architecture.
 
     **Examples**
 
@@ -129,11 +136,20 @@ def convert(
         shoal model convert runs/run s3://bucket/copy --to checkpoint
 
         shoal model convert runs/run ranks --to deepspeed --mesh dp=2,tp=2 --set zero=3
+
+        shoal model convert model ladder --architecture residual=ladder
     """
     from shoal.checkpoint.formats.transfer import convert_any
 
     note = convert_any(
-        _place(source), _place(out), to=to, dtype=dtype, mesh=mesh, spec=spec, options=set_ or []
+        _place(source),
+        _place(out),
+        to=to,
+        dtype=dtype,
+        mesh=mesh,
+        spec=spec,
+        options=set_ or [],
+        architecture=architecture or [],
     )
     if note:
         typer.echo(f"note: left out: {note}", err=True)

@@ -15,6 +15,7 @@ from shoal.app.commands.plan_gemm import gemm
 from shoal.app.commands.plan_longctx import longctx
 from shoal.app.commands.plan_mapping import mapping
 from shoal.app.commands.plan_memory import memory
+from shoal.app.commands.plan_parscale import parscale
 from shoal.app.commands.plan_paths import paths
 from shoal.app.commands.plan_peft import peft
 from shoal.app.commands.plan_routes import routes
@@ -437,6 +438,7 @@ def show_plans(plans: Sequence[Plan]) -> None:
 
 # The order of the help.
 app.command("scaling")(scaling)
+app.command("parscale")(parscale)
 app.command("schedule")(schedule)
 app.command("peft")(peft)
 app.command("t3")(t3)

@@ -41,13 +41,13 @@ def show_ways(job: TrainJob, machine: Machine) -> None:
     """Print every way beyond the device's memory: bytes of each tier, and how long a step takes."""
     from shoal.app.show import table
     from shoal.core.sizes import human_bytes
-    from shoal.cost.shapes import resolve
+    from shoal.cost.shapes import shape_of
     from shoal.cost.training_memory import tier_bytes
     from shoal.plan.offload import TIERS
     from shoal.plan.strategy.beyond import all_ways
     from shoal.plan.strategy.judge import beyond_room, tier_room
 
-    found = all_ways(job, resolve(job.model), machine)
+    found = all_ways(job, shape_of(job), machine)
     rows, unknown = [], set[str]()
     for way in found:
         if way.best is None:

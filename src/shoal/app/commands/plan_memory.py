@@ -59,7 +59,7 @@ def memory(
     from shoal.core.config import resolve
     from shoal.core.errors import require
     from shoal.core.sizes import human_bytes
-    from shoal.cost.shapes import resolve as shape_of
+    from shoal.cost.shapes import shape_of
     from shoal.ir import TrainJob
     from shoal.machine.described import load
     from shoal.plan.offload import TIERS, budgets_of, ways
@@ -72,7 +72,7 @@ def memory(
         "precision": precision,
     }
     job = resolve(TrainJob, file=file, flags=flags, sets=set_ or []).value
-    shape = shape_of(job.model)
+    shape = shape_of(job)
     target, budgets = load(machine), budgets_of(budget)
     if explain:
         require(

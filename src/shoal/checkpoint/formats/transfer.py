@@ -17,10 +17,11 @@ from shoal.checkpoint.universal.atomic import Universal
 from shoal.checkpoint.universal.convert import consolidate
 from shoal.checkpoint.universal.protocols import Layout
 from shoal.checkpoint.universal.spec import UniversalSpec
-from shoal.core.config import Value
+from shoal.core.config import Value, resolve
 from shoal.core.errors import CheckpointError, ConfigError, ModelError
 from shoal.core.files import parse_yaml
 from shoal.core.parts import Choice
+from shoal.ir import Architecture
 
 if TYPE_CHECKING:
     from shoal.checkpoint.formats.protocols import CheckpointFormat, Contents
@@ -158,6 +159,7 @@ def convert_any(
     mesh: str | None = None,
     spec: Path | None = None,
     options: Sequence[str] = (),
+    architecture: Sequence[str] = (),
 ) -> str:
     """What ``shoal model convert`` does.
 
@@ -169,6 +171,8 @@ def convert_any(
         mesh: ranks to write for, as ``dp=2,tp=2``.
         spec: file of patterns for rank files.
         options: of the format, each as ``option=value``.
+        architecture: what the model becomes, each as ``residual=ladder``; huggingface and
+            checkpoint.
 
     Returns:
         What the source held and could not be read; usually nothing.
@@ -189,8 +193,15 @@ def convert_any(
         raise ConfigError(f"--spec = {spec}: {source} has no fragments to combine; leave it out")
     if kind not in FOREIGN and name in ("shoal", "huggingface") and not options:
         own: Any = "checkpoint" if name == "shoal" else name
-        convert(source, out, to=own, dtype=dtype)
+        becomes = resolve(Architecture, environment={}, sets=list(architecture)).value
+        convert(source, out, to=own, dtype=dtype, architecture=becomes)
         return ""
+    if architecture:
+        raise ConfigError(
+            f"--architecture = {', '.join(architecture)}: only a checkpoint or a model directory "
+            f"of this product becomes another, and is written as huggingface or checkpoint, "
+            f"without options; convert {source} first"
+        )
     if dtype is not None:
         if name != "huggingface":
             raise ConfigError(f"--dtype = {dtype}: {to} keeps what is stored; leave it out")

@@ -224,6 +224,10 @@ def attention_names(config: ModelConfig) -> Names:
                 names[f"{own}.attention.{letter}_norm.weight"] = (
                     Piece(f"{attention}.{letter}_norm.weight", (width,)),
                 )
+        streams = config.architecture.streams
+        if streams.num > 1:
+            shape = (2, streams.num, streams.prefix, config.num_kv_heads, width)
+            names[f"{own}.attention.prefix"] = (Piece(f"{attention}.prefix_kv", shape),)
         if config.family != "parallel":
             names[f"{own}.mlp_norm.weight"] = (
                 Piece(f"{theirs}.post_attention_layernorm.weight", (dim,)),
@@ -231,6 +235,12 @@ def attention_names(config: ModelConfig) -> Names:
     names["norm.weight"] = (Piece("model.norm.weight", (dim,)),)
     if not config.tied:
         names["output.weight"] = (Piece("lm_head.weight", embedding),)
+    num = config.architecture.streams.num
+    if num > 1:
+        for layer_name, rows, columns in (("up", dim, num * dim), ("down", num, dim)):
+            own, theirs = f"aggregate.{layer_name}", f"model.aggregate.{layer_name}"
+            names[f"{own}.weight"] = (Piece(f"{theirs}.weight", (rows, columns)),)
+            names[f"{own}.bias"] = (Piece(f"{theirs}.bias", (rows,)),)
     return names
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shoal.core.errors import ModelError
 from shoal.kernel.formats.base import BaseFormat
 from shoal.kernel.protocols import Packed
+from shoal.model.architecture import plain
 from shoal.model.feedforward import Experts
 from shoal.model.protocols import Quantizer
 from shoal.model.quantize.inputs import Inputs
@@ -155,6 +156,7 @@ def quantize(
         ModelError: text is needed and missing.
         KernelError: the format refuses a matrix; names it.
     """
+    plain(model.config, "quantize")
     text = None
     if quantizer.calibrated:
         if tokens_BT is None or tokens_BT.numel() == 0:

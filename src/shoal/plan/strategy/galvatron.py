@@ -28,7 +28,7 @@ from shoal.cost.layer_fit import LayerProfile
 from shoal.cost.layer_plan import LayerPlan, estimate_layers
 from shoal.cost.layerwise import Layer, LayerPricer, Strategy, layers_of
 from shoal.cost.rates import Rates
-from shoal.cost.shapes import resolve
+from shoal.cost.shapes import shape_of
 from shoal.ir import LayerGroup, Machine, ModelShape, Parallel, Plan, TrainJob, Work
 from shoal.plan.strategy.judge import FILL, describe, to_plan
 from shoal.plan.strategy.layer_search import Found, StageSearch
@@ -122,7 +122,7 @@ class Galvatron:
             note = f"all layers run alike: {beyond} is not planned layer by layer"
             changed = {"planner": "galvatron"}
             return [p.model_copy(update={**changed, "notes": (note, *p.notes)}) for p in plans]
-        shape = resolve(job.model)
+        shape = shape_of(job)
         layers = layers or layers_of(shape)
         options, failed = self.search(job, machine, shape, layers, profile=profile)
         if not options:

@@ -20,7 +20,7 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, part
 from shoal.cost.arithmetic import parameters
 from shoal.cost.megatron import bubble, training_days
-from shoal.cost.shapes import resolve
+from shoal.cost.shapes import shape_of
 from shoal.cost.training import Pricer
 from shoal.ir import Machine, ModelShape, Parallel, Plan, TrainJob, Work
 from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
@@ -55,7 +55,7 @@ class Megatron:
 
     def plan(self, job: TrainJob, machine: Machine) -> list[Plan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
-        shape = resolve(job.model)
+        shape = shape_of(job)
         pricer = Pricer(machine)
         tried: list[Judged] = []
         for parallel in self._degrees(job, shape, machine):

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
-from shoal.cost.shapes import resolve
+from shoal.cost.shapes import shape_of
 from shoal.cost.training import Pricer
 from shoal.ir import Machine, ModelShape, Parallel, Plan, TrainJob, Work
 from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
@@ -52,7 +52,7 @@ class Rules:
 
     def plan(self, job: TrainJob, machine: Machine) -> list[Plan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
-        shape = resolve(job.model)
+        shape = shape_of(job)
         pricer = Pricer(machine)
         tried: list[Judged] = []
         chosen: Judged | None = None

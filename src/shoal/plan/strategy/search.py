@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
-from shoal.cost.shapes import resolve
+from shoal.cost.shapes import shape_of
 from shoal.cost.training import Pricer
 from shoal.ir import Machine, ModelShape, Plan, TrainJob, Work
 from shoal.plan.strategy.beyond import NONE, names_of, refusal, ways
@@ -37,7 +37,7 @@ class Search:
 
     def plan(self, job: TrainJob, machine: Machine) -> list[Plan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
-        shape = resolve(job.model)
+        shape = shape_of(job)
         found = self._found(job, shape, machine)
         if not found:
             raise PlanError(

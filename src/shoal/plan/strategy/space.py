@@ -13,7 +13,7 @@ from typing import Literal
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.cost.rates import ranks_per_host
-from shoal.cost.shapes import resolve
+from shoal.cost.shapes import shape_of
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob
 
 __all__ = [
@@ -139,7 +139,7 @@ def candidates(
     Raises:
         PlanError: the stated split is not legal.
     """
-    shape = shape or resolve(job.model)
+    shape = shape or shape_of(job)
     _possible(job, shape)
     if "parallel" in job.model_fields_set:
         _stated(job, shape, machine)

@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.core.errors import ConfigError, PlanError, require
 from shoal.core.parts import Choice
-from shoal.cost.shapes import resolve
+from shoal.cost.shapes import shape_of
 from shoal.cost.training import Pricer
 from shoal.ir import Estimate, Machine, ModelShape, Parallel, TrainJob, Work
 from shoal.plan.strategy.judge import fits, usable_bytes
@@ -88,7 +88,7 @@ class TrainingObjective:
         if self.model is not None:
             return self.model
         if "shape" not in self._kept:
-            self._kept["shape"] = resolve(self.job.model)
+            self._kept["shape"] = shape_of(self.job)
         found: ModelShape = self._kept["shape"]
         return found
 

@@ -1,0 +1,158 @@
+"""Mini-models of bytes that the claims of architectures train, all on the same tokens.
+
+The text is the source of the Python standard library; every tenth module is held out. A batch
+follows from the seed and the step alone, so that models of one seed see the same text in the same
+order.
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shoal.core.random import generator
+from shoal.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shoal.model.transformer import Transformer
+
+__all__ = ["Recipe", "Text", "batch", "heldout", "mini", "text", "train"]
+
+_WARM = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a mini-model is trained.
+
+    Args:
+        steps: optimizer steps.
+        batch: sequences of a step.
+        length: bytes of a sequence.
+        lr: peak learning rate.
+    """
+
+    steps: int
+    batch: int = 16
+    length: int = 128
+    lr: float = 3e-3
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes, uint8, of modules that are trained on, and of others."""
+
+    train: np.ndarray
+    heldout: np.ndarray
+
+
+def text(folder: Path | None = None) -> Text:
+    """The standard library's modules, or the Python files of a folder."""
+    root = folder or Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in sorted(root.glob("*.py")) if path.stat().st_size > 4000]
+    parts: tuple[list[bytes], list[bytes]] = [], []
+    for number, path in enumerate(files):
+        parts[number % 10 == 9].append(path.read_bytes()[:60_000])
+    train, rest = (np.frombuffer(b"\n".join(some), np.uint8) for some in parts)
+    return Text(train, rest)
+
+
+def mini(hidden: int, layers: int, *, ffn: int = 0, **changes: Any) -> ModelConfig:
+    """The configuration of a mini-model of bytes."""
+    heads = max(1, hidden // 32)
+    return ModelConfig(
+        **{
+            "name": "mini",
+            "vocab_size": 256,
+            "hidden": hidden,
+            "num_layers": layers,
+            "num_heads": heads,
+            "num_kv_heads": heads,
+            "head_dim": 32,
+            "ffn_hidden": ffn or 3 * hidden,
+            "max_position": 512,
+            "tied": True,
+            **changes,
+        }
+    )
+
+
+def batch(data: np.ndarray, recipe: Recipe, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a step, int64 [B, T]."""
+    import torch
+
+    source = generator(seed, purpose="architecture batch", step=step)
+    starts = source.integers(0, len(data) - recipe.length - 1, recipe.batch)
+    rows = np.stack([data[at : at + recipe.length + 1] for at in starts]).astype(np.int64)
+    both = torch.from_numpy(rows)
+    return both[:, :-1], both[:, 1:]
+
+
+def train(
+    model: Transformer,
+    data: np.ndarray,
+    recipe: Recipe,
+    seed: int,
+    *,
+    first: int = 0,
+    parameters: Iterable[nn.Parameter] | None = None,
+    loss: Callable[[Tensor, Tensor, int], Tensor] | None = None,
+) -> Transformer:
+    """Train a model, in bf16 where autocast has it.
+
+    Args:
+        model: with its weights; is changed.
+        data: what it is trained on.
+        recipe: how.
+        seed: of the batches.
+        first: number of the first step, for text that follows that of another training.
+        parameters: what is trained; all, if not given.
+        loss: mean loss of inputs, targets and step; that of the next byte, if not given.
+    """
+    import torch
+
+    some = list(model.parameters() if parameters is None else parameters)
+    optimizer = torch.optim.AdamW(some, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for parameter in some:
+        parameter.requires_grad_(True)
+    model.train()
+    for step in range(recipe.steps):
+        done = step / recipe.steps
+        scale = min(1.0, (step + 1) / _WARM) * (0.05 + 0.475 * (1 + math.cos(math.pi * done)))
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.lr * scale
+        inputs, targets = batch(data, recipe, seed, first + step)
+        with torch.autocast("cpu", torch.bfloat16):
+            if loss is None:
+                value = model.loss_sum(inputs, targets) / targets.numel()
+            else:
+                value = loss(inputs, targets, step)
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(value)
+        torch.nn.utils.clip_grad_norm_(some, 1.0)
+        optimizer.step()
+    return model.eval()
+
+
+def heldout(model: Transformer, data: np.ndarray, recipe: Recipe, rows: int = 256) -> float:
+    """Mean loss in nats a byte, of evenly spaced sequences."""
+    import torch
+
+    starts = np.linspace(0, len(data) - recipe.length - 2, rows).astype(np.int64)
+    total = 0.0
+    with torch.no_grad():
+        for some in np.array_split(starts, max(1, rows // 64)):
+            part = np.stack([data[at : at + recipe.length + 1] for at in some]).astype(np.int64)
+            both = torch.from_numpy(part)
+            total += float(model.loss_sum(both[:, :-1], both[:, 1:]))
+    return total / (rows * recipe.length)

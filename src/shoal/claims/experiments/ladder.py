@@ -1,0 +1,246 @@
+"""[63] Ladder-residual: the sums of tensor parallelism hidden behind the next sub-layer.
+
+- Mini-models of bytes, standard and ladder, from the same weights on the same text in the same
+  order: the loss on held-out text, three seeds.
+- The trained standard models, their upper half rewired, after a tenth of the steps more, beside
+  the standard models after as many.
+- Two processes that share every layer decode eight requests at once through the engine. A sum over
+  the ranks is there a fixed time after it began, on one emulated link; that time is chosen so that
+  the sums are two fifths of the standard model's step. Beside the same engine with the standard
+  model, whose sums are waited for at once, and with the parallel block's.
+
+The A/A run puts the standard model in the place of the ladder.
+
+Source: Zhang et al., Ladder-Residual: Parallelism-Aware Architecture for Accelerating Large Model
+Inference with Communication Overlapping, 2025.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.measure import interleave
+from shoal.core.parts import part
+from shoal.ir import Architecture
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Transformer
+
+__all__ = ["LadderClaim"]
+
+# Of the standard model's step, in communication.
+_SHARE = 0.4
+_REQUESTS = 8
+
+
+@part
+class LadderClaim:
+    """Loss of three seeds, and decoding on two ranks, beside the standard model.
+
+    Args:
+        seeds: trainings of each kind.
+        steps: of one training.
+        hidden: width of the model that is decoded with.
+        layers: its blocks.
+        tokens: that each request generates.
+        rounds: timed pairs.
+    """
+
+    seeds: int = 3
+    steps: int = 250
+    hidden: int = 512
+    layers: int = 8
+    tokens: int = 24
+    rounds: int = 16
+
+    rows: ClassVar[tuple[int, ...]] = (63,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.counted("sums_beyond_standard", "<=", 0.0, "standard residual"),
+        Metric.counted("wrong_tokens", "<=", 0.0, "one process"),
+        Metric(
+            name="reads_late",
+            unit="1",
+            statistic="min",
+            comparison=">=",
+            threshold=1.0,
+            baseline="standard residual",
+            evidence="same_regime",
+        ),
+        Metric(
+            name="loss",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=1.02,
+            baseline="standard residual",
+            evidence="mechanism",
+            quick=False,
+            paper="equal quality at 1B and 3B",
+        ),
+        Metric(
+            name="converted_loss",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=1.03,
+            baseline="standard residual, trained as long",
+            evidence="mechanism",
+            quick=False,
+            paper="partial conversion with little loss",
+        ),
+        Metric.speedup(
+            "decode",
+            1.2,
+            "standard residual, sums waited for at once",
+            evidence="mechanism",
+            paper="about 30 % faster at 70B with tp = 8",
+        ),
+        Metric(
+            name="of_prediction",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=0.85,
+            baseline="the longer of computation and communication",
+            evidence="mechanism",
+            timing=True,
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "steps", "hidden", "layers", "tokens", "rounds"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.ladder.{name}", value, expected="at least 1")
+
+    def refuses(self, context: Context) -> str | None:
+        """Two processes run everywhere."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Count the sums; then, unless it is quick, train and decode."""
+        ours = "standard" if as_baseline else "ladder"
+        metrics: dict[str, Paired] = {}
+        details: dict[str, JsonValue] = {}
+        self._count(context, ours, metrics)
+        if not quick:
+            self._train(context, ours, metrics, details)
+            self._decode(context, ours, metrics, details)
+        return Samples(metrics=metrics, details=details)
+
+    def _count(self, context: Context, ours: str, metrics: dict[str, Paired]) -> None:
+        """Sums of a step on two ranks, how late they are waited for, and the tokens."""
+        from shoal.claims.experiments.ladder_ranks import counted
+
+        begun, late, wrong = counted(ours, context.seed)
+        standard, _, _ = counted("standard", context.seed)
+        metrics["sums_beyond_standard"] = Paired(method=(float(begun - standard),))
+        metrics["wrong_tokens"] = Paired(method=(float(wrong),))
+        metrics["reads_late"] = Paired(method=(float(late),))
+
+    def _train(
+        self,
+        context: Context,
+        ours: str,
+        metrics: dict[str, Paired],
+        details: dict[str, JsonValue],
+    ) -> None:
+        from shoal.claims.experiments.arch_training import Recipe, heldout, mini, text, train
+        from shoal.model.architecture import rebuilt
+        from shoal.train.zoo import random
+
+        data = context.remember("text", lambda: text(context.data))
+        recipe, more = Recipe(steps=self.steps), Recipe(steps=max(1, self.steps // 10), lr=1e-3)
+        losses: dict[str, list[float]] = {name: [] for name in ("ours", "standard")}
+        after: dict[str, list[float]] = {name: [] for name in ("converted", "standard")}
+
+        def loss_of(model: Transformer) -> float:
+            return heldout(model, data.heldout, recipe)
+
+        for number in range(self.seeds):
+            seed = context.seed + number
+            context.progress(f"training, seed {seed}", number / self.seeds * 0.8)
+
+            def made(name: str, seed: int = seed) -> Transformer:
+                config = mini(128, 4, architecture={"residual": name})
+                return train(random(config, seed), data.train, recipe, seed)
+
+            def on(model: Transformer, seed: int = seed) -> float:
+                return loss_of(train(model, data.train, more, seed, first=self.steps))
+
+            standard = context.remember(f"standard {seed}", lambda: made("standard"))
+            losses["standard"].append(loss_of(standard))
+            losses["ours"].append(
+                context.remember(f"{ours} {seed} loss", lambda: loss_of(made(ours)))
+            )
+            wiring: dict[str, Any] = {"name": ours}
+            if ours == "ladder":
+                wiring |= {"layers": "upper_half", "rewire": True}
+            half = rebuilt(_copy(standard), Architecture.model_validate({"residual": wiring}))
+            whole = _copy(standard)
+            after["standard"].append(context.remember(f"standard {seed} on", partial(on, whole)))
+            after["converted"].append(on(half))
+        metrics["loss"] = Paired(method=tuple(losses["ours"]), baseline=tuple(losses["standard"]))
+        metrics["converted_loss"] = Paired(
+            method=tuple(after["converted"]), baseline=tuple(after["standard"])
+        )
+        details["training"] = {
+            "steps": self.steps,
+            "bytes_a_step": recipe.batch * recipe.length,
+            "loss": {name: [*found] for name, found in losses.items()},
+            "loss_after_a_tenth_more": {name: [*found] for name, found in after.items()},
+        }
+
+    def _decode(
+        self,
+        context: Context,
+        ours: str,
+        metrics: dict[str, Paired],
+        details: dict[str, JsonValue],
+    ) -> None:
+        from shoal.claims.experiments.ladder_ranks import Decoding
+
+        context.progress("decoding", 0.85)
+        with Decoding(
+            context.work_dir, self.hidden, self.layers, _REQUESTS, self.tokens, context.seed
+        ) as runs:
+            # Computation alone, of which the time of a sum follows.
+            runs.open("compute", ours, 0.0)
+            compute_s = median(
+                interleave({"compute": lambda: runs.run("compute")}, 8, seed=context.seed).seconds[
+                    "compute"
+                ]
+            )
+            sums = 2 * self.layers * self.tokens
+            latency_s = compute_s * _SHARE / (1 - _SHARE) / sums
+            for name, kind in (("ours", ours), ("standard", "standard"), ("parallel", "parallel")):
+                runs.open(name, kind, latency_s)
+            timed = interleave(
+                {
+                    name: lambda name=name: runs.run(name)  # type: ignore[misc]
+                    for name in ("compute", "ours", "standard", "parallel")
+                },
+                self.rounds,
+                seed=context.seed,
+            ).seconds
+        metrics["decode"] = Paired(method=timed["ours"], baseline=timed["standard"])
+        longest = tuple(max(one, latency_s * sums) for one in timed["compute"])
+        metrics["of_prediction"] = Paired(method=timed["ours"], baseline=longest)
+        every = _REQUESTS * self.tokens
+        details["decoding"] = {
+            "sum_s": latency_s,
+            "communication_share": latency_s * sums / median(timed["standard"]),
+            "tokens_per_s": {name: every / median(seconds) for name, seconds in timed.items()},
+        }
+
+
+def _copy(model: Transformer) -> Transformer:
+    import copy
+
+    return copy.deepcopy(model)

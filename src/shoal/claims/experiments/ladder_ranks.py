@@ -1,0 +1,180 @@
+"""What claim [63] Ladder-residual runs on two ranks: counted sums, and decoding in turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from shoal.core.random import generator
+from shoal.ir import Request, SamplingParams, ServeJob
+from shoal.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.model.transformer import Transformer
+    from shoal.parallel.protocols import Comm
+    from shoal.serve.workers import RankedEngine
+
+__all__ = ["Decoding", "counted"]
+
+_VOCAB = 1024
+
+
+def _config(kind: str, hidden: int, layers: int) -> ModelConfig:
+    """A model whose attention and feed-forward layer take about as long."""
+    return ModelConfig(
+        family="parallel" if kind == "parallel" else "llama",
+        vocab_size=_VOCAB,
+        hidden=hidden,
+        num_layers=layers,
+        num_heads=max(2, hidden // 64),
+        num_kv_heads=max(2, hidden // 64),
+        head_dim=64,
+        ffn_hidden=2 * hidden,
+        max_position=256,
+        initializer_range=0.1,
+        tied=True,
+        architecture={"residual": "ladder" if kind == "ladder" else "standard"},
+    )
+
+
+class _Counting:
+    """Notes, of every sum, how many had begun when it was waited for."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self.begun, self.late = comm, 0, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_reduce(self, x: Any, **options: Any) -> Any:
+        pending, number = self._comm.all_reduce(x, **options), self.begun
+        self.begun += 1
+
+        class Waited:
+            def wait(_) -> None:  # noqa: N805
+                self.late.append(self.begun - number - 1)
+                pending.wait()
+
+        return Waited()
+
+
+class _Weights:
+    """The parameters of a model in memory, as those of a directory."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.config, self.dtype = model.config, model.weight.dtype
+        self._found = dict(model.named_parameters())
+
+    def __call__(self, name: str) -> Tensor:
+        return self._found[name].detach().reshape(-1)
+
+
+def _attend(layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
+    """Attention of one sequence from its beginning."""
+    from shoal.model.attention import attend
+
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_NHd, k_NKd, v_NKd))
+    return attend(q, k, v, None, causal=True)[0].transpose(0, 1)
+
+
+def counted(kind: str, seed: int) -> tuple[int, int, int]:
+    """One pass of a small model on two ranks, and on one.
+
+    Returns:
+        Sums; how many had begun since, at least, when each but the last two was waited for; and
+        next tokens that are not those of one process.
+    """
+    import torch
+
+    from shoal.parallel.thread_comm import run_ranks
+    from shoal.serve.boundary import Boundary
+    from shoal.serve.build import prepare
+    from shoal.serve.part import PartModel
+    from shoal.train.zoo import random
+
+    config = _config(kind, 128, 4)
+    job = ServeJob(model=kind, precision="fp32", threads=1)
+    tokens = torch.from_numpy(generator(seed, purpose="prompt").integers(0, _VOCAB, 48))
+    places = torch.arange(len(tokens))
+
+    def rank(comm: Comm) -> tuple[_Counting, Tensor | None]:
+        log: Any = _Counting(comm)
+        alone = Boundary(comm.split([[0], [1]]), config.hidden, torch.float32)
+        model = PartModel(job, _Weights(random(config, seed)), log, alone, range(4))  # type: ignore[arg-type]
+        log.begun, log.late = 0, []
+        with torch.inference_mode():
+            hidden = model.flat(tokens, places, _attend)
+            assert hidden is not None
+            return log, model.logits(hidden)
+
+    (log, shared), _ = run_ranks(2, rank)
+    assert shared is not None
+    with torch.inference_mode():
+        whole = prepare(job, random(config, seed))
+        want = whole.logits(whole.flat(tokens, places, _attend))
+    # The embedding is a sum too; it begins and ends before the first layer.
+    late = log.late[1:-2]
+    return log.begun, min(late), int((shared.argmax(-1) != want.argmax(-1)).sum())
+
+
+class Decoding:
+    """Engines of two processes each, which generate from the same prompts in turn.
+
+    Args:
+        folder: for their model directories.
+        hidden: width.
+        layers: blocks.
+        requests: at once.
+        tokens: of each.
+        seed: of weights and prompts.
+    """
+
+    def __init__(
+        self, folder: Path, hidden: int, layers: int, requests: int, tokens: int, seed: int
+    ) -> None:
+        self._folder, self._sizes = folder, (hidden, layers)
+        self._requests, self._tokens, self._seed = requests, tokens, seed
+        self._engines: dict[str, RankedEngine] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+    def open(self, name: str, kind: str, latency_s: float) -> None:
+        """Start two ranks whose sums take so long."""
+        from shoal.model import huggingface
+        from shoal.serve.workers import ranked_engine
+        from shoal.train.zoo import random
+
+        directory = self._folder / kind
+        if not directory.exists():
+            huggingface.write(directory, random(_config(kind, *self._sizes), self._seed))
+        job = ServeJob.model_validate(
+            {
+                "model": str(directory),
+                "precision": "fp32",
+                "threads": 1,
+                "kv_tokens": 4096,
+                "parallel": {"tp": 2},
+                "kv": {"name": "paged", "prefix_reuse": False},
+            }
+        )
+        self._engines[name] = ranked_engine(
+            job, huggingface.read_config(directory), latency_s=latency_s
+        )
+        self.run(name)
+
+    def run(self, name: str) -> None:
+        """Generate all tokens of all requests."""
+        engine = self._engines[name]
+        for number in range(self._requests):
+            source = generator(self._seed, purpose="prompt", index=number)
+            prompt = source.integers(0, _VOCAB, 4).tolist()
+            engine.add(Request(f"{number}", prompt, 4, SamplingParams(max_tokens=self._tokens)))
+        while engine.busy:
+            engine.step()

@@ -1,0 +1,164 @@
+"""What makes a model another one than its family's: how its blocks are wired, and what they are.
+
+Every option is plain by default, and one at a time may be anything else. The same value stands in
+a job (``architecture: {residual: ladder}``), in a shape, and in ``config.json``, whose
+``model_type`` then says that the model is not its family's: other programs refuse it instead of
+misreading it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from shoal.core.config import Value
+from shoal.core.errors import ModelError, require
+
+__all__ = ["Architecture", "Residual", "Streams"]
+
+_PREFIX = "shoal_"
+
+
+class Residual(Value):
+    """When the output of a sub-layer reaches the residual stream; its name alone will do.
+
+    Args:
+        name: ``standard``, at once; ``ladder``, one sub-layer late, so that its sum over
+            tensor-parallel ranks travels while the next one computes.
+        layers: of the ladder: all, the upper half, or numbers of blocks; the others are standard.
+        rewire: of a ladder: its weights may come from a model that was trained otherwise; said
+            once, not written to directories.
+    """
+
+    name: Literal["standard", "ladder"] = "standard"
+    layers: Literal["all", "upper_half"] | tuple[int, ...] = "all"
+    rewire: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, raw: Any) -> Any:
+        return {"name": raw} if isinstance(raw, str) else raw
+
+    def late(self, num_layers: int) -> tuple[bool, ...]:
+        """Of every block, whether its sub-layers read the stream without the one before."""
+        if self.name != "ladder":
+            return (False,) * num_layers
+        if isinstance(self.layers, tuple):
+            return tuple(layer in self.layers for layer in range(num_layers))
+        first = 0 if self.layers == "all" else num_layers // 2
+        return tuple(layer >= first for layer in range(num_layers))
+
+    def check(self, num_layers: int) -> None:
+        """Refuse numbers that no model of so many blocks has.
+
+        Raises:
+            ModelError: names them.
+        """
+        if isinstance(self.layers, tuple):
+            require(
+                bool(self.layers) and all(0 <= layer < num_layers for layer in self.layers),
+                "residual.layers",
+                list(self.layers),
+                expected=f"numbers of blocks, 0 to {num_layers - 1}",
+                error=ModelError,
+            )
+
+
+class Streams(Value):
+    """How many streams of the same tokens the same weights compute; their number alone will do.
+
+    Args:
+        num: streams P.
+        prefix: virtual tokens that each stream sees in every layer before the real ones; a single
+            stream has none.
+        smoothing: share of the streams' mean in their learned mean, so that none of them dies.
+    """
+
+    num: PositiveInt = Field(default=1, le=64)
+    prefix: PositiveInt = 48
+    smoothing: float = Field(default=0.1, ge=0.0, le=1.0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _number(cls, raw: Any) -> Any:
+        return {"num": raw} if isinstance(raw, int) else raw
+
+
+class Architecture(Value):
+    """How a model differs from its family's.
+
+    Args:
+        residual: when the output of a sub-layer reaches the residual stream.
+        streams: how often the same weights compute the same tokens.
+    """
+
+    residual: Residual = Residual()
+    streams: Streams = Streams()
+
+    @property
+    def name(self) -> str:
+        """The option that is not plain, in one word; empty where all are."""
+        if self.residual.name != "standard":
+            return self.residual.name
+        return "parscale" if self.streams.num > 1 else ""
+
+    @property
+    def model_type(self) -> str:
+        """``model_type`` of ``config.json``; empty where it is the family's."""
+        return _PREFIX + self.name if self.name else ""
+
+    def check(self, num_layers: int) -> None:
+        """Refuse what no model of so many blocks can have.
+
+        Raises:
+            ModelError: says which option.
+        """
+        given = {"residual": self.residual.name != "standard", "streams": self.streams.num > 1}
+        require(
+            sum(given.values()) <= 1,
+            "architecture",
+            ", ".join(key for key, is_there in given.items() if is_there),
+            expected="one of them",
+            error=ModelError,
+        )
+        self.residual.check(num_layers)
+
+    def to_huggingface(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The contents of ``config.json``, from those of the plain model of the same family."""
+        if not self.name:
+            return raw
+        named = "".join(word.capitalize() for word in self.model_type.split("_"))
+        return {
+            **raw,
+            **self.model_dump(mode="json", exclude_defaults=True, exclude={"residual": {"rewire"}}),
+            "architectures": [f"{named}ForCausalLM"],
+            "model_type": self.model_type,
+            "base_model_type": raw["model_type"],
+        }
+
+    @classmethod
+    def from_huggingface(
+        cls, raw: dict[str, Any], where: str
+    ) -> tuple[Architecture, dict[str, Any]]:
+        """The option that ``config.json`` names, and the contents of the plain model's.
+
+        Raises:
+            ModelError: ``model_type`` names one, and the rest does not say the same.
+        """
+        from shoal.core.config import parse
+
+        kind = raw.get("model_type")
+        if not isinstance(kind, str) or "base_model_type" not in raw:
+            return cls(), raw
+        given = {key: raw[key] for key in cls.model_fields if key in raw}
+        found = parse(cls, given, where=where)
+        require(
+            found.model_type == kind,
+            f"{where}: model_type",
+            kind,
+            expected=f"{found.model_type!r}, which is what {', '.join(given) or 'nothing'} says",
+            error=ModelError,
+        )
+        base = {key: value for key, value in raw.items() if key not in given}
+        return found, {**base, "model_type": base.pop("base_model_type")}

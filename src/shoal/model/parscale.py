@@ -1,0 +1,130 @@
+"""ParScale: the same weights on several streams of the same tokens, and a learned mean of them.
+
+Every stream sees a trained prefix of its own, keys and values of virtual tokens in every layer,
+before the real tokens, whose positions it does not move. Behind the last block the streams are
+weighed token by token::
+
+    w = softmax(down(silu(up([h_1, ..., h_P])))),  w <- (1 - eps) w + eps / P,  h = sum_p w_p h_p
+
+Streams lie on the batch axis, stream by stream; in a paged cache, where a token has one place, they
+are more heads of it. Prefixes are parameters: no cache holds them.
+
+Shapes: P streams, M virtual tokens, B sequences, N tokens, K key/value heads, d head_dim, D hidden.
+
+Source: Chen et al., Parallel Scaling Law for Language Models, 2025; Li and Liang, Prefix-Tuning,
+2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from shoal.ir.architecture import Streams
+    from shoal.model.attention import Mixer
+    from shoal.model.config import ModelConfig
+    from shoal.model.transformer import Transformer
+
+__all__ = ["Aggregate", "before", "causal", "flat", "heads_of", "paged", "prefixes", "repeated"]
+
+
+class Aggregate(nn.Module):
+    """The streams' states in one, by weights that follow from all of them."""
+
+    def __init__(self, hidden: int, streams: Streams) -> None:
+        super().__init__()
+        self.num, self.smoothing = streams.num, streams.smoothing
+        self.up = nn.Linear(streams.num * hidden, hidden)
+        self.down = nn.Linear(hidden, streams.num)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[P * B, ..., D] to [B, ..., D]."""
+        streams = x.view(self.num, -1, *x.shape[1:]).movedim(0, -2)  # [B, ..., P, D]
+        scores = self.down(F.silu(self.up(streams.flatten(-2))))
+        exact = torch.promote_types(scores.dtype, torch.float32)
+        weight = torch.softmax(scores.to(exact), -1).to(streams.dtype)
+        weight = weight * (1 - self.smoothing) + self.smoothing / self.num
+        mean: Tensor = (streams * weight.unsqueeze(-1)).sum(-2)
+        return mean
+
+
+def repeated(x: Tensor, num: int) -> Tensor:
+    """``x`` once for every stream, behind each other along the first axis."""
+    return x.repeat(num, *[1] * (x.dim() - 1)) if num > 1 else x
+
+
+def before(prefix_2PMKd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [P * B, M + S, K, d] behind the prefix of each stream."""
+    rows = len(k_BSKd) // prefix_2PMKd.shape[1]
+    first = prefix_2PMKd.to(k_BSKd.dtype).repeat_interleave(rows, 1)
+    return torch.cat([first[0], k_BSKd], 1), torch.cat([first[1], v_BSKd], 1)
+
+
+def causal(mask: Tensor | None, virtual: int, length: int, start: int, like: Tensor) -> Tensor:
+    """Additive mask of ``length`` queries over the prefix, which all see, and the real tokens.
+
+    Args:
+        mask: of the real tokens; None for a causal one.
+        virtual: tokens of the prefix.
+        length: queries.
+        start: real tokens before them.
+        like: of the dtype and device.
+    """
+    if mask is None:
+        mask = torch.full((length, start + length), float("-inf"), dtype=like.dtype)
+        mask = mask.to(like.device).triu_(start + 1)
+    return F.pad(mask, (virtual, 0))
+
+
+def heads_of(config: ModelConfig) -> ModelConfig:
+    """The configuration whose cache has room for the keys of all streams."""
+    num = config.architecture.streams.num
+    if num == 1:
+        return config
+    plain = {"num_heads": config.num_heads * num, "num_kv_heads": config.num_kv_heads * num}
+    return config.model_copy(update=plain)
+
+
+def prefixes(model: object) -> Callable[[int], Tensor]:
+    """Of a layer, keys and values [2, M, P * K, d] that all requests see before their own."""
+
+    def prefix(layer: int) -> Tensor:
+        own_2PMKd: Tensor = model.blocks[layer].attention.prefix  # type: ignore[attr-defined]
+        return own_2PMKd.transpose(1, 2).flatten(2, 3)
+
+    return prefix
+
+
+def paged(mixer: Mixer, num: int) -> Mixer:
+    """For tokens of all streams, a mixer whose tokens have all streams' heads."""
+
+    def mixed(layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
+        def beside(x: Tensor) -> Tensor:
+            return x.view(num, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+        seen = mixer(layer, beside(q_NHd), beside(k_NKd), beside(v_NKd))
+        return seen.reshape(len(seen), num, *q_NHd.shape[1:]).transpose(0, 1).flatten(0, 1)
+
+    return mixed
+
+
+def flat(
+    model: Transformer,
+    x_ND: Tensor,
+    position_N: Tensor,
+    mixer: Mixer,
+    rows_R: Tensor | None = None,
+) -> Tensor:
+    """Final normalised states [R, D] of tokens side by side; see :meth:`Transformer.flat`."""
+    num = model.config.architecture.streams.num
+    if rows_R is not None:
+        offsets = torch.arange(num, device=rows_R.device).unsqueeze(1) * len(x_ND)
+        rows_R = (offsets + rows_R).flatten()
+    streams = repeated(x_ND, num), repeated(position_N, num), paged(mixer, num), rows_R
+    x, branch = model.through(*streams)
+    return model.aggregated(model.finished(x, branch))

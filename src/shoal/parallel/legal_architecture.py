@@ -1,0 +1,43 @@
+"""What the runtime of training does not do yet for models that differ from their family's.
+
+Torch-free, as :mod:`shoal.parallel.legal`. What is not refused here runs, and equals one process.
+"""
+
+from __future__ import annotations
+
+from shoal.core.errors import PlanError
+from shoal.core.parts import table
+from shoal.ir import ModelShape, TrainJob
+
+__all__ = ["check_architecture"]
+
+
+def check_architecture(job: TrainJob, shape: ModelShape) -> None:
+    """Refuse a job whose split or memory saving cannot honour the model's architecture.
+
+    Raises:
+        PlanError: names the architecture and the option.
+    """
+    name = shape.architecture.name
+    if not name:
+        return
+    p = job.parallel
+    shard = table("shard").build(job.shard)
+    refused: dict[str, tuple[object, object]] = {
+        "parallel.pp": (p.pp, 1),
+        "parallel.cp": (p.cp, 1),
+        "parallel.sp": (p.sp, False),
+        "parallel.overlap": (p.overlap, "none"),
+        "shard": (job.shard.name if "weights" in shard.divides else None, None),
+        "offload": (job.offload, None),
+        "activation": (job.activation.name, "keep"),
+        "compile": (job.compile, False),
+    }
+    if name != "ladder":
+        refused |= {"parallel.tp": (p.tp, 1), "dropout": (job.dropout, 0.0)}
+    for option, (given, wanted) in refused.items():
+        if given != wanted:
+            raise PlanError(
+                f"{option} = {given}: a model with architecture {name} is not trained so in this "
+                f"version; expected {'none' if wanted is None else wanted}"
+            )

@@ -1,0 +1,107 @@
+"""Ladder residual under tensor parallelism: equal to one process, with as many sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parallel_splits import config, job
+
+from shoal.core.errors import PlanError
+from shoal.ir import Parallel
+from shoal.model.attention import attend
+from shoal.model.ladder import settled
+from shoal.model.rope import tables
+from shoal.parallel.block import SplitBlock
+from shoal.parallel.check import Fresh, same_as_one
+from shoal.parallel.legal import check_split
+from shoal.parallel.slices import slices, take
+from shoal.parallel.thread_comm import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel", "more"),
+    [
+        ("all", {"tp": 2}, {}),
+        pytest.param("upper_half", {"tp": 2}, {"recompute": "full"}, marks=pytest.mark.slow),
+        ((0, 3, 4), {"tp": 2}, {"dropout": 0.2}),
+        pytest.param("all", {"dp": 2, "tp": 2}, {"shard": "zero2"}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_split_equals_one_process(
+    layers: Any, parallel: dict[str, Any], more: dict[str, Any]
+) -> None:
+    model = config(architecture={"residual": {"name": "ladder", "layers": layers}})
+    found = same_as_one(job(parallel, **more), model)
+    assert found.same, found
+
+
+class _Log:
+    """A communicator that notes when a sum begins and when it is waited for."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self.seen = comm, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_reduce(self, x: Any, **options: Any) -> Any:
+        number = self.seen.count("begin")
+        self.seen.append("begin")
+        pending = self._comm.all_reduce(x, **options)
+
+        def wait() -> None:
+            self.seen.append(f"wait {number}")
+            pending.wait()
+
+        return type("Pending", (), {"wait": staticmethod(wait)})()
+
+
+def _forward(comm: Any, name: str) -> tuple[list[str], torch.Tensor]:
+    """The sums of four blocks on one of two ranks, and the stream behind them."""
+    model = config(num_layers=4, architecture={"residual": name})
+    fresh = Fresh(model, dtype=torch.float64)
+    log: Any = _Log(comm)
+    every = slices(model, Parallel(tp=2), comm.rank)
+    x: Any = torch.randn(6, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cos, sin = tables(model, 0, 6, torch.device("cpu"), torch.float64)
+    for layer in range(4):
+        block = SplitBlock(model, layer, log, sp=False).double()
+        for part, _ in list(block.named_parameters()):
+            whole = f"blocks.{layer}.{part}"
+            owner, _, leaf = part.rpartition(".")
+            value = take(fresh.whole(whole), every[whole])
+            setattr(block.get_submodule(owner), leaf, torch.nn.Parameter(value))
+        x = block(x, cos, sin, lambda q, k, v: attend(q, k, v, None, causal=True), 1)
+    return log.seen, settled(x, 4).detach()
+
+
+def test_as_many_sums_as_standard_and_each_waited_for_one_sub_layer_later() -> None:
+    standard = run_ranks(2, lambda comm: _forward(comm, "standard"))[0][0]
+    (ladder, x), (_, other) = run_ranks(2, lambda comm: _forward(comm, "ladder"))
+    assert torch.equal(x, other)
+    assert ladder.count("begin") == standard.count("begin") == 8
+    assert standard == [word for n in range(8) for word in ("begin", f"wait {n}")]
+    # The sum of sub-layer i is waited for when i + 1 has begun its own, never before.
+    late = ["begin", "begin", *(w for n in range(6) for w in (f"wait {n}", "begin"))]
+    assert ladder == [*late, "wait 6", "wait 7"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "more", "named"),
+    [
+        ({"pp": 2}, {}, r"parallel\.pp"),
+        ({"tp": 2, "sp": True}, {}, r"parallel\.sp"),
+        ({"cp": 2}, {}, r"parallel\.cp"),
+        ({"dp": 2}, {"shard": "zero3"}, "shard"),
+        ({}, {"compile": True}, "compile"),
+        ({}, {"offload": "zero_infinity"}, "offload"),
+    ],
+)
+def test_what_cannot_run_it_refuses_it(
+    parallel: dict[str, Any], more: dict[str, Any], named: str
+) -> None:
+    shape = config(architecture={"residual": "ladder"}).shape()
+    with pytest.raises(PlanError, match=named):
+        check_split(job(parallel, **more), shape)

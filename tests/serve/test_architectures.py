@@ -1,0 +1,94 @@
+"""Models that differ from their family's: the engine gives the tokens of plain generation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from thread_ranks import thread_engine  # noqa: E402
+
+from conftest import FAMILY_CONFIGS  # noqa: E402
+from shoal.core.errors import ServeError  # noqa: E402
+from shoal.core.random import generator  # noqa: E402
+from shoal.ir import ServeJob  # noqa: E402
+from shoal.model.config import ModelConfig  # noqa: E402
+from shoal.model.generate import generate  # noqa: E402
+
+
+def changed(family="llama", **architecture):
+    return ModelConfig(**{**dict(FAMILY_CONFIGS[family]), "architecture": architecture})
+
+
+def job(**changes):
+    fields = {"model": "tiny", "kv_tokens": 4096, "threads": 1, "max_step_tokens": 48}
+    return ServeJob.model_validate({**fields, **changes})
+
+
+def prompts(count=6):
+    """Some longer than a step has room for."""
+    made = []
+    for number in range(count):
+        source = generator(3, purpose="prompts", index=number)
+        made.append(source.integers(0, 160, int(source.integers(1, 80))).tolist())
+    return made
+
+
+STREAMS = {"num": 3, "prefix": 5}
+OPTIONS = (
+    {"streams": STREAMS},
+    *(
+        {"residual": one}
+        for one in (
+            {"name": "ladder"},
+            {"name": "ladder", "layers": "upper_half"},
+            {"name": "ladder", "layers": (0,)},
+        )
+    ),
+)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_engine_gives_the_tokens_of_plain_generation(
+    option, random_model, engine_for, serve_all
+):
+    model = random_model(changed(**option))
+    want = [generate(random_model(changed(**option)), one, 12) for one in prompts()]
+    assert serve_all(engine_for(model, max_step_tokens=48), prompts(), max_tokens=12) == want
+    plain = [generate(random_model(), one, 12) for one in prompts()]
+    assert plain != want
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+def test_two_ranks_of_a_ladder_give_the_tokens_of_one(family, random_model, engine_for, serve_all):
+    config = changed(family, residual={"name": "ladder"})
+    want = serve_all(engine_for(random_model(config)), prompts(), max_tokens=12)
+    engine, ranks = thread_engine(job(parallel={"tp": 2}), random_model(config))
+    assert serve_all(engine, prompts(), max_tokens=12) == want
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("option", "parallel"), [({"residual": "ladder"}, {"pp": 2}), ({"streams": 2}, {"tp": 2})]
+)
+def test_what_ranks_cannot_share_is_refused(option, parallel, random_model):
+    with pytest.raises(ServeError, match=r"parallel\."):
+        thread_engine(job(parallel=parallel), random_model(changed(**option)))
+
+
+def test_streams_in_slots(random_model, engine_for, serve_all):
+    config = changed("qwen3", streams=STREAMS)
+    want = [generate(random_model(config), one, 9) for one in prompts()]
+    engine = engine_for(
+        random_model(config), kv={"name": "slots", "max_len": 128}, max_step_tokens=32
+    )
+    assert serve_all(engine, prompts(), max_tokens=9) == want
+
+
+def test_streams_refuse_a_kernel_that_reads_no_prefix(random_model, engine_for):
+    with pytest.raises(ServeError, match="paged_attention"):
+        engine_for(random_model(changed(streams=2)), kernel={"paged_attention": "cpp"})
