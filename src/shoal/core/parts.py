@@ -71,6 +71,8 @@ KINDS: dict[str, str] = {
     "preempt": "shoal.plan.batching:PREEMPTIONS",
     "balancer": "shoal.plan.balance:BALANCERS",
     "memory": "shoal.serve:MEMORIES",
+    "decode": "shoal.serve.decode:DECODES",
+    "hogwild_layout": "shoal.serve.decode:HOGWILD_LAYOUTS",
     "activation": "shoal.memory:ACTIVATIONS",
     "schedule": "shoal.plan.schedules:SCHEDULES",
     "kernel": "shoal.kernel:KERNELS",

@@ -474,6 +474,7 @@ class ServeJob(Value):
         name: name of the run.
         model: a Hugging Face directory; for planning also a shipped shape.
         precision: dtype of weights and cache; auto takes that of the model's files.
+        decode: how tokens are decoded: one after the other, or by workers at once.
         scheduler: who runs now.
         disagg: instances for prompts and for generation; None computes both in one engine, by
             ``scheduler``.
@@ -510,6 +511,7 @@ class ServeJob(Value):
     name: str = Field(default="serve", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     model: str
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    decode: Annotated[Choice, Kind("decode")] = Choice(name="autoregressive")
     scheduler: Annotated[Choice, Kind("scheduler")] = Choice(name="fcfs")
     disagg: Disagg | None = None
     parallel: ServeParallel = ServeParallel()

@@ -82,7 +82,7 @@ class BlockStore:
         self.cache = PagedCache(
             model.config, capacity, 1, dtype=weight.dtype, device=weight.device
         )
-        self.longest = longest
+        self.capacity, self.longest = capacity, longest
         wide = torch.promote_types(weight.dtype, torch.float32)
         place = torch.arange(longest, device=weight.device)
         # A factor on the rotation is in keys and queries already, once.

@@ -81,7 +81,7 @@ class Forward:
             if logits is not None:
                 return logits
         tokens, mix = mixer(self._realise, self._store, pairs, self._kernel)
-        rows = torch.tensor(pairs.rows, device=self._weight.device)
+        rows = torch.tensor(pairs.rows, dtype=torch.int64, device=self._weight.device)
         return self._model.logits(self._model.flat(tokens[0], tokens[1], mix, rows))
 
     def _recorded(self, pairs: Pairs) -> Tensor | None:
