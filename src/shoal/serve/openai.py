@@ -372,9 +372,9 @@ def read_chat(
                 "tool_choice", fields.get("tool_choice"), f"auto or none beside {common['form'][0]}"
             )
         common["form"] = tools.form
-    _check_form(fields, common["form"])
     if workers > 1 and common["form"] is not None:
         wrong(common["form"][0], "a form", "nothing beside workers, who write to each other, too")
+    _check_form(fields, common["form"])
     most = older if newer is None else newer
     logprobs = (top or 0) if wanted else None
     return Ask(
@@ -391,9 +391,12 @@ def read_chat(
 
 def _workers(fields: Fields, model: ModelInfo, n: int) -> int:
     """Concurrent workers of a request: each is a choice of the answer."""
-    default = model.workers if n == 1 else 1
-    workers = fields.integer("workers", 1, model.workers, default)
-    assert workers is not None
+    workers = fields.get("workers")
+    if workers is None:
+        return model.workers if n == 1 else 1
+    if type(workers) is not int or not 1 <= workers <= model.workers:
+        most = f"an integer from 1 to {model.workers}"
+        wrong("workers", workers, most if model.workers > 1 else "1 without decode = hogwild")
     if workers > 1 and n > 1:
         wrong("workers", workers, f"1 with n = {n}: workers are the choices of an answer")
     return workers
