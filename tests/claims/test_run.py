@@ -276,6 +276,7 @@ def test_catalogue_has_every_system_once() -> None:
         134: "malloc_game",
         139: "gpipe",
         141: "superpipeline",
+        143: "hogwild",
     }
     assert all(row.parts and 1990 < row.year < 2030 for row in rows)
 

@@ -59,6 +59,7 @@ CLAIMS = PartTable(
         "parallel_algorithms": "shoal.claims.experiments.parallel_algorithms:ParallelAlgorithms",
         "fastswitch": "shoal.claims.experiments.fastswitch:FastSwitch",
         "ksort": "shoal.claims.experiments.ksort:KSort",
+        "hogwild": "shoal.claims.experiments.hogwild:HogwildClaim",
         "longctx": "shoal.claims.experiments.longctx:LongCtx",
         "flover": "shoal.claims.experiments.flover:Flover",
         "malloc_game": "shoal.claims.experiments.malloc_game:MallocGameClaim",

@@ -501,7 +501,8 @@ class ServeJob(Value):
             the precision of the job. A directory that is quantized has its own.
         memory: where the weights of the layers lie.
         kernel: operator -> backend that must compute it; dispatch takes the fastest for others.
-        decode: how scores become text; a model of masked diffusion needs ``diffusion``.
+        decode: how scores become text: one token after the other; by workers at once; or, of a
+            model of masked diffusion, many places at once.
         exact: the numbers of a request have the same bits whatever other requests run beside it.
         speculative: who guesses several tokens a step, which the model verifies; None decodes one
             token a step.
@@ -525,6 +526,7 @@ class ServeJob(Value):
     name: str = Field(default="serve", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     model: str
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    decode: Annotated[Choice, Kind("decode")] = Choice(name="autoregressive")
     scheduler: Annotated[Choice, Kind("scheduler")] = Choice(name="fcfs")
     disagg: Disagg | None = None
     parallel: ServeParallel = ServeParallel()
@@ -536,7 +538,6 @@ class ServeJob(Value):
     weights: str = "plain"
     memory: Annotated[Choice, Kind("memory")] = Choice(name="resident")
     kernel: dict[str, str] = {}
-    decode: Annotated[Choice, Kind("decode")] = Choice(name="autoregressive")
     exact: bool = False
     speculative: Annotated[Choice, Kind("speculative")] | None = None
     max_running: PositiveInt = 64

@@ -1,4 +1,4 @@
-"""Grouped-query attention, causal or of all to all, with a document mask or a cache of keys and values.
+"""Grouped-query attention, causal or to all, with a document mask or a cache of keys and values.
 
 Shapes: B batch, T queries, S keys, H query heads, K key/value heads, G = H / K,
 d head_dim.
@@ -267,7 +267,7 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Mix each token with those it sees; ``mask`` says which, in the place of the causal one."""
+        """Mix each token with those it sees: those before it, or those that ``mask`` says."""
         batch, length, _ = x_BTD.shape
         q, k, v = self._project(x_BTD, cos, sin)
         if cache is not None:

@@ -94,8 +94,8 @@ def tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine [T, 1, C] of positions ``start .. start + length``.
 
-    They are made anew in every pass, in fp32: it takes microseconds, leaves nothing to
-    save or to move between devices, and is right under every dtype.
+    They are made anew in every pass, in fp32 or better: it takes microseconds, leaves nothing
+    to save or to move between devices, and is right under every dtype.
     """
     position_T = torch.arange(start, start + length, dtype=torch.float32, device=device)
     return tables_at(position_T, *frequencies(config, start + length), dtype)
@@ -104,7 +104,12 @@ def tables(
 def tables_at(
     position_T: Tensor, freq_C: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [T, 1, C] of any positions, in fp32, by what :func:`frequencies` gave."""
-    angle_TC = torch.outer(position_T, freq_C.to(position_T.device))
+    """Cosine and sine [T, 1, C] of any positions, by what :func:`frequencies` gave.
+
+    Angles are in fp32, and in fp64 for fp64: there a rotation by two angles, one after the
+    other, is that by their sum.
+    """
+    wide = torch.promote_types(torch.promote_types(dtype, torch.float32), position_T.dtype)
+    angle_TC = torch.outer(position_T.to(wide), freq_C.to(position_T.device, wide))
     cos, sin = angle_TC.cos() * scale, angle_TC.sin() * scale
     return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)

@@ -1,21 +1,13 @@
 """serve: answering requests with a trained model.
 
-The door, with the tables of where weights lie and of how text is decoded. ``engine`` is the loop of plan, execute and commit;
+The door, with the table of where weights lie. ``engine`` is the loop of plan, execute and commit;
 ``runner`` computes, and ``workers`` where ranks share the model; ``process`` keeps the engine in a
 process of its own; ``api`` speaks HTTP.
 """
 
 from shoal.core.parts import PartTable
 
-__all__ = ["DECODES", "MEMORIES"]
-
-DECODES = PartTable(
-    "decode",
-    {
-        "autoregressive": "shoal.serve.decode.autoregressive:Autoregressive",
-        "diffusion": "shoal.serve.decode.diffusion.part:Diffusion",
-    },
-)
+__all__ = ["MEMORIES"]
 
 MEMORIES = PartTable(
     "memory",

@@ -412,7 +412,7 @@ class _Service:
             params += [
                 replace(
                     ask.sampling,
-                    max_tokens=ask.max_tokens or room,
+                    max_tokens=ask.max_tokens or max(1, room // ask.sampling.workers),
                     seed=(ask.sampling.seed + place * ask.best_of + choice) % 2**63,
                     stop_ids=stop_ids,
                     logprobs=0 if choosing else ask.logprobs,
@@ -449,6 +449,7 @@ class _Service:
     def _check_length(self, prompt: Prompt, ask: Ask) -> int:
         """Room for new tokens behind a prompt."""
         wanted = ask.max_tokens or max(1, ask.sampling.min_tokens)
+        wanted *= ask.sampling.workers  # whose tokens stand in each other's contexts
         return self._check_prompt(prompt.tokens, wanted, "messages" if ask.messages else "prompt")
 
     def _check_prompt(self, tokens: Sequence[int], wanted: int, param: str) -> int:

@@ -95,11 +95,13 @@ class ModelInfo:
         vocab_size: token ids are below it.
         max_position: most tokens of a request, prompt and output.
         eos_ids: tokens that end a text.
+        workers: most concurrent workers of a request, and those of one that does not say.
     """
 
     vocab_size: int
     max_position: int
     eos_ids: frozenset[int]
+    workers: int = 1
 
 
 class _Link:
@@ -434,6 +436,7 @@ class EngineClient:
                         message["vocab_size"],
                         message["max_position"],
                         frozenset(message["eos_ids"]),
+                        message.get("workers", 1),
                     )
                     return link
         except BaseException:

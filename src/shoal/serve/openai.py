@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.ir.serving import SamplingParams
@@ -29,6 +29,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "guided_grammar": (None,),
 }
+_UNSUPPORTED_TEXT: dict[str, tuple[Any, ...]] = {"workers": (None, 1)}
 _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
@@ -255,6 +256,7 @@ def read_completion(
     """
     fields = Fields(body)
     common = _common(fields, limits, model, served)
+    fields.refuse(_UNSUPPORTED_TEXT)
     logprobs = fields.integer("logprobs", 0, limits.logprobs, None)
     echo = fields.flag("echo")
     if echo and logprobs is not None:
@@ -359,6 +361,9 @@ def read_chat(
         wrong("max_tokens", older, "nothing beside max_completion_tokens")
     if common["best_of"] != common["n"]:
         wrong("best_of", common["best_of"], f"the same as n = {common['n']}, or nothing")
+    workers = _workers(fields, model, common["n"])
+    if workers > 1:
+        common["n"] = common["best_of"] = workers
     _check_batch(1, common["n"], limits)
     tools = read_tools(fields, limits)
     if tools is not None and tools.form is not None:
@@ -367,6 +372,8 @@ def read_chat(
                 "tool_choice", fields.get("tool_choice"), f"auto or none beside {common['form'][0]}"
             )
         common["form"] = tools.form
+    if workers > 1 and common["form"] is not None:
+        wrong(common["form"][0], "a form", "nothing beside workers, who write to each other, too")
     _check_form(fields, common["form"])
     most = older if newer is None else newer
     logprobs = (top or 0) if wanted else None
@@ -375,9 +382,24 @@ def read_chat(
         messages=read_messages(fields.get("messages"), limits),
         template_values=_template_values(fields.get("chat_template_kwargs")),
         max_tokens=most,
-        sampling=_sampling(fields, limits, model, max_tokens=most, logprobs=logprobs),
+        sampling=replace(
+            _sampling(fields, limits, model, max_tokens=most, logprobs=logprobs), workers=workers
+        ),
         **common,
     )
+
+
+def _workers(fields: Fields, model: ModelInfo, n: int) -> int:
+    """Concurrent workers of a request: each is a choice of the answer."""
+    workers = fields.get("workers")
+    if workers is None:
+        return model.workers if n == 1 else 1
+    if type(workers) is not int or not 1 <= workers <= model.workers:
+        most = f"an integer from 1 to {model.workers}"
+        wrong("workers", workers, most if model.workers > 1 else "1 without decode = hogwild")
+    if workers > 1 and n > 1:
+        wrong("workers", workers, f"1 with n = {n}: workers are the choices of an answer")
+    return workers
 
 
 def _template_values(value: Any) -> dict[str, Any]:

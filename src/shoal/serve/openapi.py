@@ -177,6 +177,7 @@ def _chat(limits: HttpLimits, name: str) -> _Schema:
         "tool_choice": {"type": ["string", "object", "null"]},
         "parallel_tool_calls": _FLAG,
         "chat_template_kwargs": _OBJECT,
+        "workers": _integer(1, limits.choices),
     }
     return _object({**_common(limits, name), **fields}, "model", "messages")
 

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.core.config import parse
 from shoal.core.errors import ServeError, ShoalError
-from shoal.core.parts import load_object
+from shoal.core.parts import load_object, table
 from shoal.ir.job import ServeJob
 from shoal.ir.serving import Output, Request
+from shoal.serve.decode.protocols import DecodePart
 from shoal.serve.wire import Decoder, encode, pack_output, unpack_params
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ DEFAULT_FACTORY = "shoal.serve.build:build_engine"
 
 def factory_of(job: ServeJob) -> str:
     """What builds the engine of a job: one that computes, or one made of several processes."""
+    decode: DecodePart = table("decode").build(job.decode, where="decode")
+    if decode.factory is not None:
+        return decode.factory
     if job.parallel.world > 1:
         return "shoal.serve.workers:build_engine"
     if job.kv.name == "distributed":
@@ -178,6 +182,7 @@ def _start(start: Mapping[str, Any], parent: Connection) -> EngineLike:
             "vocab_size": config.vocab_size,
             "max_position": min(job.max_position or config.max_position, config.max_position),
             "eos_ids": sorted(config.eos_ids),
+            "workers": getattr(engine, "workers", 1),
         }
     )
     return engine

@@ -111,9 +111,10 @@ class _Writer:
         return not (piece.text or piece.entries or piece.finish or self._job.ask.token_ids)
 
     def _ids(self, index: int, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
+        ids: dict[str, Any] = {} if self._job.params[index].workers == 1 else {"worker": index}
         if not self._job.ask.token_ids:
-            return {}
-        ids: dict[str, Any] = {"token_ids": piece.tokens}
+            return ids
+        ids["token_ids"] = piece.tokens
         if with_prompt:
             ids["prompt_token_ids"] = list(self._job.prompt_of(index).tokens)
         return ids

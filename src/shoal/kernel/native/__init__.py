@@ -30,6 +30,7 @@ _LEVEL = ("-O2", "-fpeel-loops")
 _LEVELS = {
     "planes": ("-O3",),  # would be up to 1.9 times as slow
     "strided": ("-O3",),
+    "views": ("-O3",),
     "recurrence_fp64": ("-O1",),  # the type in which the others are checked
 }
 

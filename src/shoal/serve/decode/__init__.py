@@ -1,12 +1,13 @@
 """serve.decode: many tokens a step, the same tokens.
 
 The life of a guess is in :mod:`~shoal.serve.decode.protocols`. The door: the tables of those that
-guess and of the rules by which guesses are accepted.
+guess and of the rules by which guesses are accepted, of the other ways to decode, and of the
+layouts of concurrent workers. Torch-free.
 """
 
 from shoal.core.parts import PartTable
 
-__all__ = ["ACCEPTANCES", "SPECULATORS"]
+__all__ = ["ACCEPTANCES", "DECODES", "HOGWILD_LAYOUTS", "SPECULATORS"]
 
 SPECULATORS = PartTable(
     "speculative",
@@ -21,5 +22,23 @@ ACCEPTANCES = PartTable(
     {
         "greedy": "shoal.serve.decode.accept.greedy:Greedy",
         "sample_match": "shoal.serve.decode.accept.sample_match:SampleMatch",
+    },
+)
+
+DECODES = PartTable(
+    "decode",
+    {
+        "autoregressive": "shoal.serve.decode.autoregressive:Autoregressive",
+        "diffusion": "shoal.serve.decode.diffusion.part:Diffusion",
+        "hogwild": "shoal.serve.decode.hogwild.part:Hogwild",
+    },
+)
+
+HOGWILD_LAYOUTS = PartTable(
+    "hogwild_layout",
+    {
+        "contiguous": "shoal.serve.decode.hogwild.contiguous:Contiguous",
+        "interleaved": "shoal.serve.decode.hogwild.interleaved:Interleaved",
+        "combined": "shoal.serve.decode.hogwild.combined:Combined",
     },
 )

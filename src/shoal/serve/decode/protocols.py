@@ -218,7 +218,14 @@ class Speculator(Protocol):
 
 
 class DecodePart(Protocol):
-    """A part of kind ``decode``."""
+    """A part of kind ``decode``.
+
+    Attributes:
+        factory: ``module:function`` that builds the engine of a job that decodes so; None for
+            the engine of any other job.
+    """
+
+    factory: ClassVar[str | None]
 
     def check(self, config: ModelConfig) -> None:
         """Refuse a model that cannot be decoded in this way.

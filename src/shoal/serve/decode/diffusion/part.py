@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import Choice, part, table
@@ -27,6 +27,8 @@ class Diffusion:
         expected: tokens that an iteration is taken to unmask, in plans; a served model tells its
             own in ``/metrics``. With ``unmask`` fixed it follows from that.
     """
+
+    factory: ClassVar[str | None] = None
 
     unmask: Choice = Choice(name="threshold")
     refresh: Choice = Choice(name="dual")

@@ -1,0 +1,395 @@
+"""[143] Hogwild!: are workers that see each other's tokens as they come faster than one?
+
+Source: Rodionov et al., Hogwild! Inference: Parallel LLM Generation via Concurrent Attention, 2025.
+
+Tokens a second: a model of 27M parameters in bf16, 512 tokens of common context, one, two and four
+workers in the default layout, whose finished steps go to the history as they write. One worker is
+ordinary decoding, held against the serving engine's. Sampled from 50 tokens of random weights, so
+that no text loops.
+
+Work done: a mini-model that was trained to share out sums. Two workers over one cache against one
+worker, and against two that do not see each other, whose results are put together; rates are sums
+done right over forward passes until the last of them. The A/A run puts one worker, and workers who
+do not see each other, in the place of concurrent ones. The quick run compares scores with those of
+a whole pass over the flattened text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.measure import interleave
+from shoal.core.parts import part
+from shoal.core.random import generator
+
+if TYPE_CHECKING:
+    from shoal.ir import Request
+    from shoal.model.transformer import Transformer
+    from shoal.serve.decode.hogwild.engine import HogwildEngine
+    from shoal.serve.decode.hogwild.words import Words
+
+__all__ = ["HogwildClaim"]
+
+_ONE = "one worker"
+_ISOLATED = "two isolated workers, their results together"
+_CONTEXT, _POSITIONS = 512, 4096
+# Steps before the first timed one: histories are as long as they get.
+_WARM = 100
+
+
+@part
+class HogwildClaim:
+    """Workers over one concurrent cache, timed and counted.
+
+    Args:
+        pairs: rounds of timing.
+        steps: forward passes of a round.
+        problems: prompts of eight sums.
+    """
+
+    pairs: int = 21
+    steps: int = 12
+    problems: int = 200
+
+    rows: ClassVar[tuple[int, ...]] = (143,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.speedup(
+            "two_workers", 1.6, _ONE, paper="1.8 to 1.9x", peer="the serving engine's decoding"
+        ),
+        Metric.speedup("four_workers", 2.5, _ONE, paper="more for four"),
+        Metric.counted(
+            "done_over_one", ">=", 1.5, _ONE, unit="x", statistic="ratio", quick=False,
+            evidence="mechanism",
+        ),
+        Metric.counted(
+            "done_over_isolated", ">=", 1.2, _ISOLATED, unit="x", statistic="ratio", quick=False,
+            evidence="mechanism",
+        ),
+        Metric.counted(
+            "duplicate_work", "<=", 0.15, _ISOLATED, statistic="mean", quick=False,
+            evidence="mechanism",
+        ),
+        Metric.counted(
+            "score_error", "<=", 1e-8, "a whole pass over the flattened text", statistic="max"
+        ),
+    )  # fmt: skip
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("pairs", 3), ("steps", 4), ("problems", 10)):
+            require(
+                getattr(self, name) >= least,
+                f"claim.hogwild.{name}",
+                getattr(self, name),
+                expected=f"at least {least}",
+            )
+
+    def refuses(self, context: Context) -> str | None:
+        """It runs wherever torch does."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Compare scores; the full run also times, trains the mini-model once, and counts."""
+        errors = Paired(method=_score_errors(context.seed, together=not as_baseline))
+        if quick:
+            return Samples(metrics={"score_error": errors})
+        context.progress("training the mini-model", 0.05)
+        place = context.remember("sums", lambda: _mini(lambda text: context.progress(text, 0.05)))
+        context.progress("sharing out sums", 0.4)
+        found = _shared_out(place, self.problems, context.seed, together=not as_baseline)
+        context.progress("timing", 0.6)
+        timed = _Timing(context.model, context.seed)
+        seconds = timed.measure(self, 1 if as_baseline else 2, 1 if as_baseline else 4, context)
+        return Samples(
+            metrics={
+                "score_error": errors,
+                "done_over_one": Paired(method=found.two, baseline=found.one),
+                "done_over_isolated": Paired(method=found.two, baseline=found.isolated),
+                "duplicate_work": Paired(method=found.duplicates),
+                "two_workers": Paired(method=seconds["two"], baseline=seconds["one"]),
+                "four_workers": Paired(method=seconds["four"], baseline=seconds["one"]),
+            },
+            peers={
+                "two_workers": Paired(
+                    method=tuple(1 / s for s in seconds["one"]),
+                    baseline=tuple(1 / s for s in seconds["engine"]),
+                )
+            },
+            bounds={"two_workers": 2.0, "four_workers": 4.0},
+            profile=timed.profile(seconds),
+            details={
+                "training": place[1],
+                "all_done": found.all_done,
+                "distinct_4_grams": timed.distinct(),
+                "tokens_per_s": {name: float(1 / np.median(s)) for name, s in seconds.items()},
+            },
+        )
+
+
+# Scores
+
+
+def _score_errors(seed: int, *, together: bool) -> tuple[float, ...]:
+    """How far the scores of two workers are from those of whole passes, in fp64.
+
+    In one layer keys depend on nothing but their token, so the flattened text is all there is.
+    """
+    import torch
+
+    from shoal.model.config import ModelConfig
+    from shoal.serve.decode.hogwild.blocks import BlockStore
+    from shoal.serve.decode.hogwild.forward import Forward
+    from shoal.serve.decode.hogwild.views import Feed, View
+    from shoal.train.zoo import random
+
+    config = ModelConfig(
+        vocab_size=96, hidden=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
+        ffn_hidden=96, initializer_range=0.15,
+    )  # fmt: skip
+    model = random(config, seed).double().requires_grad_(False)
+    store = BlockStore(model, 200, longest=200, num_blocks=4)
+    forward = Forward(model, store)
+    prompt, a, b = store.open(None), store.open("a"), store.open("b")
+    source = generator(seed, purpose="hogwild")
+    forward([Feed(View((prompt,), None), source.integers(0, 96, 20).tolist())])
+    errors = []
+    for _ in range(25):
+        views = View((prompt, b, a), "a"), View((prompt, a, b), "b")
+        seen = views if together else (View((prompt, a), "a"), View((prompt, b), "b"))
+        tokens = source.integers(0, 96, 2).tolist()
+        scores = forward([Feed(view, [token]) for view, token in zip(seen, tokens, strict=True)])
+        for view, found in zip(views, scores, strict=True):
+            expected = model(torch.tensor([view.text()]))[0, -1]
+            errors.append(float((expected - found).abs().max()))
+    return tuple(errors)
+
+
+# Work done
+
+
+def _mini(tell: Callable[[str], None]) -> tuple[Path, str]:
+    """The trained mini-model, and what is to be said of its training."""
+    from shoal.train.zoo.sums import trained
+
+    said = ["trained before"]
+
+    def heard(text: str) -> None:
+        said.append(text)
+        tell(text)
+
+    return trained(progress=heard), said[-1]
+
+
+@dataclass(frozen=True)
+class _Done:
+    """Sums done right over forward passes, by problem; and work that was done twice."""
+
+    two: tuple[float, ...]
+    one: tuple[float, ...]
+    isolated: tuple[float, ...]
+    duplicates: tuple[float, ...]
+    all_done: dict[str, float]
+
+
+def _shared_out(mini: tuple[Path, str], number: int, seed: int, *, together: bool) -> _Done:
+    from shoal.model import huggingface
+    from shoal.train.zoo.sums import MOST, problem, read
+
+    model = huggingface.read(mini[0]).eval().requires_grad_(False)
+    problems = [
+        problem(generator(seed, purpose="held-out sums", index=index), MOST)
+        for index in range(number)
+    ]
+    prompts = [one.prompt for one in problems]
+    texts = {
+        "two": _write(model, prompts, (0, 1), seed),
+        "first": _write(model, prompts, (0,), seed),
+        "second": _write(model, prompts, (1,), seed + 1),
+    }
+    isolated = [[*a, *b] for a, b in zip(texts["first"], texts["second"], strict=True)]
+    ways = {
+        "two": texts["two"] if together else isolated,
+        "one": texts["first"],
+        "isolated": isolated,
+    }
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    twice: list[float] = []
+    complete: dict[str, float] = {}
+    for name, streams in ways.items():
+        for given, written in zip(problems, streams, strict=True):
+            done = [found for stream in written for found in read(given, stream)]
+            first: dict[int, int] = {}
+            for label, passes in done:
+                first[label] = min(passes, first.get(label, passes))
+            whole = len(first) == MOST
+            # Who never does the last one is not faster for it.
+            passes = max(first.values()) if whole else max(map(len, written))
+            rates[name].append(len(first) / passes)
+            complete[name] = complete.get(name, 0.0) + whole / number
+            if name == "two":
+                twice.append(1 - len(first) / max(1, len(done)))
+    return _Done(
+        tuple(rates["two"]), tuple(rates["one"]), tuple(rates["isolated"]), tuple(twice), complete
+    )
+
+
+def _write(
+    model: Transformer, prompts: list[tuple[int, ...]], workers: tuple[int, ...], seed: int
+) -> list[list[list[int]]]:
+    """What these workers write on each prompt; token i comes from forward pass i."""
+    from shoal.serve.decode.hogwild.engine import HogwildEngine
+    from shoal.serve.decode.hogwild.part import Hogwild
+    from shoal.serve.decode.hogwild.words import Words
+    from shoal.train.zoo.sums import END, TAGS
+
+    words = Words(prefixes=[[TAGS[worker]] for worker in workers])
+    engine = HogwildEngine(
+        model,
+        Hogwild(workers=2, layout="contiguous", probe_every=0),
+        lambda _: words,
+        kv_tokens=64 * 256,
+        max_position=model.config.max_position,
+    )
+    texts = []
+    for number, prompt in enumerate(prompts):
+        params = {"temperature": 1.0, "max_tokens": 40, "stop_ids": frozenset({END})}
+        asked = _requests(f"p{number}-", prompt, len(workers), seed + 2 * number, params)
+        for request in asked:
+            engine.add(request)
+        texts.append(asked)
+    while engine.busy:
+        engine.step()
+    return [[one.tokens[one.n_prompt :] for one in asked] for asked in texts]
+
+
+def _requests(
+    name: str, prompt: tuple[int, ...], workers: int, seed: int, params: dict[str, object]
+) -> list[Request]:
+    from shoal.ir import Request, SamplingParams
+
+    return [
+        Request(
+            f"{name}{place}",
+            list(prompt),
+            len(prompt),
+            SamplingParams(**params, seed=seed + place, workers=workers),  # type: ignore[arg-type]
+            fork_of=f"{name}0" if place else None,
+        )
+        for place in range(workers)
+    ]
+
+
+# Tokens a second
+
+
+class _Timing:
+    """Engines with one, two and four workers, and the serving engine, on one model."""
+
+    def __init__(self, directory: str | None, seed: int) -> None:
+        from shoal.ir import ServeJob
+        from shoal.model import huggingface
+        from shoal.model.config import ModelConfig
+        from shoal.serve.build import prepare
+        from shoal.train.zoo import random
+
+        config = ModelConfig(
+            name="27m", vocab_size=2048, hidden=512, num_layers=8, num_heads=8, num_kv_heads=8,
+            head_dim=64, ffn_hidden=1376, max_position=_POSITIONS, tied=True,
+        )  # fmt: skip
+        self._job = ServeJob(
+            model=directory or config.name, precision="bf16", kv_tokens=8192, max_running=8
+        )
+        read = random(config, seed) if directory is None else huggingface.read(Path(directory))
+        self._model = prepare(self._job, read)
+        self._seed = seed
+        vocab = self._model.config.vocab_size
+        source = generator(seed, purpose="hogwild prompt")
+        self._prompt = tuple(source.integers(0, vocab, _CONTEXT).tolist())
+        self._requests: dict[str, list[Request]] = {}
+        self._shapes: dict[str, int] = {}
+
+    def measure(
+        self, part: HogwildClaim, two: int, four: int, context: Context
+    ) -> dict[str, tuple[float, ...]]:
+        """Seconds of a token, by arm."""
+        from shoal.serve.build import engine_of
+
+        tokens = _WARM + (part.pairs + 3) * part.steps
+        params: dict[str, object] = {"temperature": 1.0, "top_k": 50, "max_tokens": tokens}
+        engines = {"engine": engine_of(self._job, self._model)[0]}
+        workers = {"engine": 1, "one": 1, "two": two, "four": four}
+        arms: dict[str, Callable[[], None]] = {}
+        for name, number in workers.items():
+            engine = engines.get(name) or self._concurrent(number)
+            asked = _requests(name, self._prompt, number, self._seed, params)
+            self._requests[name] = asked
+            for request in asked:
+                engine.add(request)
+            for _ in range(_WARM):
+                engine.step()
+
+            def steps(engine: HogwildEngine = engine, name: str = name) -> None:
+                for _ in range(part.steps):
+                    engine.step()
+
+            arms[name] = steps
+        timed = interleave(
+            arms,
+            part.pairs,
+            seed=self._seed,
+            progress=lambda text, share: context.progress(text, 0.65 + 0.35 * share),
+        )
+        return {
+            name: tuple(s / part.steps / number for s in timed.seconds[name])
+            for name, number in workers.items()
+        }
+
+    def _concurrent(self, workers: int) -> HogwildEngine:
+        from shoal.serve.decode.hogwild.engine import HogwildEngine
+        from shoal.serve.decode.hogwild.part import Hogwild
+
+        return HogwildEngine(
+            self._model,
+            Hogwild(workers=workers, probe_every=0),
+            _words,
+            kv_tokens=16384,
+            max_position=_POSITIONS,
+        )
+
+    def distinct(self) -> dict[str, float]:
+        """Share of 4-grams that differ, by arm: text that loops would be worth nothing."""
+        found = {}
+        for name, asked in self._requests.items():
+            texts = [one.tokens[one.n_prompt :] for one in asked]
+            grams = [tuple(text[i : i + 4]) for text in texts for i in range(len(text) - 3)]
+            found[name] = len(set(grams)) / len(grams)
+        return found
+
+    def profile(self, seconds: dict[str, tuple[float, ...]]) -> str:
+        """Seconds of a forward pass, by arm."""
+        each = {name: len(asked) for name, asked in self._requests.items()}
+        return "; ".join(
+            f"{name}: {np.median(s) * each[name] * 1e3:.2f} ms a pass of {each[name]}"
+            for name, s in seconds.items()
+        )
+
+
+def _words(workers: int) -> Words:
+    """Words of usual lengths; one token in 48 ends a step."""
+    from shoal.serve.decode.hogwild.words import Words
+
+    if workers == 1:
+        return Words()
+    return Words(
+        rules=[5] * 60,
+        headers={"history": [6] * 8, "others": [7] * 8, "own": [8] * 8},
+        prefixes=[[9, 10 + worker] for worker in range(workers)],
+        piece=lambda token: b"\n\n" if token % 48 == 0 else b"word",
+    )

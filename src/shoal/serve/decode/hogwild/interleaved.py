@@ -1,0 +1,28 @@
+"""A chat of workers: a step is seen by the others when it is finished.
+
+Source: Rodionov et al., Hogwild! Inference, 2025, section 3.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.serve.decode.hogwild.protocols import Space
+
+if TYPE_CHECKING:
+    from shoal.serve.decode.hogwild.blocks import Block
+
+__all__ = ["Interleaved"]
+
+
+@part
+class Interleaved:
+    """The prompt, the finished steps of all, and one's own step; the others' steps are private."""
+
+    moves: ClassVar[bool] = True
+    headers: ClassVar[tuple[str, ...]] = ()
+
+    def blocks(self, space: Space, worker: str) -> list[Block]:
+        """See :class:`~shoal.serve.decode.hogwild.protocols.HogwildLayout`."""
+        return [space.prompt, *space.history, space.own[worker]]

@@ -1,0 +1,129 @@
+"""The options of concurrent workers, and the words between them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoal.core.errors import ServeError, require
+from shoal.core.parts import part, table
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+
+__all__ = ["Hogwild"]
+
+_MOST_WORKERS = 16
+
+_RULES = """
+
+I will work on this together with other workers. We write at the same time, and each of us sees what
+the others write, token by token. Rules:
+- Say which part you take before you work on it; never redo what another has done or is doing.
+- Write short steps and end each with a blank line.
+- If another finds an error in your step, correct it; if you find one in theirs, say so.
+- Whoever has the result writes it as: Final answer: ...
+
+Example 1
+Alice: I take the first half of the cases.
+Bob: Alice has the first half; I take the second.
+
+Example 2
+Alice: I compute 12 * 7 = 84.
+Bob: Alice's 84 is right, so I go on with 84 - 20 = 64 and do not compute it again.
+"""
+
+
+@part
+class Hogwild:
+    """Workers of one model write at once; each sees what the others write, token by token.
+
+    With one worker nothing is added to the prompt, and this is ordinary decoding.
+
+    Args:
+        workers: of a request that does not say; and most of a request.
+        layout: what a worker sees, in which order.
+        realise: how blocks take their places: queries are turned for each block, or keys are
+            turned, which is the definition and slower.
+        names: of the workers; Worker 1 and so on for the others.
+        prefix: begins each step of a worker, with its ``{name}``.
+        rules: what is added to the prompt: roles, rules, examples.
+        history_header: stands before finished steps.
+        others_header: stands before the others' steps under way.
+        own_header: stands before a worker's own step.
+        separator: ends a step.
+        probe_every: tokens of a worker between two probes whether its work is another's; 0 for
+            none.
+        probe: the question of a probe.
+        marker: regular expression of a final answer; when one worker has written it, all stop.
+        early_answer: written for the first worker when the tokens are nearly used up.
+        answer_tokens: tokens that are kept for the answer then.
+    """
+
+    factory: ClassVar[str | None] = "shoal.serve.decode.hogwild.engine:build_engine"
+
+    workers: int = 2
+    layout: str = "combined"
+    realise: Literal["queries", "keys"] = "queries"
+    names: tuple[str, ...] = ("Alice", "Bob")
+    prefix: str = "{name}: "
+    rules: str = _RULES
+    history_header: str = "\n### Steps so far\n\n"
+    others_header: str = "### Work in progress (others)\n\n"
+    own_header: str = "\n\n### Work in progress (own)\n\n"
+    separator: str = "\n\n"
+    probe_every: int = 1024
+    probe: str = "\n\nQuick check: am I repeating what another worker does? (yes/no): "
+    marker: str = r"Final answer:[^\n]*\S[^\n]*\n"
+    early_answer: str = "\n\nThe tokens are used up. Final answer:"
+    answer_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        where = "decode.hogwild"
+        require(
+            1 <= self.workers <= _MOST_WORKERS,
+            f"{where}.workers",
+            self.workers,
+            expected=f"1 to {_MOST_WORKERS}",
+        )
+        table("hogwild_layout").build(self.layout, where=f"{where}.layout")
+        require(
+            len({*self.names}) == len(self.names),
+            f"{where}.names",
+            self.names,
+            expected="names that differ",
+        )
+        require(bool(self.separator), f"{where}.separator", "", expected="some text")
+        for name in ("probe_every", "answer_tokens"):
+            value = getattr(self, name)
+            require(value >= 0, f"{where}.{name}", value, expected="0 or more")
+        try:
+            self.prefix.format(name="")
+        except (KeyError, IndexError, ValueError) as cause:
+            require(
+                False,
+                f"{where}.prefix",
+                self.prefix,
+                expected=f"text with {{name}} ({cause})",
+            )
+        try:
+            re.compile(self.marker)
+        except re.error as cause:
+            require(
+                False, f"{where}.marker", self.marker, expected=f"a regular expression ({cause})"
+            )
+
+    def check(self, config: ModelConfig) -> None:
+        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
+        require(
+            config.causal,
+            "decode",
+            "hogwild",
+            expected=f"diffusion for {config.name}, whose tokens see those behind them",
+            hint="serve it with --set decode=diffusion",
+            error=ServeError,
+        )
+
+    def name_of(self, worker: int) -> str:
+        """What a worker is called."""
+        return self.names[worker] if worker < len(self.names) else f"Worker {worker + 1}"

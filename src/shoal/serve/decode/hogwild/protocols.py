@@ -1,0 +1,50 @@
+"""What layouts promise, and what they lay out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from shoal.serve.decode.hogwild.blocks import Block
+
+__all__ = ["HogwildLayout", "Space"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Space:
+    """The blocks of the workers of one request.
+
+    Args:
+        prompt: what all have been given.
+        own: name of each worker -> the block it writes to.
+        history: finished steps of all, in the order in which they were finished.
+        headers: blocks that say what follows: ``others`` and ``own``, where there are any.
+    """
+
+    prompt: Block
+    own: dict[str, Block]
+    history: list[Block] = field(default_factory=list)
+    headers: dict[str, Block] = field(default_factory=dict)
+
+    def others(self, worker: str) -> list[Block]:
+        """What the others write, in the order of their names, whoever asks."""
+        return [self.own[name] for name in sorted(self.own) if name != worker]
+
+
+@runtime_checkable
+class HogwildLayout(Protocol):
+    """A part of kind ``hogwild_layout``: what a worker sees, in which order. Keeps no state.
+
+    Attributes:
+        moves: a finished step goes from its worker's block to the common history.
+        headers: which headers of a space it has; ``history`` ends the prompt.
+    """
+
+    moves: ClassVar[bool]
+    headers: ClassVar[tuple[str, ...]]
+
+    def blocks(self, space: Space, worker: str) -> Sequence[Block]:
+        """The view of a worker; its own block comes last, and no block twice."""
+        ...

@@ -1,0 +1,293 @@
+"""The workers of one request: what each writes next, what moves where, and when they stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shoal.core.errors import ServeError, require
+from shoal.ir import Output, Request, TokenInfo
+from shoal.ir.serving import FinishReason
+from shoal.serve.decode.hogwild.blocks import Block, BlockStore
+from shoal.serve.decode.hogwild.protocols import HogwildLayout, Space
+from shoal.serve.decode.hogwild.views import Feed, View
+from shoal.serve.decode.hogwild.words import Reader, Words
+
+__all__ = ["Asked", "Session", "Worker"]
+
+# Finished steps that stand in the history one by one; older ones are joined.
+_STEPS = 4
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One writer.
+
+    Args:
+        name: what the others call it.
+        request: its sampling, and the prompt with all it has written.
+        prefix: begins each of its steps.
+        reader: reads along.
+        pending: tokens that are chosen, or given, and in no block yet.
+        moves: the pending token ends a step, whose block goes to the history.
+        since_probe: tokens since the last probe.
+        said: what it has got in this step, to be told.
+        infos: log probabilities of that.
+        finish: why it ended.
+        told: whether that has been told.
+    """
+
+    name: str
+    request: Request
+    prefix: Sequence[int]
+    reader: Reader
+    pending: list[int] = field(default_factory=list)
+    moves: bool = False
+    since_probe: int = 0
+    said: list[int] = field(default_factory=list)
+    infos: tuple[TokenInfo, ...] = ()
+    finish: FinishReason | None = None
+    told: bool = False
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still write."""
+        return self.request.params.max_tokens - self.request.n_generated
+
+    def given(self, tokens: Sequence[int]) -> None:
+        """Write what nobody has chosen, as far as there is room."""
+        tokens = tokens[: max(0, self.left - 1)]
+        self.request.tokens += tokens
+        self.pending += tokens
+        self.said += tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A feed, and the workers whose next tokens follow from its last one."""
+
+    feed: Feed
+    workers: Sequence[Worker] = ()
+
+
+class Session:
+    """Workers over one space of blocks.
+
+    Args:
+        store: where their blocks are.
+        layout: what each sees.
+        words: between them.
+        requests: one of each worker, with the same prompt.
+        names: of the workers, which differ.
+        probe_every: tokens of a worker between two probes; 0 for none.
+        answer_tokens: tokens that are kept for an early answer.
+
+    Raises:
+        ServeError: the prompts differ, or they do not fit.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        layout: HogwildLayout,
+        words: Words,
+        requests: Sequence[Request],
+        names: Sequence[str],
+        *,
+        probe_every: int = 0,
+        answer_tokens: int = 0,
+    ) -> None:
+        self._store, self._layout, self._words = store, layout, words
+        self._probe_every = probe_every
+        self._kept = len(words.early_answer) + answer_tokens if words.early_answer else 0
+        prefixes = words.prefixes or [()] * len(requests)
+        self.workers = [
+            Worker(name, request, prefix, Reader(words))
+            for name, request, prefix in zip(names, requests, prefixes, strict=True)
+        ]
+        require(
+            len({*names}) == len(names),
+            "workers",
+            names,
+            expected="names that differ: each has a block of its own",
+            error=ServeError,
+        )
+        prompt = requests[0].tokens
+        require(
+            all(request.tokens == prompt for request in requests),
+            f"request {requests[0].id}: workers",
+            len(requests),
+            expected="the same prompt for all",
+            error=ServeError,
+        )
+        alone = len(requests) == 1
+        heads = {} if alone else {name: words.headers.get(name, ()) for name in layout.headers}
+        self._unread = [*prompt, *words.rules, *heads.pop("history", ())]
+        self._headers = {name: list(tokens) for name, tokens in heads.items() if tokens}
+        self._answered = self._answering = False
+        self.room = min(self._needed(), len(requests) * store.longest, store.capacity)
+        least = len(self._unread) + sum(map(len, self._headers.values()))
+        least += sum(len(worker.prefix) + 1 for worker in self.workers)
+        require(
+            least <= min(store.longest, self.room),
+            f"request {requests[0].id}: prompt, rules and headers",
+            least,
+            expected=f"at most {store.longest} tokens with one new token of each worker, the "
+            f"positions of the model, and at most {store.capacity}, those of the cache",
+            hint="ask with a shorter prompt, or for fewer workers",
+            error=ServeError,
+        )
+        self.space: Space | None = None
+
+    def _needed(self) -> int:
+        """Slots that it may take: all texts, and prefixes of steps of some sixteen tokens."""
+        fixed = len(self._unread) + sum(map(len, self._headers.values()))
+        each = (
+            worker.left + len(worker.prefix) * (2 + worker.left // 16) for worker in self.workers
+        )
+        return fixed + sum(each)
+
+    @property
+    def num_blocks(self) -> int:
+        """Most blocks that it has at a time."""
+        return 3 + 2 * len(self.workers) + _STEPS
+
+    @property
+    def running(self) -> list[Worker]:
+        """Workers that have not ended."""
+        return [worker for worker in self.workers if worker.finish is None]
+
+    def begin(self) -> None:
+        """Open its blocks."""
+        store = self._store
+        self.space = Space(
+            prompt=store.open(None),
+            own={worker.name: store.open(worker.name) for worker in self.workers},
+            headers={name: store.open(None) for name in self._headers},
+        )
+
+    def view(self, worker: Worker) -> View:
+        """What a worker sees now."""
+        assert self.space is not None
+        return View(tuple(self._layout.blocks(self.space, worker.name)), worker.name)
+
+    def feeds(self, budget: int) -> list[Asked]:
+        """What to compute next; the prompt takes at most ``budget`` tokens of it at a time."""
+        if self._unread:
+            asked = self._prompt(max(1, budget))
+            return asked if self._unread else [*asked, *self._written()]
+        self._end_full()
+        return [*self._ended_steps(), *self._written()]
+
+    def _prompt(self, budget: int) -> list[Asked]:
+        assert self.space is not None
+        space = self.space
+        tokens, self._unread = self._unread[:budget], self._unread[budget:]
+        bare = [] if self._unread else [one for one in self.workers if not one.prefix]
+        asked = [Asked(Feed(View((space.prompt,), None), tokens, bool(bare)), bare)]
+        if not self._unread:
+            before: tuple[Block, ...] = (space.prompt,)
+            for name, header in self._headers.items():
+                before = (*before, space.headers[name])
+                asked.append(Asked(Feed(View(before, None), header, False)))
+            for worker in self.workers:
+                worker.pending = list(worker.prefix)
+        return asked
+
+    def _ended_steps(self) -> list[Asked]:
+        """Last tokens of steps; then their blocks stand in the history, and new ones are begun."""
+        assert self.space is not None
+        ended = sorted((one for one in self.running if one.moves), key=lambda one: one.name)
+        asked = []
+        for worker in ended:
+            yields = not worker.prefix and len(worker.pending) == 1
+            feed = Feed(self.view(worker), worker.pending[:1], yields)
+            asked.append(Asked(feed, [worker] if yields else ()))
+        for worker in ended:
+            self.space.history.append(self.space.own[worker.name])
+            self.space.own[worker.name] = self._store.open(worker.name)
+            worker.pending = [*worker.prefix, *worker.pending[1:]]
+            worker.moves = False
+        return asked
+
+    def _end_full(self) -> None:
+        """End the workers whose view, or the room of all, would be full."""
+        coming = sum(len(one.pending) + len(one.prefix) for one in self.running)
+        full = self._taken() + coming > self.room
+        for worker in self.running:
+            if full or len(self.view(worker)) + coming > self._store.longest:
+                worker.finish = "length"
+
+    def _written(self) -> list[Asked]:
+        """Pending tokens of all workers."""
+        asked = []
+        for worker in self.running:
+            if worker.pending:
+                asked.append(Asked(Feed(self.view(worker), worker.pending), [worker]))
+                worker.pending = []
+        return asked
+
+    def _taken(self) -> int:
+        assert self.space is not None
+        space = self.space
+        held = (space.prompt, *space.own.values(), *space.history, *space.headers.values())
+        return sum(map(len, held))
+
+    def take(self, worker: Worker, token: int, infos: tuple[TokenInfo, ...] = ()) -> None:
+        """The next token of a worker."""
+        request = worker.request
+        request.tokens.append(token)
+        worker.said, worker.infos = [token], infos
+        worker.pending = [token]
+        worker.since_probe += 1
+        ended, answered = worker.reader.feed(token)
+        if token in request.params.stop_ids:
+            worker.finish = "stop"
+        elif answered:
+            self._answered = True  # the others' tokens of this step still count
+        elif not worker.left:
+            worker.finish = "length"
+        elif self._probe_every and worker.since_probe >= self._probe_every and not self._answering:
+            worker.since_probe = 0
+            worker.given(self._words.probe)
+        if worker.finish is None:
+            worker.moves = ended and self._layout.moves
+
+    def settle(self) -> list[Output]:
+        """After a step: the early answer, older steps joined, and what is to be told."""
+        assert self.space is not None
+        history = self.space.history
+        while len(history) > _STEPS:
+            self._store.join(history[0], history.pop(1))
+        for worker in self.running if self._answered else ():
+            worker.finish = "stop"
+        self._answer_early()
+        told = []
+        for worker in self.workers:
+            if not worker.told and (worker.said or worker.finish is not None):
+                worker.told = worker.finish is not None
+                told.append(
+                    Output(worker.request.id, tuple(worker.said), worker.infos, worker.finish)
+                )
+            worker.said, worker.infos = [], ()
+        return told
+
+    def _answer_early(self) -> None:
+        """One worker answers when the tokens are nearly used up, if half of them were for work."""
+        running = sorted(self.running, key=lambda one: one.name)
+        if self._answering or not self._kept or not running:
+            return
+        if any(one.left <= self._kept <= one.request.params.max_tokens // 2 for one in running):
+            self._answering = True
+            running[0].given(self._words.early_answer)
+            for other in running[1:]:
+                other.finish = "length"
+
+    def drop(self) -> None:
+        """Close all blocks."""
+        if self.space is None:
+            return
+        space = self.space
+        for block in (space.prompt, *space.own.values(), *space.history, *space.headers.values()):
+            self._store.close(block)
+        self.space = None

@@ -1,0 +1,79 @@
+"""Views: what a worker sees, as blocks in an order that ends in the block it writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shoal.core.errors import ServeError, require
+from shoal.serve.decode.hogwild.blocks import Block
+
+__all__ = ["Feed", "View"]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Blocks one behind the other; positions in a view follow from what stands before.
+
+    Args:
+        blocks: in order; the last is the writer's own.
+        writer: whose view it is.
+
+    Raises:
+        ServeError: the writer's own block does not come last, or a block comes twice.
+    """
+
+    blocks: tuple[Block, ...]
+    writer: str | None
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.blocks) and self.blocks[-1].writer == self.writer,
+            f"view of {self.writer}",
+            [block.writer for block in self.blocks],
+            expected="blocks that end in the one it writes to",
+            error=ServeError,
+        )
+        numbers = [block.number for block in self.blocks]
+        require(
+            len(set(numbers)) == len(numbers),
+            f"view of {self.writer}",
+            numbers,
+            expected="each block once: their positions would overlap",
+            error=ServeError,
+        )
+
+    @property
+    def own(self) -> Block:
+        """Where new tokens go."""
+        return self.blocks[-1]
+
+    def __len__(self) -> int:
+        return sum(len(block) for block in self.blocks)
+
+    def placed(self) -> Iterator[tuple[Block, int]]:
+        """Blocks that hold something, with the position of their first token."""
+        offset = 0
+        for block in self.blocks:
+            if len(block):
+                yield block, offset
+                offset += len(block)
+
+    def text(self) -> list[int]:
+        """The tokens in order: what a model without blocks would be given."""
+        return [token for block in self.blocks for token in block.tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens that a step puts down in the own block of a view, and computes.
+
+    Args:
+        view: what they see, and their own block.
+        tokens: one or more.
+        yields: scores behind the last of them are wanted.
+    """
+
+    view: View
+    tokens: Sequence[int]
+    yields: bool = True
