@@ -11,6 +11,7 @@ __all__ = ["ACCEPTANCES", "SPECULATORS"]
 SPECULATORS = PartTable(
     "speculative",
     {
+        "draft_model": "shoal.serve.decode.draft_model:DraftModel",
         "medusa": "shoal.serve.decode.medusa:Medusa",
         "ngram": "shoal.serve.decode.ngram:Ngram",
     },
@@ -20,6 +21,8 @@ ACCEPTANCES = PartTable(
     "accept",
     {
         "greedy": "shoal.serve.decode.accept.greedy:Greedy",
+        "rejection": "shoal.serve.decode.accept.rejection:Rejection",
         "sample_match": "shoal.serve.decode.accept.sample_match:SampleMatch",
+        "typical": "shoal.serve.decode.accept.typical:Typical",
     },
 )
