@@ -189,7 +189,7 @@ def probabilities(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor
     scores_RV = logits_RV.double() / temperature_R1
     if all(not one.top_k and not one.min_p and one.top_p == 1 for one in params):
         return scores_RV.softmax(-1)
-    scores_RV, order_RV = scores_RV.sort(-1, descending=True, stable=True)
+    scores_RV, order_RV = scores_RV.sort(dim=-1, descending=True, stable=True)
     floor_R1 = torch.tensor(
         [[math.log(one.min_p) if one.min_p else -math.inf] for one in params],
         dtype=torch.float64,

@@ -65,10 +65,11 @@ class Growing:
         for above, q_V in zip(self._expanded, q_WV, strict=True):
             self._drawn[above] = q_V
             left = q_V.double().cpu().numpy().copy()
-            for _ in range(min(count, int((left > 0).sum()))):
+            for _ in range(min(count, np.count_nonzero(left))):
                 cumulative = left.cumsum()
-                token = int(np.searchsorted(cumulative, source.random() * cumulative[-1], "right"))
-                token = min(token, int(left.nonzero()[0][-1]))
+                token = int(cumulative.searchsorted(source.random() * cumulative[-1], "right"))
+                if token == len(left):  # by rounding
+                    token = int(left.nonzero()[0][-1])
                 left[token] = 0.0
                 self._node(above, token, 0.0)
 

@@ -98,4 +98,4 @@ def _walk(tree: TokenTree, p_NV: np.ndarray, source: np.random.Generator) -> Pat
 def _draw(p_V: np.ndarray, uniform: float) -> int:
     cumulative = p_V.cumsum()
     place = int(cumulative.searchsorted(uniform * cumulative[-1], "right"))
-    return min(place, int(p_V.nonzero()[0][-1]))
+    return place if place < len(p_V) else int(p_V.nonzero()[0][-1])  # by rounding
