@@ -12,6 +12,7 @@ SPECULATORS = PartTable(
     "speculative",
     {
         "draft_model": "shoal.serve.decode.draft_model:DraftModel",
+        "easyspec": "shoal.serve.decode.easyspec:EasySpec",
         "medusa": "shoal.serve.decode.medusa:Medusa",
         "ngram": "shoal.serve.decode.ngram:Ngram",
     },

@@ -147,7 +147,7 @@ class Recordings:
         recording = self.known[key]
         if recording is None:
             recording = self.known[key] = Recording(len(several), rows, self._width, self._weight)
-        recording.write(several, self._cache.block_size)
+        self.write(recording, several)
         self._embed(recording)
         tape = recording.tape
         if tape is None:
@@ -162,23 +162,40 @@ class Recordings:
     def _embed(self, recording: Recording) -> None:
         torch.index_select(self._weight, 0, recording.fed[0], out=recording.x_ND)
 
-    def _record(self, key: tuple[int, int], recording: Recording) -> Tensor:
-        """Compute a step, and keep what was asked if that gives the same again."""
-        model, cache = self._model, self._cache
-        _, position_N, slot_N, length_N, request_N = recording.fed[:5]
-        tree_2N = recording.fed[5:]
-        requests_N = None if key[0] == key[1] else request_N
-        trees = () if requests_N is None else (tree_2N,)
+    def write(self, recording: Recording, several: Iterable[Branch]) -> None:
+        """Put these rows where a recording reads them."""
+        recording.write(several, self._cache.block_size)
+
+    def mixer(self, recording: Recording, alone: bool) -> Mixer:
+        """Attention over the cache, for the rows that stand in a recording.
+
+        Args:
+            recording: what the step is about.
+            alone: every row is another request's.
+        """
+        cache, attention = self._cache, self._attention
+        _, _, slot_N, length_N, request_N = recording.fed[:5]
+        requests_N = None if alone else request_N
+        trees = () if alone else (recording.fed[5:],)
 
         def mixer(layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
             cache.write(layer, slot_N, k_NKd, v_NKd)
-            out: Tensor = self._attention(
+            out: Tensor = attention(
                 q_NHd, *cache.sides(layer), recording.blocks, length_N, requests_N, *trees
             )
             return out
 
+        return mixer
+
+    def _record(self, key: tuple[int, int], recording: Recording) -> Tensor:
+        """Compute a step, and keep what was asked if that gives the same again."""
+        model = self._model
+        mixer = self.mixer(recording, key[0] == key[1])
+
         def compute() -> Tensor:
-            recording.hidden = model.finished(*model.through(recording.x_ND, position_N, mixer))
+            recording.hidden = model.finished(
+                *model.through(recording.x_ND, recording.fed[1], mixer)
+            )
             return model.logits(recording.hidden)
 
         result, tape = record(compute)

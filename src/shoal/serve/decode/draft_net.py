@@ -66,7 +66,7 @@ class DraftNet:
         recorded: Recordings | None = None,
     ) -> None:
         self.model, self.cache, self.nbytes = model, cache, nbytes
-        self._attention, self._prompts, self.recorded = attention, prompts, recorded
+        self.attention, self.prompts, self.recorded = attention, prompts, recorded
 
     def read(self, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> None:
         """Keys and values of tokens from place ``start`` on, one after the other."""
@@ -115,8 +115,8 @@ class DraftNet:
             contexts,
             fed[2],
             self.model.weight.dtype,
-            self._attention,
-            prompts=self._prompts,
+            self.attention,
+            prompts=self.prompts,
         )
         nobody = torch.empty(0, dtype=torch.int64, device=device) if none else None
         hidden = self.model.flat(fed[0], fed[1], mixer, nobody)
