@@ -50,6 +50,7 @@ def trees_of(engine, serve_all, asked, **sampling):
     return tokens, [(one.tokens.tolist(), one.shape.parent) for one in every]
 
 
+@pytest.mark.slow
 def test_greedy_output_is_the_targets(deep, engine_for, serve_all):
     asked = prompts()[:4]
     known = serve_all(engine_for(deep[0]), asked, max_tokens=24)
@@ -79,6 +80,7 @@ def test_fused_and_sequential_guess_the_same(deep, serve_all):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_after_calibration_the_cache_is_as_if_read_anew(deep):
     request = Request("r0", list(range(20)), 20, SamplingParams(max_tokens=40))
     for calibrate in (True, False):
@@ -126,6 +128,7 @@ def test_recorded_groups_give_the_scores_of_others(random_model, deep, monkeypat
     assert not {key: why for key, why in quick.recorded.reasons.items() if key == (1, 1)}
 
 
+@pytest.mark.slow
 def test_auto_groups_add_up(deep, serve_all):
     engine = easy(deep, group="auto")
     quick = engine.runner.drafter.quick.model

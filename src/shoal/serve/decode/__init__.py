@@ -11,6 +11,7 @@ __all__ = ["ACCEPTANCES", "SPECULATORS"]
 SPECULATORS = PartTable(
     "speculative",
     {
+        "dovetail": "shoal.serve.decode.dovetail:Dovetail",
         "draft_model": "shoal.serve.decode.draft_model:DraftModel",
         "easyspec": "shoal.serve.decode.easyspec:EasySpec",
         "medusa": "shoal.serve.decode.medusa:Medusa",

@@ -95,6 +95,23 @@ class Growing:
         seen = np.array(self._seen[first:], dtype=np.uint64).view(np.int64)
         return [self.tokens[node] for node in chosen], first, seen
 
+    def above(self) -> list[int]:
+        """Of each node that :meth:`expand` chose, the row of the one above in the passes."""
+        return [self.computed[self.parent[node]] for node in self._expanded]
+
+    def best_path(self) -> list[int]:
+        """The most probable child of each node from the root on, as far as there is one."""
+        best: dict[int, int] = {}
+        for row in range(1, len(self.tokens)):
+            above = self.parent[row]
+            if above not in best or self._value[row] > self._value[best[above]]:
+                best[above] = row
+        path, row = [], 0
+        while row in best:
+            row = best[row]
+            path.append(row)
+        return path
+
     def tree(self, nodes: int) -> tuple[TokenTree, Sequence[int]]:
         """At most so many nodes, the best; and of each row its row in the draft's passes."""
         every = range(1, len(self.tokens))
