@@ -201,3 +201,14 @@ def test_typical_threshold_falls_with_entropy():
 def test_bad_thresholds_are_named(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         ACCEPTANCES.build({"name": "typical", **options})
+
+
+def test_a_lossless_server_refuses_what_changes_its_words():
+    from shoal.core.parts import Choice
+    from shoal.serve.decode.build import acceptance
+
+    with pytest.raises(ConfigError, match=r"accept = .?typical.*lossless"):
+        acceptance(Choice(name="typical"), lossless=True)
+    assert not acceptance(Choice(name="typical")).lossless
+    for name in ("greedy", "rejection", "sample_match"):
+        assert acceptance(Choice(name=name), lossless=True).lossless
