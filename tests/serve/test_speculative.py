@@ -195,7 +195,7 @@ def test_recorded_steps_give_the_same_bits_as_others(random_model, serve_all):
         guessing(engine, known, 5, 2)
         found.append(serve_all(engine, asked, params=params()))
         if recorded is not None:
-            assert any(one is not None and one.tape for one in recorded._known.values())
+            assert any(one is not None and one.tape for one in recorded.known.values())
             assert not recorded.reasons
     assert found[0] == found[1]
 

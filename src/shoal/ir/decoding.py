@@ -192,8 +192,8 @@ class Verifying(Protocol):
         """Of a step of so many rows, roots and nodes together."""
         ...
 
-    def drafting_s(self, requests: int) -> float:
-        """Of the guesses for so many requests."""
+    def drafting_s(self, requests: int, nodes: int) -> float:
+        """Of the guesses for so many requests, so many nodes each."""
         ...
 
 

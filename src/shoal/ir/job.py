@@ -506,6 +506,7 @@ class ServeJob(Value):
         exact: the numbers of a request have the same bits whatever other requests run beside it.
         speculative: who guesses several tokens a step, which the model verifies; None decodes one
             token a step.
+        lossless: refuse an acceptance of guesses that changes what the model would say.
         max_running: most requests in one step.
         max_step_tokens: most tokens in one step; long prompts are cut to fit.
         max_position: most tokens of one request, prompt and output; None for the model's.
@@ -540,6 +541,7 @@ class ServeJob(Value):
     kernel: dict[str, str] = {}
     exact: bool = False
     speculative: Annotated[Choice, Kind("speculative")] | None = None
+    lossless: bool = False
     max_running: PositiveInt = 64
     max_step_tokens: PositiveInt = 512
     max_position: PositiveInt | None = None

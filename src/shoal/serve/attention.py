@@ -43,13 +43,16 @@ class Context:
         start: tokens of it that the cache holds already.
         length: its tokens in this step.
         blocks: its blocks, in order; at least as many as its tokens fill.
-        seen: where its tokens are a tree, which of them each sees, a bit each from the first on.
+        seen: where its tokens are a tree or the last part of one, what each sees from the root
+            on, a bit each.
+        root: where the tree begins; at ``start``, if not given.
     """
 
     start: int
     length: int
     blocks: Sequence[int]
     seen: np.ndarray | None = None
+    root: int | None = None
 
     @property
     def stop(self) -> int:
@@ -193,7 +196,7 @@ class PagedAttention:
         if contexts[0].seen is not None:
             lengths = np.repeat([context.stop for context in contexts], counts)
             requests = self._tensor(np.repeat(np.arange(len(contexts)), counts))
-            roots = np.repeat([context.start for context in contexts], counts)
+            roots = np.repeat([_root(context) for context in contexts], counts)
             seen = np.concatenate([one.seen for one in contexts if one.seen is not None])
             tree = self._tensor(np.stack((roots, seen)))
         elif last - first == len(contexts):
@@ -254,8 +257,9 @@ class PagedAttention:
             (context.length, stop), float("-inf"), dtype=dtype, device=self._cache.device
         ).triu_(context.start + 1)
         if context.seen is not None:
-            hidden = context.seen[:, None] >> np.arange(context.length) & 1 == 0
-            mask[:, context.start :].masked_fill_(self._tensor(hidden), float("-inf"))
+            root = _root(context)
+            hidden = context.seen[:, None] >> np.arange(stop - root) & 1 == 0
+            mask[:, root:].masked_fill_(self._tensor(hidden), float("-inf"))
         return _Prompt(row, last, self._tensor(blocks_1W), slot, stop, mask)
 
     def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
@@ -333,6 +337,10 @@ def _single(q_BHd: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) ->
         attn_mask=mask,
     )
     return out.reshape(batch, heads, dim)
+
+
+def _root(context: Context) -> int:
+    return context.start if context.root is None else context.root
 
 
 def _groups(stops: Sequence[int]) -> list[tuple[int, int]]:

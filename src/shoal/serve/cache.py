@@ -88,7 +88,7 @@ class PagedCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.dtype, self.device = dtype, torch.device(device)
         self.form: KVFormat = form or Plain()
-        self._put = writer(self.device)
+        self.put = writer(self.device)
         # Tokens in another format are decoded on the way, so they cannot be read in place.
         self.slot_blocks = slot_blocks if isinstance(self.form, Plain) else 0
         slots, heads = num_blocks * block_size, config.num_kv_heads
@@ -133,7 +133,7 @@ class PagedCache:
         """Store new tokens of one layer."""
         for side, new in zip(self._sides[layer], (k_NKd, v_NKd), strict=True):
             for store, coded in zip(side, self.form.encode(new), strict=True):
-                self._put(store, slots_N, coded)
+                self.put(store, slots_N, coded)
 
     def keep(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy tokens from slots to slots in all layers; all are read before any is written."""

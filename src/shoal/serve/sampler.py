@@ -24,7 +24,7 @@ from shoal.core.random import generator
 from shoal.ir import Request, SamplingParams, TokenInfo
 from shoal.model.generate import sample
 
-__all__ = ["choose", "log_probabilities", "pick_tokens", "sample_rows"]
+__all__ = ["choose", "log_probabilities", "pick_tokens", "probabilities", "sample_rows"]
 
 _CANDIDATES = 256
 
@@ -178,6 +178,29 @@ def _pick(
 def _weights(below: Tensor, floor_R1: Tensor | None) -> Tensor:
     """Probabilities over that of the best token; none for those under the floor."""
     return below.exp() if floor_R1 is None else below.exp() * (below >= floor_R1)
+
+
+def probabilities(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """What :func:`~shoal.model.generate.sample` draws from, in fp64 [R, V]; temperatures > 0."""
+    settings = [(one.temperature, one.top_k or logits_RV.shape[-1], one.top_p) for one in params]
+    temperature_R1, top_k_R1, top_p_R1 = torch.tensor(
+        settings, dtype=torch.float64, device=logits_RV.device
+    ).T.unsqueeze(-1)
+    scores_RV = logits_RV.double() / temperature_R1
+    if all(not one.top_k and not one.min_p and one.top_p == 1 for one in params):
+        return scores_RV.softmax(-1)
+    scores_RV, order_RV = scores_RV.sort(dim=-1, descending=True, stable=True)
+    floor_R1 = torch.tensor(
+        [[math.log(one.min_p) if one.min_p else -math.inf] for one in params],
+        dtype=torch.float64,
+        device=logits_RV.device,
+    )
+    place_V = torch.arange(scores_RV.shape[-1], device=logits_RV.device)
+    kept_RV = (place_V < top_k_R1) & (scores_RV - scores_RV[:, :1] >= floor_R1)
+    p_RV = scores_RV.masked_fill(~kept_RV, -math.inf).softmax(-1)
+    inside_RV = (p_RV.cumsum(-1) - p_RV < top_p_R1) | (top_p_R1 == 1)
+    p_RV = p_RV * inside_RV
+    return torch.zeros_like(p_RV).scatter_(-1, order_RV, p_RV / p_RV.sum(-1, keepdim=True))
 
 
 def log_probabilities(

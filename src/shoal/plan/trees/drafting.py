@@ -39,12 +39,15 @@ class RowCosts:
         seconds: of a step of each of these.
         draft_s: s of the guesses of a step, however many requests guess.
         draft_request_s: s of each request more.
+        draft_less: (nodes, s), rising: so much less is drafted for a tree of so few nodes, as by
+            a drafter that makes its guesses one after the other.
     """
 
     rows: tuple[int, ...]
     seconds_of: tuple[float, ...]
     draft_s: float = 0.0
     draft_request_s: float = 0.0
+    draft_less: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
@@ -70,9 +73,12 @@ class RowCosts:
         a, b = self.seconds_of[at - 1], self.seconds_of[at]
         return max(min(a, b) / 2, a + (b - a) * (rows - low) / (high - low))
 
-    def drafting_s(self, requests: int) -> float:
+    def drafting_s(self, requests: int, nodes: int = MAX_NODES) -> float:
         """See :class:`~shoal.ir.decoding.Verifying`."""
-        return self.draft_s + self.draft_request_s * requests
+        whole = self.draft_s + self.draft_request_s * requests
+        # Between two numbers of nodes, of which nothing is known, as much as for more of them.
+        less = next((saved for count, saved in self.draft_less if nodes <= count), 0.0)
+        return max(whole / 8, whole - less)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +152,7 @@ class Paying:
         tokens = 1 + self.worth * (self.expected[min(nodes, len(self.expected) - 1)] - 1)
         seconds = self.cost.seconds(requests * (1 + nodes))
         if nodes:
-            seconds += self.cost.drafting_s(requests)
+            seconds += self.cost.drafting_s(requests, nodes)
         return requests * tokens / seconds
 
     def best(self, requests: int) -> int:
@@ -184,7 +190,7 @@ class Paying:
         found = {}
         for nodes in range(len(self.expected)):
             seconds = self.cost.seconds(requests * (1 + nodes))
-            seconds += self.cost.drafting_s(requests) if nodes else 0.0
+            seconds += self.cost.drafting_s(requests, nodes) if nodes else 0.0
             tokens = 1 + self.worth * (self.expected[nodes] - 1)
             found[nodes] = (tokens, seconds, self.rate(nodes, requests) / plain)
         return found

@@ -12,6 +12,9 @@ __all__ = ["ACCEPTANCES", "DECODES", "HOGWILD_LAYOUTS", "SPECULATORS"]
 SPECULATORS = PartTable(
     "speculative",
     {
+        "dovetail": "shoal.serve.decode.dovetail:Dovetail",
+        "draft_model": "shoal.serve.decode.draft_model:DraftModel",
+        "easyspec": "shoal.serve.decode.easyspec:EasySpec",
         "medusa": "shoal.serve.decode.medusa:Medusa",
         "ngram": "shoal.serve.decode.ngram:Ngram",
     },
@@ -21,7 +24,9 @@ ACCEPTANCES = PartTable(
     "accept",
     {
         "greedy": "shoal.serve.decode.accept.greedy:Greedy",
+        "rejection": "shoal.serve.decode.accept.rejection:Rejection",
         "sample_match": "shoal.serve.decode.accept.sample_match:SampleMatch",
+        "typical": "shoal.serve.decode.accept.typical:Typical",
     },
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from shoal.core.errors import require
 from shoal.core.parts import Choice, table
 from shoal.ir import Foretold, Limits, ServeJob
 from shoal.kernel.protocols import Ready
@@ -23,9 +24,24 @@ __all__ = ["speculate", "speculative_runner"]
 log = logging.getLogger("shoal.serve")
 
 
-def acceptance(choice: Choice) -> Acceptance:
-    """The rule that a speculator names."""
+def acceptance(choice: Choice, *, lossless: bool = False) -> Acceptance:
+    """The rule that a speculator names.
+
+    Args:
+        choice: of it.
+        lossless: of the job.
+
+    Raises:
+        ConfigError: it changes what the model would say, and the job does not allow that.
+    """
     rule: Acceptance = table("accept").build(choice, where="speculative.accept")
+    require(
+        rule.lossless or not lossless,
+        "speculative.accept",
+        choice.name,
+        expected="greedy, rejection or sample_match with lossless: true",
+        hint=f"{choice.name} also accepts what the model would not have drawn",
+    )
     return rule
 
 
@@ -57,7 +73,7 @@ def speculative_runner(
         model,
         cache,
         drafter=part.drafter(job, model),
-        accept=acceptance(part.accept),
+        accept=acceptance(part.accept, lossless=job.lossless),
         recorded=recorded,
         **options,
     )

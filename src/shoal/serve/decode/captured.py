@@ -6,7 +6,8 @@ places and blocks it is written down whose a row is and what of its tree it sees
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -15,18 +16,64 @@ from torch import Tensor
 from shoal.ir import Chunk
 from shoal.kernel.protocols import Ready
 from shoal.kernel.tape import Tape, record
-from shoal.model.transformer import Transformer
+from shoal.model.attention import Mixer
 from shoal.serve.cache import PagedCache
 from shoal.serve.decode.protocols import TokenTree, branches
 
-__all__ = ["CapturedRows"]
+__all__ = ["Branch", "CapturedRows", "Recordable", "Recordings"]
 
 # Steps of more rows take so long that asking the kernels is little beside.
 _MOST = 64
 _ALONE = branches((-1,))
 
 
-class _Recording:
+class Recordable(Protocol):
+    """A model, as far as a recording asks it."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The embedding."""
+        ...
+
+    def through(self, x_ND: Tensor, position_N: Tensor, mixer: Mixer) -> tuple[Tensor, Tensor]:
+        """See :meth:`~shoal.model.transformer.Transformer.through`."""
+        ...
+
+    def finished(self, x_ND: Tensor, branch_ND: Tensor) -> Tensor:
+        """See :meth:`~shoal.model.transformer.Transformer.finished`."""
+        ...
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Scores [R, V]."""
+        ...
+
+
+class Branch(NamedTuple):
+    """Rows of one request: some or all of a tree, or tokens one after the other.
+
+    Args:
+        tokens: of the rows.
+        blocks: of the request.
+        start: place of the first row's keys and values; the others follow.
+        root: place from which on rows see only what is marked for them.
+        depth: [rows] how far behind the root each token stands.
+        seen: [rows] which places from the root on each sees, a bit each.
+    """
+
+    tokens: Sequence[int] | np.ndarray
+    blocks: Sequence[int]
+    start: int
+    root: int
+    depth: np.ndarray
+    seen: np.ndarray
+
+    @property
+    def stop(self) -> int:
+        """The place behind its last row."""
+        return self.start + len(self.depth)
+
+
+class Recording:
     """What a step of N rows of B requests is about, in memory that stays, and its tape."""
 
     def __init__(self, requests: int, rows: int, width: int, like: Tensor) -> None:
@@ -39,33 +86,29 @@ class _Recording:
         self.hidden: Tensor | None = None
         self.tape: Tape | None = None
 
-    def write(self, chunks: Sequence[Chunk], trees: Mapping[str, TokenTree], size: int) -> None:
+    def write(self, several: Iterable[Branch], size: int) -> None:
         """The rows of these requests."""
         numbers, row = self.numbers, 0
-        for place, chunk in enumerate(chunks):
-            request, start = chunk.request, chunk.start
-            tree = trees.get(request.id)
-            shape = _ALONE if tree is None else tree.shape
-            stop = row + len(shape)
-            mine = slice(row, stop)
-            numbers[0, mine] = request.tokens[start] if tree is None else tree.tokens
-            numbers[1, mine] = start + shape.depth
-            blocks, last = request.blocks, start + len(shape)
-            at = np.arange(start, last)
-            held = blocks[: -(-last // size)]
+        for place, one in enumerate(several):
+            last = one.stop
+            mine = slice(row, row + len(one.depth))
+            numbers[0, mine] = one.tokens
+            numbers[1, mine] = one.root + one.depth
+            held = one.blocks[: -(-last // size)]
             if held != self._held[place]:
                 self._blocks[place, : len(held)] = held
                 self._held[place] = held
+            at = np.arange(one.start, last)
             numbers[2, mine] = self._blocks[place, at // size].astype(np.int64) * size + at % size
             numbers[3, mine] = last
             numbers[4, mine] = place
-            numbers[5, mine] = start
-            numbers[6, mine] = shape.seen
-            row = stop
+            numbers[5, mine] = one.root
+            numbers[6, mine] = one.seen
+            row = mine.stop
 
 
-class CapturedRows:
-    """Hidden states and scores of decodes and of the trees under them, by recorded steps.
+class Recordings:
+    """Steps of a model, one recording for each number of requests and rows.
 
     Args:
         model: whole, in this process; its weights stay where they are.
@@ -75,46 +118,36 @@ class CapturedRows:
     """
 
     def __init__(
-        self, model: Transformer, cache: PagedCache, attention: Ready, longest: int
+        self, model: Recordable, cache: PagedCache, attention: Ready, longest: int
     ) -> None:
         self._model, self._cache, self._attention = model, cache, attention
         self._weight = model.weight
         self._width = -(-longest // cache.block_size)
-        self._known: dict[tuple[int, int], _Recording | None] = {}
+        self.known: dict[tuple[int, int], Recording | None] = {}
         self.reasons: dict[tuple[int, int], str] = {}
 
-    def over(self, cache: PagedCache) -> CapturedRows:
+    def over(self, cache: PagedCache) -> Self:
         """The same for another cache of the model, with nothing recorded yet."""
-        return CapturedRows(
-            self._model, cache, self._attention, self._width * self._cache.block_size
-        )
+        return type(self)(self._model, cache, self._attention, self._width * self._cache.block_size)
 
-    def __call__(
-        self, chunks: Sequence[Chunk], trees: Mapping[str, TokenTree]
-    ) -> tuple[Tensor, Tensor, dict[str, int]] | None:
-        """Hidden states [N, D], scores [N, V] and the first row of each request.
+    def play(self, several: Sequence[Branch]) -> tuple[Tensor, Tensor] | None:
+        """Hidden states [N, D] and scores [N, V] of these rows, in memory of the recording.
 
-        None where the step must be computed as others are: it has a prompt, or many rows, or is
-        the first of its kind.
+        None where they must be computed as others are: there are many rows, or they are the
+        first of their kind.
         """
-        rows, first = 0, {}
-        for chunk in chunks:
-            if chunk.length > 1 or not chunk.yields:
-                return None
-            first[chunk.request.id] = rows
-            tree = trees.get(chunk.request.id)
-            rows += 1 if tree is None else len(tree.shape)
-        key = (len(chunks), rows)
+        rows = sum(len(one.depth) for one in several)
+        key = (len(several), rows)
         if rows > _MOST or key in self.reasons:
             return None
-        if key not in self._known:
+        if key not in self.known:
             # The first step of a kind may prepare kernels, which nobody wants repeated.
-            self._known[key] = None
+            self.known[key] = None
             return None
-        recording = self._known[key]
+        recording = self.known[key]
         if recording is None:
-            recording = self._known[key] = _Recording(len(chunks), rows, self._width, self._weight)
-        recording.write(chunks, trees, self._cache.block_size)
+            recording = self.known[key] = Recording(len(several), rows, self._width, self._weight)
+        self.write(recording, several)
         self._embed(recording)
         tape = recording.tape
         if tape is None:
@@ -124,28 +157,45 @@ class CapturedRows:
         else:
             return None
         assert recording.hidden is not None
-        return recording.hidden, logits, first
+        return recording.hidden, logits
 
-    def _embed(self, recording: _Recording) -> None:
+    def _embed(self, recording: Recording) -> None:
         torch.index_select(self._weight, 0, recording.fed[0], out=recording.x_ND)
 
-    def _record(self, key: tuple[int, int], recording: _Recording) -> Tensor:
-        """Compute a step, and keep what was asked if that gives the same again."""
-        model, cache = self._model, self._cache
-        _, position_N, slot_N, length_N, request_N = recording.fed[:5]
-        tree_2N = recording.fed[5:]
-        requests_N = None if key[0] == key[1] else request_N
-        trees = () if requests_N is None else (tree_2N,)
+    def write(self, recording: Recording, several: Iterable[Branch]) -> None:
+        """Put these rows where a recording reads them."""
+        recording.write(several, self._cache.block_size)
+
+    def mixer(self, recording: Recording, alone: bool) -> Mixer:
+        """Attention over the cache, for the rows that stand in a recording.
+
+        Args:
+            recording: what the step is about.
+            alone: every row is another request's.
+        """
+        cache, attention = self._cache, self._attention
+        _, _, slot_N, length_N, request_N = recording.fed[:5]
+        requests_N = None if alone else request_N
+        trees = () if alone else (recording.fed[5:],)
 
         def mixer(layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
             cache.write(layer, slot_N, k_NKd, v_NKd)
-            out: Tensor = self._attention(
+            out: Tensor = attention(
                 q_NHd, *cache.sides(layer), recording.blocks, length_N, requests_N, *trees
             )
             return out
 
+        return mixer
+
+    def _record(self, key: tuple[int, int], recording: Recording) -> Tensor:
+        """Compute a step, and keep what was asked if that gives the same again."""
+        model = self._model
+        mixer = self.mixer(recording, key[0] == key[1])
+
         def compute() -> Tensor:
-            recording.hidden = model.finished(*model.through(recording.x_ND, position_N, mixer))
+            recording.hidden = model.finished(
+                *model.through(recording.x_ND, recording.fed[1], mixer)
+            )
             return model.logits(recording.hidden)
 
         result, tape = record(compute)
@@ -159,3 +209,29 @@ class CapturedRows:
         else:
             self.reasons[key] = "a kernel that is not seen"
         return computed
+
+
+class CapturedRows(Recordings):
+    """Recorded steps of decodes and of the trees under them; see :class:`Recordings`."""
+
+    def __call__(
+        self, chunks: Sequence[Chunk], trees: Mapping[str, TokenTree]
+    ) -> tuple[Tensor, Tensor, dict[str, int]] | None:
+        """Hidden states [N, D], scores [N, V] and the first row of each request.
+
+        None where the step must be computed as others are; so must one that has a prompt.
+        """
+        rows, first = 0, {}
+        several: list[Branch] = []
+        for chunk in chunks:
+            if chunk.length > 1 or not chunk.yields:
+                return None
+            request, start = chunk.request, chunk.start
+            first[request.id] = rows
+            tree = trees.get(request.id)
+            shape = _ALONE if tree is None else tree.shape
+            tokens = request.tokens[start : start + 1] if tree is None else tree.tokens
+            several.append(Branch(tokens, request.blocks, start, start, shape.depth, shape.seen))
+            rows += len(shape)
+        found = self.play(several)
+        return None if found is None else (*found, first)

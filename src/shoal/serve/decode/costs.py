@@ -24,6 +24,8 @@ __all__ = ["measure_costs"]
 _ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
 _ROUNDS, _SECONDS = 15, 2.0
 _CONTEXT = 256
+# Nodes of trees that may take less time to draft than the largest.
+_FEWER = (1, 2, 3, 4, 6, 8)
 
 
 def measure_costs(
@@ -80,14 +82,14 @@ def measure_costs(
         for number in range(4)
     ]
 
-    def guess(count: int) -> None:
+    def guess(count: int, nodes: int = MAX_NODES) -> None:
         asked = others[:count]
         needs = runner.drafter.needs
         of = {"nothing": None, "last": hidden[:1], "all": hidden[:1]}[needs]
         runner.drafter.observe(
             [Seen(one, context - 2, tokens[-2:-1], of, tokens[-1]) for one in asked]
         )
-        runner.drafter.propose([Guess(one, MAX_NODES) for one in asked])
+        runner.drafter.propose([Guess(one, nodes) for one in asked])
 
     if runner.drafter.needs == "all":
         runner.drafter.observe(
@@ -95,6 +97,7 @@ def measure_costs(
         )
     works: list[Callable[[], object]] = [
         *(lambda held=trees[count]: measured.forward([chunk], held) for count in counts),
+        *(lambda nodes=nodes: guess(1, nodes) for nodes in _FEWER),
         lambda: guess(1),
         lambda: guess(4),
     ]
@@ -109,10 +112,14 @@ def measure_costs(
             for times, work in zip(taken, works, strict=True):
                 times.append(timed(work))
     *steps, one, four = map(statistics.median, taken)
+    steps, fewer = steps[: len(counts)], steps[len(counts) :]
     each = max(0.0, (four - one) / 3)
     return RowCosts(
         rows=tuple(counts),
         seconds_of=tuple(steps),
         draft_s=max(0.0, one - each),
         draft_request_s=each,
+        draft_less=tuple(
+            (nodes, max(0.0, one - took)) for nodes, took in zip(_FEWER, fewer, strict=True)
+        ),
     )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.serve.decode.protocols import Path, TokenTree
+from torch import Tensor
 
-__all__ = ["descend", "rows_of"]
+from shoal.ir import Request
+from shoal.serve.decode.protocols import Path, TokenTree
+from shoal.serve.sampler import pick_tokens
+
+__all__ = ["descend", "greedy_paths", "rows_of"]
 
 
 def rows_of(trees: Sequence[TokenTree]) -> list[slice]:
@@ -37,3 +41,22 @@ def descend(tree: TokenTree, chosen: Sequence[int]) -> Path:
         row = child
         rows.append(row)
         tokens.append(chosen[row])
+
+
+def greedy_paths(
+    trees: Sequence[TokenTree], requests: Sequence[Request], logits_NV: Tensor
+) -> list[Path | None]:
+    """The path of the best tokens for each greedy request; None for those that sample."""
+    found: list[Path | None] = [None] * len(trees)
+    rows = rows_of(trees)
+    greedy = [at for at, one in enumerate(requests) if one.params.temperature == 0]
+    if greedy:
+        which = [row for at in greedy for row in range(rows[at].start, rows[at].stop)]
+        scores = logits_NV if len(which) == len(logits_NV) else logits_NV[which]
+        chosen = pick_tokens(scores, [requests[at] for at in greedy for _ in trees[at].tokens])
+        first = 0
+        for at in greedy:
+            stop = first + len(trees[at].tokens)
+            found[at] = descend(trees[at], chosen[first:stop])
+            first = stop
+    return found

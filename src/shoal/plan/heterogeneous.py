@@ -1,0 +1,169 @@
+"""Where drafter and target go when one device is small: how deep a drafter, how large a tree.
+
+Verifying on a host costs by the row, so a deeper drafter and a smaller tree pay there. What is
+left of the small device's memory takes the first layers of the target. Whoever measured or modelled
+the times hands them in; nothing here asks a clock.
+
+Source: Zhang et al., Dovetail, 2025, sections 3.1 and 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.core.errors import PlanError, require
+from shoal.ir import MAX_NODES, Calibration, Verifying
+from shoal.plan.trees.auto import Auto
+
+__all__ = ["DraftOption", "Heterogeneous", "Placed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOption:
+    """One drafter that could be placed on the small device.
+
+    Args:
+        layers: M.
+        nbytes: of its weights, the copies of embedding and head, and its cache.
+        level_s: s of one level of a tree there.
+        right: how often its guesses are right, by level and rank, as its calibration has it.
+    """
+
+    layers: int
+    nbytes: int
+    level_s: float
+    right: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        require(self.layers >= 1, "drafter layers", self.layers, expected="1 or more")
+        require(self.level_s > 0, "drafter level_s", self.level_s, expected="above 0 s")
+        Calibration(self.right)
+
+
+class Placed(NamedTuple):
+    """One way to place both.
+
+    Args:
+        layers: M of the drafter.
+        nodes: of a tree.
+        resident: first layers of the target that lie on the small device too.
+        tokens: expected of a round.
+        draft_s: s of a round's guesses.
+        link_s: s on the way.
+        verify_s: s of the target's step.
+        nbytes: on the small device.
+        tokens_per_s: expected.
+    """
+
+    layers: int
+    nodes: int
+    resident: int
+    tokens: float
+    draft_s: float
+    link_s: float
+    verify_s: float
+    nbytes: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heterogeneous:
+    """A target on a host, and a small device beside it.
+
+    Args:
+        verify: s of a step of the target on the host, by its rows.
+        hidden: width of the target.
+        itemsize: bytes of one of its numbers.
+        memory_cap: bytes of the small device.
+        link_s: s that a message takes besides its bytes.
+        link_bytes_per_s: of the way between both.
+        num_layers: of the target; 0 leaves it on the host whole.
+        layer_bytes: of one of its layers.
+        layer_s: s of a step of one of its layers on the small device.
+    """
+
+    verify: Verifying
+    hidden: int
+    itemsize: int
+    memory_cap: int
+    link_s: float
+    link_bytes_per_s: float
+    num_layers: int = 0
+    layer_bytes: int = 0
+    layer_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.link_bytes_per_s > 0, "link_bytes_per_s", self.link_bytes_per_s,
+                expected="above 0")  # fmt: skip
+        require(self.link_s >= 0, "link_s", self.link_s, expected="0 s or more")
+
+    def rank(
+        self, options: Sequence[DraftOption], nodes: Sequence[int] = range(1, 33)
+    ) -> list[Placed]:
+        """Every way that fits, the fastest first.
+
+        Args:
+            options: the drafters there are.
+            nodes: sizes of trees to look at.
+
+        Raises:
+            PlanError: none of them fits.
+        """
+        require(bool(options), "drafters", 0, expected="at least one", error=PlanError)
+        smallest = min(one.nbytes for one in options)
+        if smallest > self.memory_cap:
+            raise PlanError(
+                f"memory_cap = {self.memory_cap}: the smallest drafter takes {smallest} bytes with "
+                "the target's embedding and head; give at least that, or decode without a drafter"
+            )
+        found = []
+        for option in options:
+            if option.nbytes > self.memory_cap:
+                continue
+            most = min(max(nodes), MAX_NODES)
+            tree = Auto(nodes=most).build(Calibration(option.right), most)
+            expected = tree.expected()
+            for count in nodes:
+                if count < len(expected):
+                    depth = tree.first(count).depth
+                    found += self._placed(option, count, depth, expected[count])
+        return sorted(found, key=lambda one: (-one.tokens_per_s, one.nbytes))
+
+    def _placed(self, option: DraftOption, nodes: int, depth: int, tokens: float) -> list[Placed]:
+        """On the host alone, and with as many layers on the small device as fit."""
+        choices = {0}
+        if self.num_layers and self.layer_bytes:
+            spare = (self.memory_cap - option.nbytes) // self.layer_bytes
+            choices.add(min(self.num_layers, spare))
+        draft_s = depth * option.level_s
+        # A verdict with the accepted tokens' states, a question, and a draft.
+        crossed = 60 + 5 * nodes + tokens * (4 + self.hidden * self.itemsize)
+        found = []
+        for resident in sorted(choices):
+            link_s = 3 * self.link_s + crossed / self.link_bytes_per_s
+            verify_s = self.verify.seconds(1 + nodes)
+            if resident:
+                verify_s *= 1 - resident / self.num_layers
+                verify_s += resident * self.layer_s
+                moved = (1 + nodes) * self.hidden * self.itemsize
+                link_s += self.link_s + moved / self.link_bytes_per_s
+            nbytes = option.nbytes + resident * self.layer_bytes
+            rate = tokens / (draft_s + link_s + verify_s)
+            found.append(
+                Placed(
+                    option.layers, nodes, resident, tokens, draft_s, link_s, verify_s, nbytes, rate
+                )
+            )
+        return found
+
+    def table(
+        self, options: Sequence[DraftOption], nodes: Sequence[int] = range(1, 33)
+    ) -> list[Mapping[str, float]]:
+        """The best size of tree for every drafter and every number of resident layers."""
+        best: dict[tuple[int, int], Placed] = {}
+        for one in self.rank(options, nodes):
+            best.setdefault((one.layers, one.resident), one)
+        alone = 1 / self.verify.seconds(1)
+        return [{**one._asdict(), "speedup": one.tokens_per_s / alone} for one in best.values()]

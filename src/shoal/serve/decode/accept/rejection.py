@@ -1,0 +1,101 @@
+"""Accept a guess as often as the model would have said it; else draw from what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.ir import Request, SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from shoal.serve.decode.protocols import Path, TokenTree
+
+__all__ = ["Rejection"]
+
+
+@part
+class Rejection:
+    """The model's distribution, and more accepted guesses than by match where guesses are drawn.
+
+    A guess x that was drawn with probability q(x) holds with probability min(1, p(x) / q(x)). If
+    it does not, p becomes max(p - q, 0) over its sum, and the next sibling, which was drawn
+    without x, is asked in the same way; after the last one the token is drawn from what p is then.
+    A guess that was not drawn counts as certain: it holds with probability p(x).
+
+    Greedy requests get greedy tokens. Those that sample get other tokens than plain decoding gives
+    for the same seed, with the same probabilities.
+
+    Source: Leviathan et al., 2023, section 2.3; Jeon et al., Recursive Speculative Decoding, 2024,
+    section 3.2 (siblings without replacement).
+    """
+
+    lossless: ClassVar[bool] = True
+
+    def check(self, params: SamplingParams) -> None:
+        """See :class:`~shoal.serve.decode.protocols.Acceptance`; serves all."""
+
+    def walk(
+        self, trees: Sequence[TokenTree], requests: Sequence[Request], logits_NV: Tensor
+    ) -> list[Path]:
+        """See :class:`~shoal.serve.decode.protocols.Acceptance`."""
+        from shoal.core.random import generator
+        from shoal.serve.decode.accept.common import greedy_paths, rows_of
+        from shoal.serve.sampler import probabilities
+
+        paths = greedy_paths(trees, requests, logits_NV)
+        rows = rows_of(trees)
+        drawn = [at for at, one in enumerate(requests) if one.params.temperature > 0]
+        if not drawn:
+            return [path for path in paths if path is not None]
+        which = [row for at in drawn for row in range(rows[at].start, rows[at].stop)]
+        params = [requests[at].params for at in drawn for _ in trees[at].tokens]
+        every = len(which) == len(logits_NV)
+        p_NV = probabilities(logits_NV if every else logits_NV[which], params).cpu().numpy()
+        first = 0
+        for at in drawn:
+            stop = first + len(trees[at].tokens)
+            request = requests[at]
+            source = generator(request.params.seed, purpose="accept", step=request.n_generated)
+            paths[at] = _walk(trees[at], p_NV[first:stop], source)
+            first = stop
+        return [path for path in paths if path is not None]
+
+
+def _walk(tree: TokenTree, p_NV: np.ndarray, source: np.random.Generator) -> Path:
+    """From the root on while a child holds."""
+    from shoal.serve.decode.protocols import Path
+
+    row, rows, tokens = 0, [], []
+    while True:
+        p_V = p_NV[row]
+        q = None if tree.q is None else tree.q.get(row)
+        q_V = None if q is None else q.double().cpu().numpy().copy()
+        for child in tree.shape.children[row]:
+            token = int(tree.tokens[child])
+            certain = q_V is None
+            chance = p_V[token] if certain else p_V[token] / q_V[token]  # type: ignore[index]
+            if source.random() < chance:
+                rows.append(child)
+                tokens.append(token)
+                row = child
+                break
+            p_V = p_V.copy() if certain else (p_V - q_V).clip(0)
+            if q_V is None:
+                p_V[token] = 0
+            else:
+                q_V[token] = 0
+                q_V /= q_V.sum() or 1
+            p_V /= p_V.sum()
+        else:
+            tokens.append(_draw(p_V, source.random()))
+            return Path(tuple(rows), tuple(tokens))
+
+
+def _draw(p_V: np.ndarray, uniform: float) -> int:
+    cumulative = p_V.cumsum()
+    place = int(cumulative.searchsorted(uniform * cumulative[-1], "right"))
+    return place if place < len(p_V) else int(p_V.nonzero()[0][-1])  # by rounding

@@ -1,0 +1,84 @@
+"""Accept what the model finds plausible, whether or not it would have been drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.serve.decode.protocols import Path, TokenTree
+
+__all__ = ["Typical"]
+
+
+@part
+class Typical:
+    """Guesses above a threshold that falls with the model's own uncertainty; **not lossless**.
+
+    A guess x after a path holds if ``p(x) > min(epsilon, delta * exp(-entropy(p)))``. The longest
+    path of such guesses wins, of equally long ones the most probable. The token after it is the
+    model's best one, so that the first token of every step is always there and always greedy.
+    Requests that sample get other text than by sampling, less varied; greedy requests get greedy
+    tokens.
+
+    Args:
+        epsilon: probability above which a guess always holds.
+        delta: share of exp(-entropy) above which it holds too.
+
+    Source: Cai et al., Medusa, 2024, section 2.3.1.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
+            require(0 < value <= 1, f"accept.typical.{name}", value, expected="above 0, at most 1")
+
+    def check(self, params: SamplingParams) -> None:
+        """See :class:`~shoal.serve.decode.protocols.Acceptance`; serves all."""
+
+    def walk(
+        self, trees: Sequence[TokenTree], requests: Sequence[Request], logits_NV: Tensor
+    ) -> list[Path]:
+        """See :class:`~shoal.serve.decode.protocols.Acceptance`."""
+        from shoal.serve.decode.accept.common import greedy_paths, rows_of
+
+        paths = greedy_paths(trees, requests, logits_NV)
+        rows = rows_of(trees)
+        for at, request in enumerate(requests):
+            if request.params.temperature > 0:
+                scores_NV = logits_NV[rows[at]].double() / request.params.temperature
+                paths[at] = self._longest(trees[at], scores_NV.log_softmax(-1))
+        return [path for path in paths if path is not None]
+
+    def _longest(self, tree: TokenTree, log_NV: Tensor) -> Path:
+        from shoal.serve.decode.protocols import Path
+
+        p_NV = log_NV.exp()
+        entropy_N = -(p_NV * log_NV.clamp(min=-1e9)).sum(-1)
+        bar = ((-entropy_N).exp() * self.delta).clamp(max=self.epsilon).log().tolist()
+        log = log_NV.cpu().numpy()
+        # Of every row: guesses on its path and the log of their probability; None if one fell.
+        found: list[tuple[int, float] | None] = [(0, 0.0)]
+        for row, above in enumerate(tree.shape.parent[1:], 1):
+            before = found[above]
+            value = log[above, tree.tokens[row]]
+            good = before is not None and value > bar[above]
+            found.append((before[0] + 1, before[1] + value) if good and before else None)
+        best = max((one, -row) for row, one in enumerate(found) if one is not None)
+        row, taken = -best[1], []
+        end = int(log[row].argmax())
+        while row:
+            taken.append(row)
+            row = tree.shape.parent[row]
+        rows = tuple(reversed(taken))
+        return Path(rows, (*(int(tree.tokens[row]) for row in rows), end))

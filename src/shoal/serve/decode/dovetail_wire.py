@@ -1,0 +1,133 @@
+"""Messages between a verifier and its drafter, the bytes of each, and the way between them.
+
+A message is a head of five numbers and, after some, a body: tokens and hidden states of a verdict,
+tokens and parents of a draft, words of a failure. Weights never pass. Every byte is counted, and
+:func:`verdict_bytes` and :func:`draft_bytes` say beforehand how many there will be.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from enum import IntEnum
+from typing import NamedTuple
+
+from shoal.memory.mover import EmulatedLink
+
+__all__ = ["HEAD_BYTES", "Channel", "Head", "Kind", "draft_bytes", "verdict_bytes"]
+
+_HEAD = struct.Struct("<5I")
+HEAD_BYTES = _HEAD.size
+_MOST_BODY = 1 << 30
+# A shorter wait is spun: a thread that sleeps wakes up some 60 us late.
+_SPIN_S = 1e-3
+
+
+class Kind(IntEnum):
+    """What a message says."""
+
+    READY = 1
+    """drafter: bytes of its weights (low, high)"""
+    FAILED = 2
+    """drafter: length of the words that follow"""
+    VERDICT = 3
+    """verifier: request, place of the first token, tokens, the next token (0: none yet) + 1"""
+    ASK = 4
+    """verifier: request, place behind the root, most nodes"""
+    DRAFT = 5
+    """drafter: request, nodes"""
+    DROP = 6
+    """verifier: request"""
+
+
+class Head(NamedTuple):
+    """The head of a message; what the numbers mean is with :class:`Kind`."""
+
+    kind: int
+    a: int = 0
+    b: int = 0
+    c: int = 0
+    d: int = 0
+
+
+def verdict_bytes(tokens: int, hidden: int, itemsize: int) -> int:
+    """Bytes of a verdict: head, and a number and a hidden state of each token.
+
+    Args:
+        tokens: that are certain now.
+        hidden: width of the target.
+        itemsize: bytes of one number of a hidden state.
+    """
+    return HEAD_BYTES + tokens * (4 + hidden * itemsize)
+
+
+def draft_bytes(nodes: int) -> int:
+    """Bytes of a draft and of asking for it: two heads, and a number and a parent of each node."""
+    return 2 * HEAD_BYTES + nodes * 5
+
+
+class Channel:
+    """One end of the way between both processes.
+
+    Args:
+        end: connected.
+        link: what is sent is held up as this link would; not at all without.
+
+    Attributes:
+        sent: bytes.
+        received: bytes.
+    """
+
+    def __init__(self, end: socket.socket, link: EmulatedLink | None = None) -> None:
+        self._end, self._link = end, link
+        self.sent = self.received = 0
+
+    def send(self, head: Head, body: bytes = b"") -> None:
+        """Send one message.
+
+        Raises:
+            OSError: nobody is at the other end.
+        """
+        data = _HEAD.pack(*head) + body
+        if self._link is not None:
+            _wait(self._link.book(len(data)))
+        self._end.sendall(data)
+        self.sent += len(data)
+
+    def head(self) -> Head:
+        """The next message's head.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        return Head(*_HEAD.unpack(self.body(HEAD_BYTES)))
+
+    def body(self, nbytes: int) -> bytes:
+        """So many bytes of the body of the message whose head was read.
+
+        Raises:
+            EOFError: the other end is closed, or what it says cannot be.
+        """
+        if nbytes > _MOST_BODY:
+            raise EOFError(f"a message of {nbytes} bytes")
+        data = bytearray(nbytes)
+        view, at = memoryview(data), 0
+        while at < nbytes:
+            try:
+                count = self._end.recv_into(view[at:])
+            except ConnectionError:
+                count = 0
+            if not count:
+                raise EOFError("the other end is closed")
+            at += count
+        self.received += nbytes
+        return bytes(data)
+
+
+def _wait(until: float) -> None:
+    left = until - time.perf_counter()
+    if left > _SPIN_S:
+        time.sleep(left - _SPIN_S)
+    while time.perf_counter() < until:
+        pass

@@ -1,0 +1,231 @@
+"""A second, smaller model beside the target: its forward passes, and a cache of its own.
+
+Shapes: N rows of a pass, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.ir import Request
+from shoal.kernel.protocols import Ready
+from shoal.model.attention import Mixer
+from shoal.model.config import ModelConfig
+from shoal.serve.attention import Context, PagedAttention
+from shoal.serve.cache import PagedCache
+from shoal.serve.decode.captured import Branch, Recordable, Recordings
+from shoal.serve.decode.protocols import TokenTree
+
+__all__ = ["DraftMemory", "DraftModelNet", "DraftNet", "Kept"]
+
+# Tokens of a prompt that one pass reads.
+_PIECE = 512
+
+
+class DraftModelNet(Recordable, Protocol):
+    """The model of a draft: whole, in this process."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """What it is."""
+        ...
+
+    def flat(
+        self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
+    ) -> Tensor | None:
+        """See :meth:`~shoal.model.transformer.Transformer.flat`."""
+        ...
+
+
+class DraftNet:
+    """Scores of rows of any requests, by a draft model and its paged cache.
+
+    Args:
+        model: of the draft.
+        cache: its own.
+        nbytes: of its weights, before kernels packed them.
+        attention: kernel of ``paged_attention`` that reads trees; pages are copied without one.
+        prompts: the same for prompts.
+        recorded: passes of few rows; all are computed the same way without.
+    """
+
+    def __init__(
+        self,
+        model: DraftModelNet,
+        cache: PagedCache,
+        *,
+        nbytes: int = 0,
+        attention: Ready | None = None,
+        prompts: Ready | None = None,
+        recorded: Recordings | None = None,
+    ) -> None:
+        self.model, self.cache, self.nbytes = model, cache, nbytes
+        self.attention, self.prompts, self.recorded = attention, prompts, recorded
+
+    def read(self, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> None:
+        """Keys and values of tokens from place ``start`` on, one after the other."""
+        for first in range(start, start + len(tokens), _PIECE):
+            piece = tokens[first - start : first - start + _PIECE]
+            context = Context(first, len(piece), blocks)
+            self._pass(piece, np.arange(first, context.stop), [context], none=True)
+
+    def rows(self, several: Sequence[Branch]) -> Tensor:
+        """Scores [N, V] of what comes after every row; of a recording's memory where it has one."""
+        if self.recorded is not None:
+            found = self.recorded.play(several)
+            if found is not None:
+                return found[1]
+        # Single rows first and longest context first, as attention wants them.
+        order = sorted(
+            range(len(several)),
+            key=lambda place: (len(several[place].depth) > 1, -several[place].stop),
+        )
+        sorted_ = [several[place] for place in order]
+        contexts = [
+            Context(one.start, len(one.depth), one.blocks, one.seen, one.root) for one in sorted_
+        ]
+        tokens = np.concatenate([np.asarray(one.tokens, dtype=np.int64) for one in sorted_])
+        positions = np.concatenate([one.root + one.depth for one in sorted_])
+        logits = self._pass(tokens, positions, contexts)
+        assert logits is not None
+        if order == list(range(len(order))):
+            return logits
+        first = np.cumsum([0, *(context.length for context in contexts)])
+        rows = {place: range(first[at], first[at + 1]) for at, place in enumerate(order)}
+        return logits[[row for place in range(len(order)) for row in rows[place]]]
+
+    def _pass(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        positions: np.ndarray,
+        contexts: Sequence[Context],
+        none: bool = False,
+    ) -> Tensor | None:
+        size, device = self.cache.block_size, self.cache.device
+        slots = np.concatenate([_slots(one, size) for one in contexts])
+        fed = torch.from_numpy(np.array([tokens, positions, slots], dtype=np.int64)).to(device)
+        mixer = PagedAttention(
+            self.cache,
+            contexts,
+            fed[2],
+            self.model.weight.dtype,
+            self.attention,
+            prompts=self.prompts,
+        )
+        nobody = torch.empty(0, dtype=torch.int64, device=device) if none else None
+        hidden = self.model.flat(fed[0], fed[1], mixer, nobody)
+        assert hidden is not None
+        return None if none else self.model.logits(hidden)
+
+
+def _slots(context: Context, size: int) -> np.ndarray:
+    at = np.arange(context.start, context.stop)
+    return np.asarray(context.blocks, dtype=np.int64)[at // size] * size + at % size
+
+
+class Kept:
+    """What the draft's cache holds of one request.
+
+    Args:
+        request: whose.
+
+    Attributes:
+        blocks: of the draft's cache.
+        length: first tokens of the request whose keys and values are there.
+        tree: what was guessed last, for the token at place ``root``.
+        computed: of each row of it, its row in the draft's own passes; -1 where it had none.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.blocks: list[int] = []
+        self.length = 0
+        self.root = 0
+        self.tree: TokenTree | None = None
+        self.computed: Sequence[int] = ()
+
+    def accepted(self) -> tuple[int, list[tuple[int, int]]]:
+        """Tokens whose keys and values are known now, and the rows (from, to) behind the root.
+
+        The path that the request's tokens took is followed down the last tree.
+        """
+        tree, tokens = self.tree, self.request.tokens
+        if tree is None or len(tokens) <= self.root:
+            return self.length, []
+        row, moved = 0, []
+        for depth, token in enumerate(tokens[self.root + 1 :], 1):
+            found = [child for child in tree.shape.children[row] if tree.tokens[child] == token]
+            if not found or self.computed[found[0]] < 0:
+                break
+            row = found[0]
+            moved.append((self.computed[row], depth))
+        return self.root + 1 + len(moved), moved
+
+
+class DraftMemory:
+    """Who holds which block of the draft's cache; whoever guessed longest ago gives way.
+
+    Nobody tells a drafter that a request has ended, so what is not asked for grows old. A request
+    whose blocks were taken is read again.
+
+    Args:
+        num_blocks: of the cache.
+        block_size: tokens of one.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._size = block_size
+        self._free = list(range(num_blocks))
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+
+    def of(self, requests: Sequence[Request]) -> list[Kept]:
+        """What is kept of these; they are now the youngest."""
+        return [self._one(request) for request in requests]
+
+    def _one(self, request: Request) -> Kept:
+        known = self._kept.get(request.id)
+        if known is None or known.request is not request:
+            if known is not None:
+                self._drop(known)
+            known = self._kept[request.id] = Kept(request)
+        self._kept.move_to_end(request.id)
+        return known
+
+    def _drop(self, known: Kept) -> None:
+        self._free += known.blocks
+        known.blocks, known.length, known.tree = [], 0, None
+
+    def hold(self, known: Kept, tokens: int, asked: int) -> bool:
+        """Room for so many tokens; False where the requests of this step have all there is.
+
+        Args:
+            known: who needs it.
+            tokens: of it, from the first.
+            asked: requests that guess now, the youngest ones: they give nothing.
+        """
+        missing = -(-tokens // self._size) - len(known.blocks)
+        old = len(self._kept) - asked
+        while missing > len(self._free) and old > 0:
+            self._drop(self._kept.popitem(last=False)[1])
+            old -= 1
+        if missing > len(self._free):
+            self._drop(known)
+            return False
+        # A new list: what is recorded compares it with the one that it has written down.
+        known.blocks = [*known.blocks, *(self._free.pop() for _ in range(missing))]
+        return True
+
+    def check_integrity(self) -> None:
+        """Every block is free or held once.
+
+        Raises:
+            AssertionError: it is not; a mistake of ours.
+        """
+        held = [block for known in self._kept.values() for block in known.blocks]
+        assert len({*held, *self._free}) == len(held) + len(self._free)

@@ -1,0 +1,171 @@
+"""A draft model guesses with several of its layers at a time; no training.
+
+Consecutive layers read the same, stale input while they draft, so their attention is one
+computation. What that costs is acceptance, never a token. After each verification the exact draft
+reads what was accepted: it repairs the cache and gives the first guess of the next round.
+
+Source: Wu et al., EasySpec: Layer-Parallel Speculative Decoding for Efficient Multi-GPU
+Utilization, 2025.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from shoal.core.config import Kind
+from shoal.core.errors import ConfigError, require
+from shoal.core.parts import Choice, part
+from shoal.ir import ServeJob
+from shoal.serve.decode.draft_model import DraftModelDrafter, check_tree
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Transformer
+    from shoal.plan.fuzzy import Groups
+    from shoal.serve.decode.draft_net import DraftNet
+
+__all__ = ["EasySpec"]
+
+# Text, in tokens, on which a group search asks how often a guess is right, and passes it times.
+_TEXT, _PASSES = 48, 15
+
+
+@part
+class EasySpec:
+    """A draft model whose layers guess in groups.
+
+    Args:
+        path: the smaller model, as of ``draft_model``.
+        depth: tokens that it looks ahead.
+        breadth: nodes that each level goes on from; 1 makes a chain.
+        nodes: most guesses that are verified; 0 for breadth * depth.
+        group: layers of a group, or the size of each group, or ``auto``, which measures groups
+            when the engine starts. The first layer and the last stand alone. 1 is plain drafting.
+        realise: ``fused`` makes a group's projections one product and its attention one call,
+            ``sequential`` computes them one after the other.
+        calibrate: let the exact draft read what was accepted; False leaves stale keys and values
+            in its cache, to see what that costs.
+        accept: which guesses hold.
+    """
+
+    path: str
+    depth: int = 4
+    breadth: int = 1
+    nodes: int = 0
+    group: int | tuple[int, ...] | Literal["auto"] = 4
+    realise: Literal["fused", "sequential"] = "fused"
+    calibrate: bool = True
+    accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
+
+    def __post_init__(self) -> None:
+        check_tree("easyspec", self.depth, self.breadth, self.nodes)
+        where = "speculative.easyspec.group"
+        if isinstance(self.group, int):
+            require(self.group >= 1, where, self.group, expected="1 or more, sizes, or auto")
+        elif self.group != "auto" and not self.group:
+            raise ConfigError(f"{where} = []: expected one size for each group, or one number")
+
+    def drafter(self, job: ServeJob, model: Transformer) -> DraftModelDrafter:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`.
+
+        Raises:
+            ModelError: no model lies there, it is of another vocabulary or tokenizer, or its
+                layers cannot read stale input.
+            ConfigError: groups that it does not have.
+        """
+        from pathlib import Path
+
+        from shoal.model import huggingface
+        from shoal.plan.fuzzy import even_groups, search, spans
+        from shoal.serve.decode.draft_files import load_draft
+
+        net, limit = load_draft(self.path, job, model)
+        layers, where = net.model.config.num_layers, "speculative.easyspec.group"
+        # Kernels have packed the weights of the one that is served.
+        raw = huggingface.read(Path(self.path), model.weight.dtype).to(model.weight.device)
+        raw = raw.requires_grad_(False)
+        if self.group == "auto":
+            text = _text(model, limit)
+            groups = search(
+                layers,
+                lambda tried: _token_s(
+                    _quick(net, raw, tried, self.realise, limit), text, self.depth
+                ),
+            )
+        elif isinstance(self.group, int):
+            groups = even_groups(self.group, layers, where)
+        else:
+            groups = self.group
+            spans(groups, layers, where)
+        return DraftModelDrafter(
+            net,
+            depth=self.depth,
+            breadth=self.breadth,
+            nodes=self.nodes,
+            limit=limit,
+            draws=self.accept.name == "rejection",
+            quick=_quick(net, raw, groups, self.realise, limit) if max(groups) > 1 else None,
+            repairs=self.calibrate,
+        )
+
+
+def _quick(net: DraftNet, raw: Transformer, groups: Groups, realise: str, limit: int) -> DraftNet:
+    """Passes of the draft by groups, on the cache of the exact one."""
+    from shoal.ir import MAX_NODES
+    from shoal.model.transformer import Transformer
+    from shoal.serve.decode.draft_net import DraftNet
+    from shoal.serve.decode.fuzzy import FuzzyModel, FuzzyRecordings, stack
+
+    draft = net.model
+    assert isinstance(draft, Transformer)
+    stacked = None
+    if realise == "fused":
+        stacked = stack(raw, groups)
+        for one in stacked.values():
+            one.ready(draft.norm.kernel is not None)
+    fuzzy = FuzzyModel(draft, groups, stacked)
+    recorded = None
+    if net.recorded is not None and net.attention is not None:
+        recorded = FuzzyRecordings(fuzzy, net.cache, net.attention, limit + MAX_NODES + 1)
+    return DraftNet(
+        fuzzy, net.cache, attention=net.attention, prompts=net.prompts, recorded=recorded
+    )
+
+
+def _text(model: Transformer, limit: int) -> list[int]:
+    """Some tokens that the target says."""
+    from shoal.model.generate import generate
+
+    count = min(_TEXT, limit - 2)
+    return [0, *generate(model, [0], count, temperature=1.0, seed=0, eos=())]
+
+
+def _token_s(quick: DraftNet, text: list[int], depth: int) -> float:
+    """Seconds of drafting for each token that is accepted, as far as a short text tells."""
+    import statistics
+    import time
+
+    import numpy as np
+    import torch
+
+    from shoal.serve.decode.captured import Branch
+
+    size = quick.cache.block_size
+    blocks = list(range(-(-(len(text) + 1) // size)))
+
+    def rows(tokens: list[int], start: int) -> Branch:
+        at = np.arange(len(tokens))
+        seen = ((np.uint64(1) << (at + 1).astype(np.uint64)) - np.uint64(1)).view(np.int64)
+        return Branch(tokens, blocks, start, start, at, seen)
+
+    with torch.inference_mode():
+        guessed = quick.rows([rows(text[:-1], 0)]).float().argmax(-1).tolist()
+        right = float(np.mean([one == two for one, two in zip(guessed, text[1:], strict=True)]))
+        last = rows(text[-1:], len(text) - 1)
+        taken = []
+        for _ in range(_PASSES):
+            began = time.perf_counter()
+            quick.rows([last])
+            taken.append(time.perf_counter() - began)
+    # The first pass prepares, the second records.
+    accepted = sum(right**place for place in range(depth + 1))
+    return depth * statistics.median(taken[2:]) / accepted

@@ -1,0 +1,165 @@
+"""Layers that read stale input guess; the exact draft repairs the cache, the target decides."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_draft_model import _fresh_keys, engine_with, known_costs  # noqa: E402, F401
+from test_speculative import prompts  # noqa: E402
+
+from shoal.core.errors import ConfigError, ModelError  # noqa: E402
+from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
+from shoal.model import huggingface  # noqa: E402
+from shoal.model.config import ModelConfig  # noqa: E402
+from shoal.plan.trees.drafting import Always  # noqa: E402
+
+DEEP = {
+    "vocab_size": 160, "hidden": 64, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 16, "ffn_hidden": 96, "max_position": 512, "initializer_range": 0.12,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def deep(random_model, tmp_path_factory):
+    """A target of eight layers that is its own draft."""
+    home = tmp_path_factory.mktemp("deep") / "model"
+    model = random_model(ModelConfig(**DEEP, family="llama", tied=True), seed=1)
+    huggingface.write(home, model)
+    return model.to(torch.float64), home, home
+
+
+def easy(pair, fields=None, model=None, **options):
+    engine = engine_with(pair, fields, model, name="easyspec", **{"depth": 4, **options})
+    engine.scheduler.drafting = Always(4)
+    return engine
+
+
+def trees_of(engine, serve_all, asked, **sampling):
+    drafter, found = engine.runner.drafter, []
+    propose = drafter.propose
+    drafter.propose = lambda guesses: found.append(propose(guesses)) or found[-1]
+    tokens = serve_all(engine, asked, **sampling)
+    every = [one for step in found for one in step if one is not None]
+    return tokens, [(one.tokens.tolist(), one.shape.parent) for one in every]
+
+
+@pytest.mark.slow
+def test_greedy_output_is_the_targets(deep, engine_for, serve_all):
+    asked = prompts()[:4]
+    known = serve_all(engine_for(deep[0]), asked, max_tokens=24)
+    for options in ({"group": 3}, {"group": (1, 2, 4, 1), "breadth": 2, "realise": "sequential"}):
+        engine = easy(deep, **options)
+        assert serve_all(engine, asked, max_tokens=24) == known
+        stats = engine.stats()
+        assert 0 < stats["draft_tokens_accepted_total"] < stats["draft_tokens_total"]
+
+
+def test_groups_of_one_are_the_plain_drafter(deep, serve_all):
+    asked = prompts()[:3]
+    plain = engine_with(deep, depth=4)
+    plain.scheduler.drafting = Always(4)
+    wanted = trees_of(plain, serve_all, asked, max_tokens=20)
+    assert trees_of(easy(deep, group=1), serve_all, asked, max_tokens=20) == wanted
+
+
+def test_fused_and_sequential_guess_the_same(deep, serve_all):
+    asked = prompts()[:3]
+    found = [
+        trees_of(
+            easy(deep, group=3, realise=one, breadth=2, depth=3), serve_all, asked, max_tokens=20
+        )
+        for one in ("sequential", "fused")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_after_calibration_the_cache_is_as_if_read_anew(deep):
+    request = Request("r0", list(range(20)), 20, SamplingParams(max_tokens=40))
+    for calibrate in (True, False):
+        engine = easy(deep, group=3, calibrate=calibrate)
+        request = Request("r0", list(range(20)), 20, SamplingParams(max_tokens=40))
+        engine.add(request)
+        drafter, far = engine.runner.drafter, 0.0
+        while engine.busy:
+            engine.step()
+            kept = drafter.memory.of([request])[0]
+            drafter._settle([kept])
+            slots = [kept.blocks[at // 16] * 16 + at % 16 for at in range(kept.length)]
+            if slots:
+                fresh = _fresh_keys(drafter.net.model, request.tokens[: kept.length])
+                found = drafter.net.cache.stores[0][:, :, slots]
+                far = max(far, (found - fresh).abs().max().item())
+        assert (far < 1e-10) == calibrate
+
+
+def test_recorded_groups_give_the_scores_of_others(random_model, deep, monkeypatch, serve_all):
+    from shoal.model.accelerate import accelerate
+
+    monkeypatch.setattr("shoal.serve.build._store_by_columns", lambda model: None)
+    model = accelerate(random_model(ModelConfig(**DEEP, family="llama", tied=True), seed=1).float())
+    engine = easy(deep, model=model, group=3)
+    quick = engine.runner.drafter.quick
+    if quick.recorded is None:
+        pytest.skip("no kernel of this machine can be recorded")
+    far = []
+    rows = quick.rows
+
+    def both(several):
+        found = rows(several).clone()
+        recorded, quick.recorded = quick.recorded, None
+        far.append((rows(several) - found).abs().max().item())
+        quick.recorded = recorded
+        return found
+
+    quick.rows = both
+    serve_all(engine, prompts()[:2], max_tokens=12)
+    assert len(far) > 6
+    assert max(far) < 2e-4
+    tapes = quick.recorded.known
+    assert tapes[1, 1].tape is not None
+    assert not {key: why for key, why in quick.recorded.reasons.items() if key == (1, 1)}
+
+
+@pytest.mark.slow
+def test_auto_groups_add_up(deep, serve_all):
+    engine = easy(deep, group="auto")
+    quick = engine.runner.drafter.quick.model
+    assert sum(getattr(quick, "groups", (8,))) == 8
+    assert len(serve_all(engine, prompts()[:1], max_tokens=8)[0]) == 8
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (0, "group = 0"),
+        (7, "group = 7: expected at most 6"),
+        ((1, 7), "group"),
+        ((2, 5, 1), "alone"),
+        ((1, 5, 1), "add up to the 8"),
+    ],
+)
+def test_bad_groups_are_named(group, message, deep):
+    with pytest.raises(ConfigError, match=message):
+        easy(deep, group=group)
+
+
+def test_what_cannot_be_stale_is_named(random_model, deep, tmp_path):
+    one = ModelConfig(**{**DEEP, "num_layers": 1}, family="llama", tied=True)
+    huggingface.write(tmp_path / "one", random_model(one))
+    with pytest.raises(ConfigError, match="a draft of 1 layers"):
+        easy((deep[0], deep[1], tmp_path / "one"), group=2)
+    normed = ModelConfig(**DEEP, family="qwen3", qk_norm=True)
+    huggingface.write(tmp_path / "normed", random_model(normed))
+    with pytest.raises(ModelError, match="realise: sequential"):
+        easy((deep[0], deep[1], tmp_path / "normed"), group=3)
+    assert easy((deep[0], deep[1], tmp_path / "normed"), group=3, realise="sequential")
+    with pytest.raises(ConfigError, match="realise"):
+        ServeJob(model="x", speculative={"name": "easyspec", "path": "x", "realise": "magic"})
