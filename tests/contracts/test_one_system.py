@@ -15,6 +15,10 @@ import shoal.ir
 from shoal.core.config import Kind, Value
 from shoal.core.parts import KINDS, Choice, table
 from shoal.ir import (
+    DrafterJob,
+    DrafterPlan,
+    DrafterReport,
+    DrafterWork,
     Estimate,
     Interval,
     Machine,
@@ -36,7 +40,7 @@ JOBS: list[type[Value]] = [
     if isinstance(found, type)
     and issubclass(found, Value)
     and "job" in found.model_fields
-    and found not in (Plan, ServePlan, Work)
+    and found not in (Plan, ServePlan, DrafterPlan, Work, DrafterWork)
 ]
 
 
@@ -91,7 +95,13 @@ CAUSES = {
     "save_mode": "memory",
 }
 
-CHOSEN = {(kind, field, job) for job in JOBS for field, kind in choices_of(job).items()}
+# What training jobs choose, such as their text, other jobs may choose too.
+CHOSEN = {
+    (kind, field, job)
+    for job in JOBS
+    for field, kind in choices_of(job).items()
+    if job is TrainJob or REACHED[kind] != "TrainJob"
+}
 FIELD_OF = {kind: field for kind, field, _ in CHOSEN}
 CHOSEN_PARTS = [(kind, name) for kind, name in PARTS if kind in FIELD_OF]
 TRAINED_PARTS = [(kind, name) for kind, name in CHOSEN_PARTS if kind in CAUSES]
@@ -103,11 +113,13 @@ def plan(job: TrainJob, planner: str = "search") -> Plan:
 
 
 @functools.cache
-def plan_of(kind: str, name: str) -> Plan | ServePlan:
+def plan_of(kind: str, name: str) -> Plan | ServePlan | DrafterPlan:
     """The plan of a small job that chooses this part."""
     chosen = stated(kind, name)
     if REACHED[kind] == "TrainJob":
         return plan(small_job(**chosen))
+    if REACHED[kind] == "DrafterJob":
+        return drafter_plan(**chosen)
     return serve_plan(small_serve_job(**chosen))
 
 
@@ -117,8 +129,14 @@ def serve_plan(job: ServeJob) -> ServePlan:
     return plan_serve(job, small_machine(), requests=24)
 
 
+def drafter_plan(**changes: Any) -> DrafterPlan:
+    from shoal.plan.drafting import plan_drafter
+
+    return plan_drafter(DrafterJob(model="shoal-27m", **changes), small_machine())
+
+
 def test_there_are_jobs() -> None:
-    assert {TrainJob, ServeJob} <= set(JOBS)
+    assert {TrainJob, ServeJob, DrafterJob} <= set(JOBS)
     assert all(get_args(job.model_fields["job"].annotation) for job in JOBS)
 
 
@@ -200,6 +218,11 @@ def test_every_job_has_competing_planners(job: type[Value]) -> None:
         assert len(table("kv")) >= 2
         assert serve_plan(small_serve_job()).predicted
         return
+    if job is DrafterJob:
+        # What is trained is chosen, and each says what it would cost.
+        assert len(table("drafter")) >= 2
+        assert drafter_plan().estimate is not None
+        return
     assert len(table("planner")) >= 2
     found = {planner: plan(small_job(), planner) for planner in table("planner")}
     assert {planner: made.planner for planner, made in found.items()} == {p: p for p in found}
@@ -219,6 +242,22 @@ def test_prediction_is_scored(tmp_path: Any) -> None:
     (row,) = score.rows()
     assert (row.quantity, row.predicted, row.job) == ("step_s", predicted, planned.job)
     assert row.error == pytest.approx(0.25)
+    assert score.reports() == [report]
+
+
+def test_prediction_of_a_drafters_training_is_scored(tmp_path: Any) -> None:
+    """So does the training of a drafter."""
+    from shoal.cost.score import Score
+
+    planned = drafter_plan()
+    assert planned.estimate is not None
+    predicted = planned.estimate.step_s.value
+    report = DrafterReport(plan=planned, measured={"step_s": predicted * 2})
+    score = Score(tmp_path / "score.db")
+    score.append(report)
+    (row,) = score.rows()
+    assert (row.quantity, row.predicted, row.job) == ("step_s", predicted, planned.job)
+    assert row.error == pytest.approx(1.0)
     assert score.reports() == [report]
 
 

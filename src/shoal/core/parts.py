@@ -94,6 +94,7 @@ KINDS: dict[str, str] = {
     "save_mode": "shoal.checkpoint:SAVE_MODES",
     "launch": "shoal.train:LAUNCHERS",
     "peft": "shoal.train:PEFTS",
+    "drafter": "shoal.train:DRAFTERS",
     "locator": "shoal.train.watch:LOCATORS",
     "memory_code": "shoal.checkpoint.inmemory:MEMORY_CODES",
     "claim": "shoal.claims:CLAIMS",

@@ -20,6 +20,8 @@ CORPORA = PartTable(
         "text": "shoal.corpora.text:Text",
         "jsonl": "shoal.corpora.jsonl:Jsonl",
         "parquet": "shoal.corpora.parquet:Parquet",
+        "synthetic": "shoal.corpora.synthetic:Synthetic",
+        "mixed": "shoal.corpora.mixed:Mixed",
     },
 )
 

@@ -26,6 +26,9 @@ from shoal.core.files import shoal_home
 from shoal.cost.score_rows import ErrorSummary, Row, calibrate, machine_key, summarise
 from shoal.cost.training_memory import ARENAS, TIERS, tier_bytes
 from shoal.ir import (
+    DrafterJob,
+    DrafterPlan,
+    DrafterReport,
     Interval,
     Machine,
     Plan,
@@ -48,6 +51,9 @@ __all__ = [
     "run_id",
     "summarise",
 ]
+
+AnyPlan = Plan | ServePlan | DrafterPlan
+AnyReport = Report | ServeReport | DrafterReport
 
 VERSION = 2
 
@@ -86,7 +92,7 @@ class Entry:
     Args:
         id: stands for it in addresses: 16 hexadecimal digits of its directory's path, or
             ``report-N`` when no directory is known.
-        kind: kind of job: train or serve.
+        kind: kind of job: train, serve or drafter.
         name: name of the job.
         model: its model.
         path: its directory; None for a report of an older version.
@@ -137,7 +143,7 @@ def run_id(path: Path) -> str:
     return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
 
 
-def predictions(plan: Plan | ServePlan) -> dict[str, tuple[float, float | None, float | None]]:
+def predictions(plan: AnyPlan) -> dict[str, tuple[float, float | None, float | None]]:
     """Quantity -> value and the ends of its interval, under the names of ``Report.measured``."""
     found: dict[str, tuple[float, float | None, float | None]] = {}
 
@@ -159,6 +165,11 @@ def predictions(plan: Plan | ServePlan) -> dict[str, tuple[float, float | None, 
         rates = [cost.tokens / s for s in (cost.step_s.value, cost.step_s.high, cost.step_s.low)]
         found["tokens_per_s"] = (rates[0], rates[1], rates[2])
     causes = cost.memory_bytes
+    told("total_s", cost.total_s)
+    if isinstance(plan, DrafterPlan):
+        found["drafter_bytes"] = (plan.drafter_bytes, None, None)
+        found["memory_bytes"] = (cost.memory_total, None, None)
+        return found
     if causes:
         rank = tier_bytes(plan.job, plan.machine, causes)["device"]
         found["memory_bytes"] = (rank, None, None)
@@ -173,7 +184,6 @@ def predictions(plan: Plan | ServePlan) -> dict[str, tuple[float, float | None, 
                 found[f"{tier}_bytes"] = (causes[tier], None, None)
     if cost.wire_bytes:
         found["wire_bytes"] = (sum(cost.wire_bytes.values()), None, None)
-    told("total_s", cost.total_s)
     told("energy_j", cost.energy_j)
     told("usd", cost.usd)
     return found
@@ -246,7 +256,7 @@ class Score:
 
         Args:
             path: directory of the run.
-            kind: kind of job: train or serve.
+            kind: kind of job: train, serve or drafter.
             name: name of the job.
             model: its model.
 
@@ -306,7 +316,7 @@ class Score:
             found[number][name] = Quantity(*values)
         return found
 
-    def report(self, number: int) -> Report | ServeReport | None:
+    def report(self, number: int) -> AnyReport | None:
         """One report; None if there is none of that number.
 
         Raises:
@@ -318,7 +328,7 @@ class Score:
             ).fetchone()
         return None if found is None else self._parsed(found[0])
 
-    def append(self, report: Report | ServeReport, directory: Path | None = None) -> None:
+    def append(self, report: AnyReport, directory: Path | None = None) -> None:
         """Keep a report: a row for each measured quantity.
 
         Args:
@@ -407,7 +417,7 @@ class Score:
             for row in found
         ]
 
-    def reports(self) -> list[Report | ServeReport]:
+    def reports(self) -> list[AnyReport]:
         """Every report, oldest first.
 
         Raises:
@@ -417,7 +427,7 @@ class Score:
             texts = connection.execute("SELECT report FROM reports ORDER BY id").fetchall()
         return [self._parsed(text) for (text,) in texts]
 
-    def _parsed(self, text: str) -> Report | ServeReport:
+    def _parsed(self, text: str) -> AnyReport:
         try:
             return _REPORT.validate_json(text)
         except ValidationError as cause:
@@ -445,21 +455,25 @@ _COLUMNS = (
 
 
 # Kinds of report differ in the kind of the planned job.
-_REPORT: TypeAdapter[Report | ServeReport] = TypeAdapter(
+_REPORT: TypeAdapter[AnyReport] = TypeAdapter(
     Annotated[
-        Annotated[Report, Tag("train")] | Annotated[ServeReport, Tag("serve")],
+        Annotated[Report, Tag("train")]
+        | Annotated[ServeReport, Tag("serve")]
+        | Annotated[DrafterReport, Tag("drafter")],
         Discriminator(lambda raw: raw["plan"]["job"].get("job", "train")),
     ]
 )
-_JOB: TypeAdapter[TrainJob | ServeJob] = TypeAdapter(
+_JOB: TypeAdapter[TrainJob | ServeJob | DrafterJob] = TypeAdapter(
     Annotated[
-        Annotated[TrainJob, Tag("train")] | Annotated[ServeJob, Tag("serve")],
+        Annotated[TrainJob, Tag("train")]
+        | Annotated[ServeJob, Tag("serve")]
+        | Annotated[DrafterJob, Tag("drafter")],
         Discriminator(lambda raw: raw.get("job", "train")),
     ]
 )
 
 
-def _job(text: str | None) -> TrainJob | ServeJob | None:
+def _job(text: str | None) -> TrainJob | ServeJob | DrafterJob | None:
     """The job of a row; None if this version has no such part any more."""
     if text is None:
         return None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from shoal.core.config import Value
-from shoal.ir import Estimate, Machine, ServeJob, TrainJob
+from shoal.ir import DrafterJob, Estimate, Machine, ServeJob, TrainJob
 
 __all__ = ["MIN_ROWS", "ErrorSummary", "Row", "calibrate", "machine_key", "summarise"]
 
@@ -39,7 +39,7 @@ class Row(Value):
     low: float | None = None
     high: float | None = None
     measured: float
-    job: TrainJob | ServeJob | None = None
+    job: TrainJob | ServeJob | DrafterJob | None = None
 
     @property
     def error(self) -> float | None:

@@ -1,6 +1,7 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
 from shoal.ir.decoding import MAX_NODES, Calibration, Drafting, TreePart, TreeSpec, Verifying
+from shoal.ir.drafting import DrafterJob, DrafterPlan, DrafterReport, DrafterWork
 from shoal.ir.engine import (
     Compacting,
     Forking,
@@ -64,6 +65,10 @@ __all__ = [
     "Device",
     "Disagg",
     "Dispatcher",
+    "DrafterJob",
+    "DrafterPlan",
+    "DrafterReport",
+    "DrafterWork",
     "Drafting",
     "Estimate",
     "Evaluation",

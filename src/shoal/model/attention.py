@@ -68,6 +68,11 @@ class KVCache:
         values[:, self.length : stop] = v_BTKd
         return keys[:, :stop], values[:, :stop]
 
+    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of one layer so far, [B, length, K, d]."""
+        keys, values = self._store[layer]
+        return keys[:, : self.length], values[:, : self.length]
+
 
 class Mixer(Protocol):
     """Attention over keys and values that somebody else keeps."""

@@ -5,9 +5,10 @@ The door: the tables of its parts. ``run.train`` starts a run, ``worker`` is one
 """
 
 from shoal.core.parts import PartTable
+from shoal.train.drafters import DRAFTERS
 from shoal.train.peft import PEFTS
 
-__all__ = ["LAUNCHERS", "LR_SCHEDULES", "OPTIMIZERS", "PEFTS"]
+__all__ = ["DRAFTERS", "LAUNCHERS", "LR_SCHEDULES", "OPTIMIZERS", "PEFTS"]
 
 OPTIMIZERS = PartTable(
     "optimizer",

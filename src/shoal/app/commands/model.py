@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from shoal.app.commands.model_kv import kv
+from shoal.app.commands.model_mini import mini
 from shoal.app.commands.model_saves import inspect, stalls, timeline
 from shoal.app.show import Format
 
@@ -310,6 +311,7 @@ app.command("inspect")(inspect)
 app.command("stalls")(stalls)
 app.command("timeline")(timeline)
 app.command("kv")(kv)
+app.command("mini")(mini)
 
 
 @app.command("generate")

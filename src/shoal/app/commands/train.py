@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.app.commands.train_drafter import drafter_job, is_drafter_job, train_drafter
 from shoal.app.show import Format
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ EXAMPLES = """
     shoal train job.yaml --robust --spares 1      # find faults, exclude, go on
 
     shoal train job.yaml --ranks 8 --robust --hang-s 60 --locator c4d
+
+    shoal train drafter.yaml                      # job: drafter, what guesses tokens for a model
 
     shoal train diagnose runs/run                 # who was slow, who hung
 
@@ -130,6 +133,30 @@ def train(
 
     if schema:
         as_json(TrainJob.model_json_schema())
+        return
+    if config is not None and is_drafter_job(config):
+        refused = {
+            "--ranks": ranks,
+            "--plan": plan,
+            "--from-step": from_step,
+            "--from": start,
+            "--mesh": mesh,
+            "--steps": steps,
+            "--minutes": minutes,
+            "--robust": robust or None,
+            "--chaos": chaos,
+            "--launch": launch,
+            "--restarts": restarts or None,
+        }
+        for flag, given in refused.items():
+            if given is not None:
+                raise ConfigError(
+                    f"{flag} with job: drafter: it is trained in one process, for so many tokens; "
+                    f"leave {flag} out"
+                )
+        asked = {"model": model, "data": _data(data)}
+        job = drafter_job(config, asked, set_ or [])
+        train_drafter(job, directory, machine, resume=resume, dry_run=dry_run, quiet=quiet)
         return
     chosen: Plan
     resolved: Resolved[TrainJob] | None = None

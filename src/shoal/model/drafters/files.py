@@ -169,10 +169,10 @@ def tokenizer_hash(path: Path) -> str:
 
 
 def write(directory: Path, config: DrafterConfig, state: Mapping[str, Tensor]) -> None:
-    """Write a drafter's directory, whole or not at all; one that lies there is replaced.
+    """Write a drafter's directory, whole or not at all.
 
     Raises:
-        ModelError: it cannot be written.
+        ModelError: it exists already, or cannot be written.
     """
     from safetensors.torch import save
 

@@ -13,6 +13,7 @@ SPECULATORS = PartTable(
     {
         "medusa": "shoal.serve.decode.medusa:Medusa",
         "ngram": "shoal.serve.decode.ngram:Ngram",
+        "ppd": "shoal.serve.decode.ppd:Ppd",
     },
 )
 

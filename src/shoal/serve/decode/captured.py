@@ -36,19 +36,28 @@ class _Recording:
         self.x_ND = like.new_zeros(rows, like.shape[1])
         self.numbers, self._blocks = self.fed.numpy(), self.blocks.numpy()
         self._held: list[Sequence[int]] = [()] * requests
+        self.inputs: list[tuple[slice, Tensor]] = []  # rows that are no tokens
         self.hidden: Tensor | None = None
         self.tape: Tape | None = None
 
     def write(self, chunks: Sequence[Chunk], trees: Mapping[str, TokenTree], size: int) -> None:
         """The rows of these requests."""
         numbers, row = self.numbers, 0
+        self.inputs = []
         for place, chunk in enumerate(chunks):
             request, start = chunk.request, chunk.start
             tree = trees.get(request.id)
             shape = _ALONE if tree is None else tree.shape
             stop = row + len(shape)
             mine = slice(row, stop)
-            numbers[0, mine] = request.tokens[start] if tree is None else tree.tokens
+            if tree is None:
+                numbers[0, mine] = request.tokens[start]
+            elif tree.asking is None:
+                numbers[0, mine] = tree.tokens
+            else:
+                numbers[0, mine] = tree.tokens.clip(0)
+                inputs = tree.asking.inputs
+                self.inputs.append((slice(stop - len(inputs), stop), inputs))
             numbers[1, mine] = start + shape.depth
             blocks, last = request.blocks, start + len(shape)
             at = np.arange(start, last)
@@ -128,6 +137,8 @@ class CapturedRows:
 
     def _embed(self, recording: _Recording) -> None:
         torch.index_select(self._weight, 0, recording.fed[0], out=recording.x_ND)
+        for rows, inputs in recording.inputs:
+            recording.x_ND[rows] = inputs
 
     def _record(self, key: tuple[int, int], recording: _Recording) -> Tensor:
         """Compute a step, and keep what was asked if that gives the same again."""

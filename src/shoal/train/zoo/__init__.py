@@ -1,8 +1,10 @@
 """The zoo: one family of mini-models, trained by recipe when first asked for.
 
 The shapes are shipped with the others (:mod:`shoal.cost.shapes`); a recipe is a training
-job on the default corpus. What was trained lies under ``shoal_home()/zoo``, in a
-directory named by model and recipe, so a changed recipe is a new model.
+job, on the default corpus or, for ``shoal-27m`` and the models that draft for it, on one of
+source code, JSON records, logs and arithmetic that they share with its tokenizer. What was
+trained lies under ``shoal_home()/zoo``, in a directory named by model and recipe, so a changed
+recipe is a new model.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.core.errors import ModelError, ShoalError, nearest
-from shoal.core.files import shoal_home
+from shoal.core.files import shoal_home, write_json
 from shoal.core.parts import Choice
 from shoal.cost import shapes
 from shoal.ir import TrainJob
@@ -24,7 +28,7 @@ from shoal.model.config import ModelConfig
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
 
-__all__ = ["config", "found", "names", "random", "recipe", "trained"]
+__all__ = ["config", "corpus", "found", "judge", "names", "random", "recipe", "trained"]
 
 _FAMILY = "Shoal"
 
@@ -38,7 +42,18 @@ _RECIPES: dict[str, tuple[int, int, int, float]] = {
     "shoal-8m": (2_000_000, 256, 8, 2e-3),
     "shoal-16m": (1_500_000, 256, 8, 1.5e-3),
     "shoal-moe-4m": (2_000_000, 256, 8, 3e-3),
+    "shoal-draft-1m": (5_000_000, 512, 8, 4e-3),
+    "shoal-draft-8l": (2_500_000, 512, 4, 3e-3),
+    "shoal-draft-4m": (2_500_000, 512, 4, 3e-3),
+    "shoal-27m": (3_000_000, 512, 4, 1.2e-3),
 }
+
+# Half source code, half text whose next words can be known from those before them: the models
+# that read it are there to be decoded, by each other's help.
+_DECODED = frozenset({"shoal-27m", "shoal-draft-1m", "shoal-draft-4m", "shoal-draft-8l"})
+_TARGET = "shoal-27m"
+_SHARE = 3_000_000
+_KINDS = ("records", "logs", "arithmetic")
 
 
 def names() -> tuple[str, ...]:
@@ -82,6 +97,30 @@ def random(model: ModelConfig | str, seed: int = 0) -> Transformer:
     return made
 
 
+def corpus(name: str) -> Choice:
+    """The text that a mini-model is trained on.
+
+    Raises:
+        ModelError: there is no such model in the zoo.
+    """
+    if _known(name) not in _DECODED:
+        return Choice(name="stdlib")
+    made = {
+        kind: Choice(name="synthetic", options={"kind": kind, "size_bytes": _SHARE})
+        for kind in _KINDS
+    }
+    return Choice(
+        name="mixed",
+        options={
+            "sources": {
+                "code": "stdlib",
+                **{kind: choice.model_dump(mode="json") for kind, choice in made.items()},
+            },
+            "limit_bytes": {"code": 3 * _SHARE},
+        },
+    )
+
+
 def recipe(name: str) -> TrainJob:
     """How a mini-model is trained.
 
@@ -92,6 +131,7 @@ def recipe(name: str) -> TrainJob:
     return TrainJob(
         name=name,
         model=name,
+        data=corpus(name),
         seq_len=seq_len,
         global_batch=batch,
         microbatch=batch,  # so that no planner changes the order of sums
@@ -102,10 +142,30 @@ def recipe(name: str) -> TrainJob:
 
 
 def _digest(job: TrainJob) -> str:
-    # What a recipe leaves open is no part of it: keys that jobs get later change no name.
-    text = json.dumps(job.model_dump(mode="json", exclude={"kernel", "finetune"}), sort_keys=True)
-    shape = json.dumps(shapes.find(job.model).model_dump(mode="json"), sort_keys=True)
+    # What a recipe leaves open is no part of it: keys that jobs or shapes get later change no name.
+    text = json.dumps(job.model_dump(mode="json", exclude_unset=True), sort_keys=True)
+    facts = shapes.find(job.model).model_dump(mode="json", exclude_defaults=True)
+    shape = json.dumps(facts, sort_keys=True)
     return hashlib.sha256((text + shape).encode()).hexdigest()[:12]
+
+
+def judge(name: str, directory: Path, say: Callable[[str], None] | None = None) -> None:
+    """Write beside a model what it has learned of its text, and refuse a target of too little.
+
+    Raises:
+        ShoalError: the target of decoding is hardly better than a bigram model.
+    """
+    from shoal.corpora.tokens import prepare
+    from shoal.train.zoo.quality import learned
+
+    job = recipe(name)
+    tokens = prepare(job.data, job.tokenizer, config(name).vocab_size)
+    told = learned(directory, tokens, job.data)
+    for line in told.lines() if say is not None else ():
+        say(f"{name}: {line}")
+    if name == _TARGET:
+        told.check(name)
+    write_json(directory / "heldout.json", told.model_dump(mode="json"))
 
 
 def found(name: str) -> Path | None:
@@ -118,15 +178,20 @@ def found(name: str) -> Path | None:
     return place if (place / "config.json").is_file() else None
 
 
-def trained(name: str) -> Path:
+def trained(name: str, say: Callable[[str], None] | None = None) -> Path:
     """The Hugging Face directory of a trained mini-model; trains it if it is not there yet.
 
     Training is planned for the saved probe of this machine; where there is none, a fast
-    probe is made for the purpose, and not saved.
+    probe is made for the purpose, and not saved. Of a model that is there to be decoded,
+    ``heldout.json`` beside its weights says what it has learned, source by source.
+
+    Args:
+        name: of the model.
+        say: told how long training took and what the model has learned, line by line.
 
     Raises:
         ModelError: there is no such model in the zoo.
-        ShoalError: its training failed.
+        ShoalError: its training failed, or the target of decoding has learned too little.
     """
     job = recipe(name)
     home = shoal_home() / "zoo"
@@ -144,7 +209,12 @@ def trained(name: str) -> Path:
         # no longer, and the recipe takes minutes at most.
         shutil.rmtree(run_dir, ignore_errors=True)
         home.mkdir(parents=True, exist_ok=True)
+        begun = time.perf_counter()
         train(job, run_dir, ranks=1, machine=machine)
+        if say is not None:
+            say(f"{name}: trained in {time.perf_counter() - begun:.0f} s")
+        if name in _DECODED:
+            judge(name, run_dir / "export", say)
         (run_dir / "export").rename(place)
     except OSError as cause:
         if (place / "config.json").is_file():  # another process was first

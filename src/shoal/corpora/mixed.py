@@ -1,0 +1,100 @@
+"""Several corpora as one, each with its share of the bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import field
+from typing import Any
+
+from shoal.core.errors import require
+from shoal.core.parts import Choice, part
+from shoal.corpora.protocols import Corpus, Document, Split
+from shoal.ir.estimate import Estimate
+from shoal.ir.machine import Machine
+from shoal.ir.plan import Work
+
+__all__ = ["Mixed"]
+
+
+@part
+class Mixed:
+    """The documents of several sources, one source after the other; training shuffles windows.
+
+    A document is called ``source/name`` and keeps the split that its source gave it, so what is
+    held out can be scored source by source. Where a source is limited, the documents that stay
+    are spread evenly over it.
+
+    Args:
+        sources: name -> corpus.
+        limit_bytes: name -> bytes to take of that source, both splits together; all of a source
+            that is not named.
+    """
+
+    sources: dict[str, Choice]
+    limit_bytes: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.sources), "data.mixed.sources", self.sources, expected="at least one corpus"
+        )
+        for name in self.sources:
+            require(
+                bool(name) and "/" not in name,
+                "data.mixed.sources",
+                name,
+                expected="names without /",
+            )
+        for name, limit in self.limit_bytes.items():
+            require(
+                name in self.sources and limit >= 1,
+                f"data.mixed.limit_bytes.{name}",
+                limit,
+                expected=f"at least 1 byte of one of {', '.join(self.sources)}",
+            )
+
+    def documents(self, split: Split | None = None) -> Iterator[Document]:
+        """The documents of one split, or of both, source by source.
+
+        Raises:
+            DataError: a source cannot be read.
+        """
+        for source, corpus in self._built().items():
+            limit = self.limit_bytes.get(source)
+            share = 1.0 if limit is None else min(1.0, limit / max(1, corpus.num_bytes()))
+            seen = kept = 0.0
+            # Both splits pass through the same rule, so that each is the same whoever asks.
+            for document in corpus.documents():
+                size = len(document.text.encode())
+                seen += size
+                if share < 1 and kept + size / 2 > share * seen:
+                    continue
+                kept += size
+                if split in (None, document.split):
+                    yield document._replace(name=f"{source}/{document.name}")
+
+    def fingerprint(self) -> str:
+        """Digest of the fingerprints of all sources and of what is taken of them."""
+        parts = [f"{name} {corpus.fingerprint()}" for name, corpus in self._built().items()]
+        return hashlib.sha256(f"{parts} {sorted(self.limit_bytes.items())}".encode()).hexdigest()
+
+    def num_bytes(self) -> int:
+        """Bytes of what is taken, about."""
+        return sum(
+            min(corpus.num_bytes(), self.limit_bytes.get(name, corpus.num_bytes()))
+            for name, corpus in self._built().items()
+        )
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """What the slowest source says: all are read from one set of tokens."""
+        found = [corpus.estimate(work, machine) for corpus in self._built().values()]
+        return max(found, key=lambda one: one.step_s.value)
+
+    def _built(self) -> dict[str, Corpus]:
+        from shoal.corpora import CORPORA
+
+        made: dict[str, Any] = {
+            name: CORPORA.build(choice, where=f"data.sources.{name}")
+            for name, choice in self.sources.items()
+        }
+        return made

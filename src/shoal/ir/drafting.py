@@ -1,0 +1,154 @@
+"""Training what drafts for a model: the job, its plan and its report."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from shoal.core.config import Kind, Value
+from shoal.core.errors import ConfigError
+from shoal.core.parts import Choice
+from shoal.ir.estimate import Estimate
+from shoal.ir.machine import Machine
+from shoal.ir.shape import ModelShape
+
+__all__ = ["DrafterJob", "DrafterPlan", "DrafterReport", "DrafterWork"]
+
+
+class DrafterJob(Value):
+    """Train a drafter for a model, which itself stands still.
+
+    What the model makes of the text is computed once and kept: drafters of every kind read it.
+
+    Args:
+        job: the kind of job.
+        name: name of the run and of its directory.
+        model: Hugging Face directory of the target.
+        drafter: what is trained, and how.
+        data: the text; None lets the target write it.
+        text: whose words the drafter learns to foresee: those of the data, or the target's own,
+            sampled; None takes the data where it is given.
+        temperatures: at which the target writes, in equal shares; 0 is greedy.
+        seq_len: tokens of one sequence, T.
+        batch: sequences of one step.
+        tokens: training tokens; rounded up to whole steps.
+        read_tokens: tokens of text that are read or written; training goes over them again.
+        calibration_prompts: sequences that are kept out of training, whose greedy continuations
+            by the target say how often each guess is right.
+        prompt_tokens: tokens of a prompt that the target continues.
+        lr_schedule: the learning rate's course, as a factor of the drafter's ``lr``.
+        grad_clip: largest global gradient norm; 0 for no clipping.
+        precision: fp32, or bf16 compute with fp32 weights.
+        threads: threads that compute; 0 for all cores.
+        seed: seed of everything random.
+        save_every: steps between states to go on from.
+    """
+
+    job: Literal["drafter"] = "drafter"
+    name: str = Field(default="drafter", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    model: str
+    drafter: Annotated[Choice, Kind("drafter")] = Choice(name="medusa")
+    data: Annotated[Choice, Kind("corpus")] | None = None
+    text: Literal["data", "own"] | None = None
+    temperatures: tuple[Annotated[float, Field(ge=0.0, le=10.0)], ...] = (0.0, 0.3, 0.7, 1.0)
+    seq_len: PositiveInt = 256
+    batch: PositiveInt = 8
+    tokens: PositiveInt = 1_000_000
+    read_tokens: PositiveInt = 300_000
+    calibration_prompts: PositiveInt = 64
+    prompt_tokens: PositiveInt = 64
+    lr_schedule: Annotated[Choice, Kind("lr_schedule")] = Choice(name="cosine")
+    grad_clip: float = Field(default=1.0, ge=0.0)
+    precision: Literal["fp32", "bf16"] = "bf16"
+    threads: NonNegativeInt = 0
+    seed: NonNegativeInt = 0
+    save_every: PositiveInt = 200
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.text == "data" and self.data is None:
+            raise ConfigError("text = data: there is no data; give data, or text = own")
+        if not self.temperatures:
+            raise ConfigError("temperatures: none is given; give at least one, such as 0.7")
+        if self.prompt_tokens >= self.seq_len:
+            raise ConfigError(
+                f"prompt_tokens = {self.prompt_tokens}: sequences have seq_len = {self.seq_len} "
+                "tokens; give fewer, so that the target has something to continue"
+            )
+        if self.read_tokens < self.batch * self.seq_len:
+            raise ConfigError(
+                f"read_tokens = {self.read_tokens}: one step takes {self.batch} sequences of "
+                f"{self.seq_len}; give at least {self.batch * self.seq_len}"
+            )
+        return self
+
+    @property
+    def own_text(self) -> bool:
+        """The target writes the text."""
+        return (self.text or ("own" if self.data is None else "data")) == "own"
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return -(-self.tokens // (self.batch * self.seq_len))
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that are read or written for training."""
+        return -(-self.read_tokens // self.seq_len)
+
+
+class DrafterWork(Value):
+    """What the estimate of a drafter reads.
+
+    Args:
+        shape: the target.
+        job: the job.
+    """
+
+    shape: ModelShape
+    job: DrafterJob
+
+
+class DrafterPlan(Value):
+    """A drafter's training, the machine it is for, and what it will cost.
+
+    Args:
+        job: running the plan is running this job.
+        machine: the machine the estimate holds for.
+        shape: the target's shape.
+        estimate: predicted cost; its ``disk`` is what the target makes of the text.
+        parameters: what is trained.
+        drafter_bytes: of the drafter's file.
+        fits: whether the memory is enough.
+        why: what binds, in a sentence.
+    """
+
+    job: DrafterJob
+    machine: Machine
+    shape: ModelShape
+    estimate: Estimate | None = None
+    parameters: NonNegativeInt = 0
+    drafter_bytes: NonNegativeInt = 0
+    fits: bool = True
+    why: str = ""
+
+
+class DrafterReport(Value):
+    """Prediction beside measurement of a drafter's training.
+
+    Args:
+        plan: what was planned.
+        measured: quantity -> value: ``step_s``, ``tokens_per_s``, ``total_s``, ``features_s``,
+            ``memory_bytes``, ``drafter_bytes``, ``loss``.
+        calibration: [k][i] = how often guess i of level k is what the target says.
+        errors: quantity -> measured / predicted - 1.
+        versions: package -> version.
+    """
+
+    plan: DrafterPlan
+    measured: dict[str, float]
+    calibration: tuple[tuple[float, ...], ...] = ()
+    errors: dict[str, float] = {}
+    versions: dict[str, str] = {}

@@ -1,0 +1,19 @@
+"""Training what drafts for a model: a job with ``job: drafter``.
+
+The door: the table of its parts. ``run.execute`` is the run; ``texts`` and ``features`` are what
+all kinds of drafter read, ``calibrate`` says how often their guesses are right.
+"""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["DRAFTERS"]
+
+DRAFTERS = PartTable(
+    "drafter",
+    {
+        "medusa": "shoal.train.drafters.medusa:Medusa",
+        "falcon": "shoal.train.drafters.falcon:Falcon",
+        "ppd": "shoal.train.drafters.ppd:Ppd",
+        "dovetail": "shoal.train.drafters.dovetail:Dovetail",
+    },
+)

@@ -1,0 +1,113 @@
+"""Falcon: several features at once, and a training that shows some of the answers.
+
+Source: Gao et al., Falcon: Faster and Parallel Inference of Large Language Models through Enhanced
+Semi-Autoregressive Drafting and Custom-Designed Decoding Tree, 2025, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.cost.arithmetic import block_parameters
+from shoal.ir import Estimate, Machine, ModelShape
+from shoal.ir.drafting import DrafterJob, DrafterWork
+from shoal.train.drafters.base import check_levels, priced
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Transformer
+    from shoal.train.drafters.protocols import Learner
+
+__all__ = ["Falcon"]
+
+
+@part
+class Falcon:
+    """An LSTM and one block over features, whose last k places give the next k features.
+
+    Args:
+        k: features of one pass; 1 is the autoregressive drafter of features.
+        forwards: passes whose guesses are judged, one after the other.
+        lstm_layers: LSTM layers.
+        lr: peak learning rate.
+        glance_from: share of the places that a first pass gets wrong which are shown what comes
+            later, at the beginning; 0 with ``glance_to`` = 0 makes no first pass.
+        glance_to: that share at the end.
+        weight: what the loss of tokens counts beside that of features.
+        soft: share of the target's distribution in the loss of tokens; the rest is the text's.
+    """
+
+    k: int = 2
+    forwards: int = 2
+    lstm_layers: int = 2
+    lr: float = 1e-3
+    glance_from: float = 0.6
+    glance_to: float = 0.1
+    weight: float = 0.1
+    soft: float = 0.9
+
+    def __post_init__(self) -> None:
+        where = "drafter.falcon"
+        for name in ("k", "forwards", "lstm_layers"):
+            value = getattr(self, name)
+            require(value >= 1, f"{where}.{name}", value, expected="at least 1")
+        for name in ("lr", "weight"):
+            value = getattr(self, name)
+            require(value > 0, f"{where}.{name}", value, expected="a number above 0")
+        for name in ("glance_from", "glance_to", "soft"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"{where}.{name}", value, expected="a share in [0, 1]")
+
+    def parameters(self, shape: ModelShape) -> int:
+        """The LSTM, whose first layer reads two vectors, and a block of the target's kind."""
+        width = shape.hidden
+        first, other = 4 * width * (2 * width + width + 2), 4 * width * (2 * width + 2)
+        return first + (self.lstm_layers - 1) * other + block_parameters(shape) // shape.num_layers
+
+    def estimate(self, work: DrafterWork, machine: Machine) -> Estimate:
+        """The net three times, the head forward and back, and a first pass where some is shown."""
+        shape, net = work.shape, float(self.parameters(work.shape))
+        head = float(shape.hidden * shape.vocab_size)
+        glances = self.glance_from > 0 or self.glance_to > 0
+        return priced(
+            work,
+            machine,
+            trained=net,
+            flops_per_token=6 * net + 6 * head + (2 * net + 4 * head if glances else 0.0),
+            activations=(6.0 * self.lstm_layers + 12.0) * shape.hidden + 3.0 * shape.ffn_hidden,
+            logits=2.0 * shape.vocab_size,
+        )
+
+    def levels(self) -> int:
+        """K tokens a pass."""
+        return self.k * self.forwards
+
+    def check(self, job: DrafterJob, shape: ModelShape) -> None:
+        """Refuse sequences that are shorter than what is guessed.
+
+        Raises:
+            PlanError: names the key and what is possible.
+        """
+        check_levels(job, shape, self.levels(), "falcon.k * forwards")
+        require(
+            job.prompt_tokens >= self.k,
+            "prompt_tokens",
+            job.prompt_tokens,
+            expected=f"at least k = {self.k}, the places that a pass reads",
+        )
+
+    def begin(self, target: Transformer, job: DrafterJob) -> Learner:
+        """A fresh net; embedding and head are the target's."""
+        from shoal.train.drafters.run.feature import FeatureLearner, FeatureLoss
+        from shoal.train.drafters.run.fresh import falcon
+
+        return FeatureLearner(
+            falcon(target.config, self.k, self.lstm_layers, job.seed),
+            target,
+            lr=self.lr,
+            loss=FeatureLoss(self.weight, self.soft),
+            glance=(self.glance_from, self.glance_to),
+            rounds=self.forwards,
+            seed=job.seed,
+        )

@@ -1,0 +1,101 @@
+"""Medusa: heads on the target's last hidden state.
+
+Source: Cai et al., Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
+Heads, 2024, sections 2.1 and 2.2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.cost.arithmetic import flops_per_token, parameters
+from shoal.ir import Estimate, Machine, ModelShape
+from shoal.ir.drafting import DrafterJob, DrafterWork
+from shoal.train.drafters.base import check_levels, priced
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Transformer
+    from shoal.train.drafters.protocols import Learner
+
+__all__ = ["Medusa"]
+
+
+@part
+class Medusa:
+    """Some heads, each a layer and a copy of the output matrix: nothing else is needed to draft.
+
+    Args:
+        heads: K; head k guesses the token k + 1 places ahead.
+        version: 1 trains the heads alone; 2 changes the target too, through LoRA, and keeps what
+            it says close to what it said. The changed target is written beside the drafter.
+        lr: peak learning rate of the heads; the change of the target has a quarter of it.
+        decay: the loss of head k counts decay^k.
+        weight: version 2, what the heads' loss counts beside the target's.
+        warmup: version 2, share of the steps in which the heads alone are trained.
+        r: version 2, rank of the change.
+    """
+
+    heads: int = 4
+    version: Literal[1, 2] = 1
+    lr: float = 1e-3
+    decay: float = 0.8
+    weight: float = 0.2
+    warmup: float = 0.3
+    r: int = 8
+
+    def __post_init__(self) -> None:
+        where = "drafter.medusa"
+        require(self.heads >= 1, f"{where}.heads", self.heads, expected="at least 1")
+        require(self.lr > 0, f"{where}.lr", self.lr, expected="a number above 0")
+        require(0 < self.decay <= 1, f"{where}.decay", self.decay, expected="a number in (0, 1]")
+        require(self.weight > 0, f"{where}.weight", self.weight, expected="a number above 0")
+        require(0 <= self.warmup < 1, f"{where}.warmup", self.warmup, expected="a share in [0, 1)")
+        require(self.r >= 1, f"{where}.r", self.r, expected="at least 1")
+
+    def parameters(self, shape: ModelShape) -> int:
+        """A square matrix, a bias and an output matrix for each head."""
+        return self.heads * shape.hidden * (shape.hidden + 1 + shape.vocab_size)
+
+    def estimate(self, work: DrafterWork, machine: Machine) -> Estimate:
+        """The products of the heads, three times; in version 2 those of the target too."""
+        shape = work.shape
+        heads = self.parameters(shape)
+        joint = self.version == 2
+        flops = 6.0 * heads
+        base = 0
+        kept = 4.0 * self.heads * shape.hidden
+        if joint:
+            flops += flops_per_token(shape, work.job.seq_len)
+            base = parameters(shape)
+            kept += shape.num_layers * (12.0 * shape.hidden + 3.0 * shape.ffn_hidden)
+        return priced(
+            work,
+            machine,
+            trained=heads,
+            flops_per_token=flops,
+            activations=kept,
+            logits=float((2 if joint else 1) * shape.vocab_size),
+            base=base,
+        )
+
+    def levels(self) -> int:
+        """A head guesses one token."""
+        return self.heads
+
+    def check(self, job: DrafterJob, shape: ModelShape) -> None:
+        """Refuse heads that look beyond the sequences.
+
+        Raises:
+            PlanError: names the key and what is possible.
+        """
+        check_levels(job, shape, self.heads, "medusa.heads")
+
+    def begin(self, target: Transformer, job: DrafterJob) -> Learner:
+        """Fresh heads; for version 2 with a low-rank change of the target."""
+        from shoal.train.drafters.run import medusa
+
+        if self.version == 1:
+            return medusa.Frozen(self, target)
+        return medusa.Joint(self, target, job)

@@ -1,0 +1,1 @@
+"""Drafters at work in training: the learners, which need torch."""
