@@ -11,6 +11,7 @@ __all__ = ["ACCEPTANCES", "SPECULATORS"]
 SPECULATORS = PartTable(
     "speculative",
     {
+        "falcon": "shoal.serve.decode.falcon:Falcon",
         "medusa": "shoal.serve.decode.medusa:Medusa",
         "ngram": "shoal.serve.decode.ngram:Ngram",
         "ppd": "shoal.serve.decode.ppd:Ppd",
