@@ -94,7 +94,7 @@ class Rows:
     def add_tree(self, chunk: Chunk, tree: TokenTree) -> None:
         """Root and nodes: each has the place of its depth, and a slot of its own."""
         first, rows = chunk.start, len(tree.shape)
-        self._token += tree.tokens.tolist()
+        self._token += tree.tokens.clip(0).tolist()
         self._position += (first + tree.shape.depth).tolist()
         self._slot += slots(chunk.request.blocks, range(first, first + rows), self._size)
         self.last.append(len(self._token) - 1)

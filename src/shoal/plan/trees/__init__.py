@@ -14,6 +14,7 @@ TREES = PartTable(
         "auto": "shoal.plan.trees.auto:Auto",
         "chain": "shoal.plan.trees.chain:Chain",
         "cartesian": "shoal.plan.trees.cartesian:Cartesian",
+        "hardware": "shoal.plan.trees.hardware:Hardware",
         "paths": "shoal.plan.trees.paths:Paths",
     },
 )

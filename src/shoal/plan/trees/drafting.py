@@ -11,11 +11,14 @@ Source: Chen et al., Hardware-Aware Parallel Prompt Decoding, 2024, section 3.3.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from shoal.core.errors import ConfigError, require
+from shoal.core.files import write_json
 from shoal.ir import MAX_NODES, StepCost, Verifying
 
 __all__ = ["Always", "Paying", "PredictedRows", "RowCosts"]
@@ -63,6 +66,37 @@ class RowCosts:
         """Rows measured to take a tenth less time than fewer rows: noise, or another kernel."""
         pairs = zip(self.seconds_of, self.seconds_of[1:], self.rows[1:], strict=False)
         return tuple(rows for before, after, rows in pairs if after < 0.9 * before)
+
+    @classmethod
+    def read(cls, path: Path) -> RowCosts:
+        """A table as :meth:`write` leaves it.
+
+        Raises:
+            ConfigError: the file is missing, or is no such table.
+        """
+        try:
+            raw = json.loads(path.read_bytes())
+            return cls(
+                rows=tuple(int(rows) for rows in raw["rows"]),
+                seconds_of=tuple(float(seconds) for seconds in raw["seconds"]),
+                draft_s=float(raw.get("draft_s", 0.0)),
+                draft_request_s=float(raw.get("draft_request_s", 0.0)),
+            )
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as cause:
+            raise ConfigError(
+                f"{path}: no table of step costs ({type(cause).__name__}: {cause}); shoal probe "
+                "decode writes one"
+            ) from cause
+
+    def write(self, path: Path) -> None:
+        """Keep it as JSON, in seconds."""
+        table = {
+            "rows": self.rows,
+            "seconds": self.seconds_of,
+            "draft_s": self.draft_s,
+            "draft_request_s": self.draft_request_s,
+        }
+        write_json(path, table)
 
     def seconds(self, rows: int) -> float:
         """See :class:`~shoal.ir.decoding.Verifying`."""

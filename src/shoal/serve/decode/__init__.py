@@ -15,8 +15,10 @@ SPECULATORS = PartTable(
         "dovetail": "shoal.serve.decode.dovetail:Dovetail",
         "draft_model": "shoal.serve.decode.draft_model:DraftModel",
         "easyspec": "shoal.serve.decode.easyspec:EasySpec",
+        "falcon": "shoal.serve.decode.falcon:Falcon",
         "medusa": "shoal.serve.decode.medusa:Medusa",
         "ngram": "shoal.serve.decode.ngram:Ngram",
+        "ppd": "shoal.serve.decode.ppd:Ppd",
     },
 )
 

@@ -58,6 +58,7 @@ class Branch(NamedTuple):
         root: place from which on rows see only what is marked for them.
         depth: [rows] how far behind the root each token stands.
         seen: [rows] which places from the root on each sees, a bit each.
+        inputs: [I, D] what the last rows feed in the place of their tokens' embeddings.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -66,6 +67,7 @@ class Branch(NamedTuple):
     root: int
     depth: np.ndarray
     seen: np.ndarray
+    inputs: Tensor | None = None
 
     @property
     def stop(self) -> int:
@@ -83,12 +85,14 @@ class Recording:
         self.x_ND = like.new_zeros(rows, like.shape[1])
         self.numbers, self._blocks = self.fed.numpy(), self.blocks.numpy()
         self._held: list[Sequence[int]] = [()] * requests
+        self.inputs: list[tuple[slice, Tensor]] = []  # rows that are no tokens
         self.hidden: Tensor | None = None
         self.tape: Tape | None = None
 
     def write(self, several: Iterable[Branch], size: int) -> None:
         """The rows of these requests."""
         numbers, row = self.numbers, 0
+        self.inputs = []
         for place, one in enumerate(several):
             last = one.stop
             mine = slice(row, row + len(one.depth))
@@ -105,6 +109,8 @@ class Recording:
             numbers[5, mine] = one.root
             numbers[6, mine] = one.seen
             row = mine.stop
+            if one.inputs is not None:
+                self.inputs.append((slice(row - len(one.inputs), row), one.inputs))
 
 
 class Recordings:
@@ -161,6 +167,8 @@ class Recordings:
 
     def _embed(self, recording: Recording) -> None:
         torch.index_select(self._weight, 0, recording.fed[0], out=recording.x_ND)
+        for rows, inputs in recording.inputs:
+            recording.x_ND[rows] = inputs
 
     def write(self, recording: Recording, several: Iterable[Branch]) -> None:
         """Put these rows where a recording reads them."""
@@ -230,8 +238,15 @@ class CapturedRows(Recordings):
             first[request.id] = rows
             tree = trees.get(request.id)
             shape = _ALONE if tree is None else tree.shape
-            tokens = request.tokens[start : start + 1] if tree is None else tree.tokens
-            several.append(Branch(tokens, request.blocks, start, start, shape.depth, shape.seen))
+            tokens: Sequence[int] | np.ndarray = request.tokens[start : start + 1]
+            inputs = None
+            if tree is not None:
+                tokens = tree.tokens
+                if tree.asking is not None:  # rows without a token
+                    tokens, inputs = tokens.clip(0), tree.asking.inputs
+            several.append(
+                Branch(tokens, request.blocks, start, start, shape.depth, shape.seen, inputs)
+            )
             rows += len(shape)
         found = self.play(several)
         return None if found is None else (*found, first)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Acceptance",
+    "Asking",
     "Branches",
     "DecodePart",
     "Drafter",
@@ -82,24 +83,40 @@ def branches(parent: tuple[int, ...]) -> Branches:
     return Branches(parent, np.array(depth), bits, tuple(map(tuple, children)))
 
 
+class Asking(NamedTuple):
+    """The last rows of a tree, where they are the drafter's own questions: no guesses of tokens.
+
+    Args:
+        inputs: [P, D] what is fed at these rows in place of the embedding of a token.
+        below: of the root and every node, the rows whose scores the drafter is told where that
+            one is the last accepted; they may stand below it alone.
+    """
+
+    inputs: Tensor
+    below: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
     """Guesses of one request.
 
     Args:
-        tokens: [N] of every row; row 0 is the root, the last certain token.
+        tokens: [N] of every row; row 0 is the root, the last certain token. Rows that ask have -1,
+            which is never accepted.
         shape: which row is below which.
         q: row -> the drafter's probabilities [V] of what comes after it, where it drew the
             children of this row from them; empty for guesses that were not drawn.
+        asking: rows behind all guesses that ask for the next ones.
     """
 
     tokens: np.ndarray
     shape: Branches
     q: dict[int, Tensor] | None = None
+    asking: Asking | None = None
 
     @property
     def nodes(self) -> int:
-        """Guesses."""
+        """Rows beside the root."""
         return len(self.shape) - 1
 
 
@@ -120,6 +137,7 @@ class Seen(NamedTuple):
         hidden: their final hidden states [T, D]; of the last one alone, or None, as the drafter
             needs.
         root: the token after them, where it is known: what the model chose.
+        asked: scores [A, V] of the rows that asked below the last of them.
     """
 
     request: Request
@@ -127,6 +145,7 @@ class Seen(NamedTuple):
     tokens: Sequence[int]
     hidden: Tensor | None
     root: int | None
+    asked: Tensor | None = None
 
 
 class Path(NamedTuple):

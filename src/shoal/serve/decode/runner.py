@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import Chunk, Request, Step, StepResult, TokenInfo
+from shoal.model.transformer import Transformer
 from shoal.serve.cache import PagedCache
 from shoal.serve.decode.captured import CapturedRows
 from shoal.serve.decode.protocols import Acceptance, Drafter, Guess, Path, Seen, TokenTree
@@ -114,11 +115,33 @@ class SpeculativeRunner(LocalRunner):
                 scored.append(last)
         place_R = torch.tensor(scored, dtype=torch.int64, device=self.cache.device)
         everything = self.drafter.needs == "all"
-        hidden = self.model.flat(fed[0], fed[1], mixer, None if everything else place_R)
+        needed = None if everything else place_R
+        embeds = self._embedded(fed[0], rows, chunks, trees)
+        if embeds is None:
+            hidden = self.model.flat(fed[0], fed[1], mixer, needed)
+        else:
+            model = self.model
+            assert isinstance(model, Transformer)
+            hidden = model.finished(*model.through(embeds, fed[1], mixer, needed))
         assert hidden is not None
         if everything:
             return hidden, self._logits(hidden[place_R]), first
         return hidden, self._logits(hidden), first
+
+    def _embedded(
+        self, tokens_N: Tensor, rows: Rows, chunks: Sequence[Chunk], trees: dict[str, TokenTree]
+    ) -> Tensor | None:
+        """What is fed [N, D], where some rows are no tokens."""
+        found: Tensor | None = None
+        for chunk, last in zip(chunks, rows.last, strict=True):
+            tree = trees.get(chunk.request.id)
+            if tree is not None and tree.asking is not None:
+                if found is None:
+                    assert isinstance(self.model, Transformer)
+                    found = self.model.embed(tokens_N)
+                inputs = tree.asking.inputs
+                found[last + 1 - len(inputs) : last + 1] = inputs
+        return found
 
     def _logits(self, hidden_RD: Tensor) -> Tensor:
         logits = self.model.logits(hidden_RD)
@@ -159,7 +182,8 @@ class SpeculativeRunner(LocalRunner):
             tokens |= {name: path.tokens for name, path in paths.items()}
             infos |= self._infos(logits_RV, requests, paths, first)
             self._keep(guessed, paths)
-        self._tell(chunks, trees, paths, tokens, hidden_ND, first)
+        asked = self._asked(trees, paths, logits_RV, first)
+        self._tell(chunks, trees, paths, tokens, hidden_ND, first, asked)
         return StepResult(
             tokens=tokens,
             infos=infos,
@@ -189,6 +213,23 @@ class SpeculativeRunner(LocalRunner):
             found[request.id] = tuple(log_probabilities(logits_RV[rows], path.tokens, counts))
         return found
 
+    @staticmethod
+    def _asked(
+        trees: dict[str, TokenTree],
+        paths: dict[str, Path],
+        logits_RV: Tensor,
+        first: dict[str, int],
+    ) -> dict[str, Tensor]:
+        """Scores of the rows that asked below the end of each path."""
+        found = {}
+        for name, path in paths.items():
+            asking = trees[name].asking
+            if asking is not None:
+                below = asking.below[(0, *path.rows)[-1]]
+                if below:
+                    found[name] = logits_RV[[first[name] + row for row in below]]
+        return found
+
     def _keep(self, chunks: Sequence[Chunk], paths: dict[str, Path]) -> None:
         """Move the keys and values of accepted nodes to the places that their tokens have now."""
         sources: list[int] = []
@@ -211,6 +252,7 @@ class SpeculativeRunner(LocalRunner):
         tokens: dict[str, tuple[int, ...]],
         hidden_ND: Tensor,
         first: dict[str, int],
+        asked: dict[str, Tensor],
     ) -> None:
         """What is certain now, for the drafter."""
         needs = self.drafter.needs
@@ -237,7 +279,7 @@ class SpeculativeRunner(LocalRunner):
                     hidden = hidden_ND[at : at + 1]
             row += len(trees[request.id].shape) if request.id in trees else chunk.length
             root = new[-1] if new else None
-            seen.append(Seen(request, chunk.start, certain, hidden, root))
+            seen.append(Seen(request, chunk.start, certain, hidden, root, asked.get(request.id)))
         self.drafter.observe(seen)
 
     def _check(self, chunk: Chunk, tree: TokenTree | None = None) -> None:
