@@ -366,6 +366,7 @@ def engine_of(
     else:
         captured = None
         if recordable is not None:
+            assert job.max_position is not None
             captured = Captured(model, cache, recordable, job.max_position)
         runner = runner_type(model, cache, captured=captured, adapters=bank, **options)
     known = link

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Generic, Literal, TypeVar
 
 from shoal.core.errors import ShoalError, StoreError
 from shoal.cost.score import Entry, Quantity, Score, run_id
-from shoal.ir import Plan, Report, ServePlan, ServeReport
+from shoal.ir import DrafterReport, Plan, Report, ServePlan, ServeReport
 from shoal.parallel.heartbeat import Heartbeat
 from shoal.train.layout import RunDir
 from shoal.train.report import make_report
@@ -297,7 +297,7 @@ class Runs:
             return None if report is None else report.plan
         return self._plan_file(entry)
 
-    def report(self, entry: Entry) -> Report | ServeReport | None:
+    def report(self, entry: Entry) -> Report | ServeReport | DrafterReport | None:
         """Its report, or what it would say if the run ended now; None before the first step.
 
         Raises:

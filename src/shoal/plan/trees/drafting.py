@@ -133,7 +133,7 @@ class PredictedRows:
         """See :class:`~shoal.ir.decoding.Verifying`."""
         return self.cost.seconds([(self.context, 1)] * rows)
 
-    def drafting_s(self, requests: int) -> float:
+    def drafting_s(self, requests: int, nodes: int) -> float:
         """See :class:`~shoal.ir.decoding.Verifying`."""
         return self.guess_s
 

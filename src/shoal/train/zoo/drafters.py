@@ -37,13 +37,13 @@ def drafters() -> tuple[str, ...]:
 def drafter_recipe(
     kind: str, target: Path, *, data: Choice | None = None, **options: Any
 ) -> DrafterJob:
-    """How a drafter is trained: on what its target itself says to prompts.
+    """How a drafter is trained: on its target's text, all kinds on the same of its states.
 
     Args:
         kind: of drafter.
         target: a model directory.
-        data: text whose beginnings are the prompts; of a model of the zoo, its own corpus, if not
-            given, and of others, none: the target writes all of it.
+        data: the text; of a model of the zoo, its own corpus, if not given, and of others, none:
+            the target writes it.
         options: of the drafter, in the place of the recipe's.
 
     Raises:
@@ -61,7 +61,6 @@ def drafter_recipe(
         model=str(target),
         drafter=Choice(name=kind, options={**own, **options}),
         data=data or _corpus(target),
-        text="own",
         tokens=tokens,
         read_tokens=text,
     )
