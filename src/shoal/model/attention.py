@@ -1,4 +1,4 @@
-"""Grouped-query attention, causal or of all to all, with a document mask or a cache of keys and values.
+"""Grouped-query attention, causal or of all to all, with a document mask or a cache.
 
 Shapes: B batch, T queries, S keys, H query heads, K key/value heads, G = H / K,
 d head_dim.
@@ -221,7 +221,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool
         v,
         attn_mask=mask,
         is_causal=causal and mask is None,
-        enable_gqa=q.shape[1] != k.shape[1]
+        enable_gqa=q.shape[1] != k.shape[1],
     )
 
 
@@ -255,7 +255,7 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Mix each token with those it sees; ``mask`` says which, in the place of the causal one."""
+        """Mix each token with those it sees; ``mask`` says which, instead of the causal one."""
         batch, length, _ = x_BTD.shape
         q, k, v = self._project(x_BTD, cos, sin)
         if cache is not None:

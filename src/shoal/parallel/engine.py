@@ -514,9 +514,7 @@ class Engine:
         return self.sharded.writes(name) and self._first_holder(name)
 
     @torch.no_grad()
-    def loss_sum(
-        self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
+    def loss_sum(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         """Loss sum of any sequences [b, T], forward only: what this rank adds to it."""
         parallel = self.job.parallel
         if not self.split:

@@ -1,8 +1,8 @@
 """serve: answering requests with a trained model.
 
-The door, with the tables of where weights lie and of how text is decoded. ``engine`` is the loop of plan, execute and commit;
-``runner`` computes, and ``workers`` where ranks share the model; ``process`` keeps the engine in a
-process of its own; ``api`` speaks HTTP.
+The door, with the tables of where weights lie and of how text is decoded. ``engine`` is the loop of
+plan, execute and commit; ``runner`` computes, and ``workers`` where ranks share the model;
+``process`` keeps the engine in a process of its own; ``api`` speaks HTTP.
 """
 
 from shoal.core.parts import PartTable

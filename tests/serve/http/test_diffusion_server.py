@@ -73,9 +73,7 @@ def test_answers_are_those_of_the_engine(mdlm_directory, caller):
         call = caller(server.url)
 
         def ask(prompt):
-            status, data = caller(server.url)(
-                "POST", "/v1/completions", {**body, "prompt": prompt}
-            )
+            status, data = caller(server.url)("POST", "/v1/completions", {**body, "prompt": prompt})
             assert status == 200, data
             return json.loads(data)["choices"][0]["token_ids"]
 

@@ -235,8 +235,7 @@ class DInfer:
             _decode(engine, prompts)
             stats = engine.stats()
             computed[arm] = (
-                stats["diffusion_computed_tokens_total"]
-                / stats["diffusion_request_forwards_total"]
+                stats["diffusion_computed_tokens_total"] / stats["diffusion_request_forwards_total"]
             )
         differing = 0
         for arm, options in _ARMS.items():

@@ -145,7 +145,9 @@ class DiffusionRunner:
         """The batch of a step: the last one, where nobody has come, gone or begun a block."""
         here = {chunk.request.id: chunk.request for chunk in chunks}
         old = self._batch
-        for name in [name for name, work in self._work.items() if here.get(name) is not work.request]:
+        for name in [
+            name for name, work in self._work.items() if here.get(name) is not work.request
+        ]:
             self._free.append(self._work.pop(name).slot)
             old = None
         changed = old is None
@@ -196,14 +198,14 @@ class DiffusionRunner:
         logits_BWV = self._forward(batch, windows)
         bar = self.iteration.bar
         state = State(
-            step_B=batch.step_B,
-            size_B=batch.size_B,
+            step=batch.step_B,
+            size=batch.size_B,
             bar=lambda tau: bar(tau, batch.step_B),
-            noise_BWV=self._noise(batch),
-            memory_BWV=batch.memory_BWV,
+            noise=self._noise(batch),
+            memory=batch.memory_BWV,
         )
         token_BW, chosen_BW = self.unmask.select(logits_BWV, batch.masked_BW, state)
-        batch.memory_BWV, batch.last_BWV = state.memory_BWV, logits_BWV
+        batch.memory_BWV, batch.last_BWV = state.memory, logits_BWV
         at = windows.token_N[windows.block_rows][chosen_BW.view(-1)]
         self._ids.view(-1)[at] = token_BW[chosen_BW]
         batch.masked_BW = batch.masked_BW & ~chosen_BW
