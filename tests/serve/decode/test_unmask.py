@@ -28,8 +28,8 @@ def scene(seed, sharp=3.0):
 
 def state(step=0, size=W, bar=None):
     return State(
-        step_B=torch.full((B,), step),
-        size_B=torch.full((B,), size),
+        step=torch.full((B,), step),
+        size=torch.full((B,), size),
         bar=bar or (lambda tau: torch.full((B,), tau, dtype=torch.float64)),
     )
 
@@ -153,12 +153,12 @@ def test_credit(seed, alpha, gamma, beta):
         logits, masked = scene(seed + turn)
         tokens, chosen = part.select(logits.clone(), masked, now)
         for row in range(B):
-            credits = {key: beta * value for key, value in kept[row].items()}
+            owned = {key: beta * value for key, value in kept[row].items()}
             for place, token, p in places(logits[row], masked[row].tolist()):
-                credits[place, token] = credits.get((place, token), 0.0) + p**gamma
-            kept[row] = credits
+                owned[place, token] = owned.get((place, token), 0.0) + p**gamma
+            kept[row] = owned
             fused = logits[row].clone()
-            for (place, token), value in credits.items():
+            for (place, token), value in owned.items():
                 fused[place, token] += alpha * math.log1p(value)
             found = places(fused, masked[row].tolist())
             wanted = threshold(found, masked[row], tau=0.8) if found else set()

@@ -24,19 +24,19 @@ class State:
     """What an unmasking policy knows beside scores.
 
     Args:
-        step_B: iterations of each block before this one, int64.
-        size_B: places of each block, int64.
+        step: iterations of each block before this one, int64 [B].
+        size: places of each block, int64 [B].
         bar: raises a threshold to what holds in this iteration [B].
-        noise_BWV: added to scores before the best token is taken, where tokens are sampled.
-        memory_BWV: the policy's own, from the last iteration of the same block; zeros in the
+        noise: [B, W, V], added to scores before the best token is taken, where tokens are sampled.
+        memory: [B, W, V], the policy's own, from the last iteration of the same block; zeros in the
             first. A policy that keeps something puts it here.
     """
 
-    step_B: Tensor
-    size_B: Tensor
+    step: Tensor
+    size: Tensor
     bar: Callable[[float], Tensor]
-    noise_BWV: Tensor | None = None
-    memory_BWV: Tensor | None = None
+    noise: Tensor | None = None
+    memory: Tensor | None = None
 
 
 class Unmask(Protocol):

@@ -198,14 +198,14 @@ class DiffusionRunner:
         logits_BWV = self._forward(batch, windows)
         bar = self.iteration.bar
         state = State(
-            step_B=batch.step_B,
-            size_B=batch.size_B,
+            step=batch.step_B,
+            size=batch.size_B,
             bar=lambda tau: bar(tau, batch.step_B),
-            noise_BWV=self._noise(batch),
-            memory_BWV=batch.memory_BWV,
+            noise=self._noise(batch),
+            memory=batch.memory_BWV,
         )
         token_BW, chosen_BW = self.unmask.select(logits_BWV, batch.masked_BW, state)
-        batch.memory_BWV, batch.last_BWV = state.memory_BWV, logits_BWV
+        batch.memory_BWV, batch.last_BWV = state.memory, logits_BWV
         at = windows.token_N[windows.block_rows][chosen_BW.view(-1)]
         self._ids.view(-1)[at] = token_BW[chosen_BW]
         batch.masked_BW = batch.masked_BW & ~chosen_BW

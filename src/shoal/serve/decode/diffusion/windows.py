@@ -44,7 +44,7 @@ class _Group(NamedTuple):
     count: int
     length: int
     whole: bool
-    blocks_BW: Tensor
+    blocks: Tensor
 
 
 class Windows:
@@ -79,7 +79,7 @@ class Windows:
                 self._groups[-1] = old._replace(
                     rows=slice(old.rows.start, begin + len(place)),
                     count=old.count + 1,
-                    blocks_BW=torch.cat([old.blocks_BW, self._pages(held, row.length)]),
+                    blocks=torch.cat([old.blocks, self._pages(held, row.length)]),
                 )
             else:
                 self._groups.append(

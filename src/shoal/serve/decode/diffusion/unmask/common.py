@@ -26,10 +26,10 @@ def check_share(where: str, value: float) -> None:
 def guesses(logits_BWV: Tensor, masked_BW: Tensor, state: State) -> tuple[Tensor, Tensor]:
     """Tokens [B, W] and how sure the model is of each [B, W]; -1 where nothing is masked."""
     p_BWV = logits_BWV.softmax(-1)
-    if state.noise_BWV is None:
+    if state.noise is None:
         sure_BW, token_BW = p_BWV.max(-1)
     else:
-        token_BW = (logits_BWV + state.noise_BWV).argmax(-1)
+        token_BW = (logits_BWV + state.noise).argmax(-1)
         sure_BW = p_BWV.gather(-1, token_BW[..., None])[..., 0]
     return token_BW, sure_BW.masked_fill(~masked_BW, -1.0)
 

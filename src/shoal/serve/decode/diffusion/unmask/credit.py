@@ -49,9 +49,9 @@ class Credit:
         """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
         import torch
 
-        if state.memory_BWV is None:
-            state.memory_BWV = torch.zeros_like(logits_BWV)
-        credit_BWV = state.memory_BWV.mul_(self.beta)
+        if state.memory is None:
+            state.memory = torch.zeros_like(logits_BWV)
+        credit_BWV = state.memory.mul_(self.beta)
         sure_BW1, best_BW1 = logits_BWV.softmax(-1).max(-1, keepdim=True)
         earned_BW1 = sure_BW1.pow(self.gamma) * masked_BW[..., None]
         credit_BWV.scatter_add_(-1, best_BW1, earned_BW1)

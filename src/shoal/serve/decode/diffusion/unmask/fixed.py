@@ -42,8 +42,8 @@ class Fixed:
     def select(self, logits_BWV: Tensor, masked_BW: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
         token_BW, sure_BW = guesses(logits_BWV, masked_BW, state)
-        steps_B = state.size_B if self.steps is None else state.size_B.clamp(max=self.steps)
-        count_B = state.size_B // steps_B + (state.step_B < state.size_B % steps_B)
+        steps_B = state.size if self.steps is None else state.size.clamp(max=self.steps)
+        count_B = state.size // steps_B + (state.step < state.size % steps_B)
         # The place of each place in the order of confidence; earlier ones first among equals.
         order_BW = sure_BW.argsort(dim=1, descending=True, stable=True).argsort(1)
         return token_BW, (order_BW < count_B[:, None]) & masked_BW
