@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import operator
 import subprocess
 import sys
 
@@ -49,6 +51,82 @@ def test_stdlib_without_source(monkeypatch: pytest.MonkeyPatch, tmp_path: object
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     with pytest.raises(DataError, match=r"no \*\.py file below .* give your own text"):
         list(Stdlib().documents())
+
+
+@pytest.mark.parametrize("kind", ["records", "logs", "arithmetic"])
+def test_synthetic_text_follows_from_the_seed_and_from_itself(kind: str) -> None:
+    corpus = CORPORA.build({"name": "synthetic", "kind": kind, "size_bytes": 60_000})
+    found = list(corpus.documents())
+    assert found == list(corpus.documents())
+    size = sum(len(document.text) for document in found)
+    assert 60_000 <= size < 60_000 + len(found[-1].text) + 1
+    assert len({document.text for document in found}) == len(found)
+    assert {document.name for document in found if document.split == "heldout"} == {
+        document.name for document in found if is_heldout(document.name)
+    }
+    assert list(corpus.documents("train")) == [d for d in found if d.split == "train"]
+    other = CORPORA.build({"name": "synthetic", "kind": kind, "size_bytes": 60_000, "seed": 1})
+    assert next(other.documents()).text != found[0].text
+    assert other.fingerprint() != corpus.fingerprint()
+    # What can be checked in it is right.
+    for document in found:
+        lines = document.text.splitlines()
+        if kind == "records":
+            for record in map(json.loads, lines):
+                assert record["total"] == record["price"] * record["count"]
+        elif kind == "arithmetic":
+            for line in lines:
+                left, equals, right = line.strip().partition(" = ")
+                if equals:
+                    one, sign, two = left.split()
+                    made = {"+": operator.add, "*": operator.mul, "-": operator.sub}[sign]
+                    assert made(int(one), int(two)) == int(right), line
+        else:
+            numbers = [int(line.split("request ")[1].split(":")[0]) for line in lines]
+            assert numbers == sorted(numbers)
+
+
+def test_mixed_takes_its_share_of_each_source() -> None:
+    sources = {
+        "notes": {"name": "synthetic", "kind": "logs", "size_bytes": 40_000},
+        "sums": {"name": "synthetic", "kind": "arithmetic", "size_bytes": 40_000},
+    }
+    whole = CORPORA.build({"name": "mixed", "sources": sources})
+    every = list(whole.documents())
+    assert every[-1].name.startswith("sums/arithmetic/0-")
+    assert whole.num_bytes() == 80_000
+    part = CORPORA.build({"name": "mixed", "sources": sources, "limit_bytes": {"notes": 10_000}})
+    some = list(part.documents())
+    assert set(some) < set(every)
+    sizes = {
+        source: sum(len(d.text) for d in some if d.name.startswith(source)) for source in sources
+    }
+    assert abs(sizes["notes"] - 10_000) < 5_000 and sizes["sums"] >= 40_000
+    # Spread over the source, and each split is the same whoever asks.
+    notes = [d for d in every if d.name.startswith("notes")]
+    assert {d for d in some if d.name.startswith("notes")} & set(notes[len(notes) // 2 :])
+    assert [*part.documents("train"), *part.documents("heldout")] != some  # they alternate
+    assert set(part.documents("train")) | set(part.documents("heldout")) == set(some)
+    assert part.fingerprint() != whole.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "mixed", "sources": {}}, "at least one corpus"),
+        ({"name": "mixed", "sources": {"a/b": "stdlib"}}, "names without /"),
+        (
+            {"name": "mixed", "sources": {"a": "stdlib"}, "limit_bytes": {"b": 1}},
+            "at least 1 byte of one of a",
+        ),
+        ({"name": "synthetic", "size_bytes": 0}, "size_bytes = 0"),
+        ({"name": "synthetic", "heldout_every": 1}, "at least 2"),
+        ({"name": "synthetic", "kind": "poems"}, "kind"),
+    ],
+)
+def test_synthetic_and_mixed_refuse(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CORPORA.build(options)
 
 
 def _work() -> tuple[Work, Machine]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import subprocess
 import sys
 
@@ -22,13 +23,17 @@ def test_every_model_has_a_shape_and_a_recipe():
         "shoal-8m",
         "shoal-16m",
         "shoal-moe-4m",
+        "shoal-draft-1m",
+        "shoal-draft-8l",
+        "shoal-draft-4m",
+        "shoal-27m",
         "shoal-mdlm-3m",
         "shoal-ar-3m",
     )
     for name in zoo.names():
         config, job = zoo.config(name), zoo.recipe(name)
         assert config.shape().num_layers == shapes.find(name).num_layers
-        assert config.tied
+        assert config.tied == (job.data.name == "stdlib")
         assert job.model == name
         assert job.seq_len <= config.max_position
         assert job.tokens is not None
@@ -79,3 +84,51 @@ def test_needs_no_torch():
         "import sys, shoal.train.zoo as z; z.recipe('shoal-4m'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_models_to_be_decoded_share_text_and_tokenizer():
+    names = [name for name in zoo.names() if zoo.corpus(name).name == "mixed"]
+    assert names == ["shoal-draft-1m", "shoal-draft-8l", "shoal-draft-4m", "shoal-27m"]
+    assert len({str(zoo.recipe(name).data) for name in names}) == 1
+    assert {zoo.config(name).vocab_size for name in names} == {2048}
+    assert all(zoo.config(name).max_position >= 1024 for name in names)
+
+
+def test_a_model_is_named_by_what_its_recipe_says():
+    """Keys that jobs and shapes get later change no name; another recipe does."""
+    from shoal.train.zoo import _digest
+
+    job = zoo.recipe("shoal-27m")
+    assert _digest(job) == "bab2dcbe70f5"
+    changed = type(job).model_validate({**job.model_dump(exclude_unset=True), "tokens": 1})
+    assert _digest(changed) != _digest(job)
+
+
+def test_what_a_model_has_learned_is_told_by_source(tmp_path):
+    """A bigram model beside one that says nothing; the gap decides."""
+    pytest.importorskip("torch")
+    from shoal.core.errors import ShoalError
+    from shoal.core.parts import Choice
+    from shoal.corpora.tokens import prepare
+    from shoal.model import huggingface
+    from shoal.train.zoo.quality import Learned, learned
+
+    sources = {
+        kind: {"name": "synthetic", "kind": kind, "size_bytes": 60_000, "heldout_every": 4}
+        for kind in ("logs", "arithmetic")
+    }
+    data = Choice(name="mixed", options={"sources": sources})
+    tokens = prepare(data, "bpe", 512, cache=tmp_path / "cache")
+    config = zoo.config("shoal-0.3m").model_copy(update={"vocab_size": 512})
+    huggingface.write(tmp_path / "model", zoo.random(config))
+    told = learned(tmp_path / "model", tokens, data, max_tokens=4000)
+    assert set(told.model) == {"logs", "arithmetic", "all"}
+    # Untrained, it knows nothing; which token follows which is most of such text.
+    assert all(abs(loss - math.log(512)) < 0.2 for loss in told.model.values())
+    assert all(0.3 < loss < 3.5 for loss in told.bigram.values())
+    low, high = sorted(told.bigram[kind] for kind in sources)
+    assert low < told.bigram["all"] < high
+    with pytest.raises(ShoalError, match="below a bigram model"):
+        told.check("shoal-27m")
+    Learned(model={"all": 1.0}, bigram={"all": 1.31}).check("shoal-27m")
+    assert told.lines()[0].startswith("logs: ")

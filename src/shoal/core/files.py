@@ -7,12 +7,14 @@ the disk and renamed, so that an interruption leaves the old file or the new one
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from shoal.core.errors import ConfigError, ShoalError
 
 __all__ = [
     "fsync_dir",
+    "locked",
     "parse_yaml",
     "read_yaml",
     "shoal_home",
@@ -49,6 +52,41 @@ def fsync_dir(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def locked(
+    path: Path, waiting: Callable[[], None], *, error: type[ShoalError] = ShoalError
+) -> Iterator[None]:
+    """Hold the lock of a file while the block runs; one process at a time does.
+
+    The lock belongs to the open file: it ends with the process, however that ends.
+
+    Args:
+        path: the file; it is made, with its directory, and stays.
+        waiting: called now and then while another process holds the lock.
+        error: class of what is raised.
+
+    Raises:
+        ShoalError: of class ``error``, when the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("wb")
+    except OSError as cause:
+        raise error(
+            f"{path.parent}: cannot be written ({cause.strerror}); set SHOAL_HOME to a directory "
+            "that can"
+        ) from cause
+    with file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waiting()
+                time.sleep(0.1)
+        yield
 
 
 def write_atomic(path: Path, data: bytes | str, *, error: type[ShoalError] = ShoalError) -> None:

@@ -18,11 +18,9 @@ same number of tokens. The directory appears whole or not at all.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
@@ -32,7 +30,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from shoal.core.config import Value, parse
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import shoal_home, write_atomic, write_dir_atomic, write_json
+from shoal.core.files import locked, shoal_home, write_atomic, write_dir_atomic, write_json
 from shoal.core.parts import Choice
 from shoal.corpora import CORPORA
 from shoal.corpora import tokenizer as bpe
@@ -219,7 +217,11 @@ def prepare(
     if path.exists():
         with contextlib.suppress(_DamagedError):  # told and repaired under the lock below
             return _checked(path)
-    with _lock(root, key, lambda: say(0, 0, "waiting for another process to prepare the data")):
+
+    def waiting() -> None:
+        say(0, 0, "waiting for another process to prepare the data")
+
+    with locked(root / f"{key}.lock", waiting, error=DataError):
         if path.exists():
             try:
                 return _checked(path)
@@ -317,27 +319,6 @@ def _remove(path: Path) -> None:
         raise DataError(
             f"{path}: damaged, and cannot be removed ({cause.strerror}); delete it and run again"
         ) from cause
-
-
-@contextlib.contextmanager
-def _lock(root: Path, key: str, waiting: Callable[[], None]) -> Iterator[None]:
-    # The lock belongs to the open file: it ends with the process, however that ends.
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        file = (root / f"{key}.lock").open("wb")
-    except OSError as cause:
-        raise DataError(
-            f"{root}: cannot be written ({cause.strerror}); set SHOAL_HOME to a directory that can"
-        ) from cause
-    with file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waiting()
-                time.sleep(0.1)
-        yield
 
 
 def _build(

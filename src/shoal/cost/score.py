@@ -40,6 +40,8 @@ from shoal.ir import (
 )
 
 __all__ = [
+    "AnyPlan",
+    "AnyReport",
     "Entry",
     "ErrorSummary",
     "Quantity",

@@ -123,6 +123,7 @@ class DrafterPlan(Value):
         drafter_bytes: of the drafter's file.
         fits: whether the memory is enough.
         why: what binds, in a sentence.
+        notes: what a reader should know.
     """
 
     job: DrafterJob
@@ -133,6 +134,7 @@ class DrafterPlan(Value):
     drafter_bytes: NonNegativeInt = 0
     fits: bool = True
     why: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class DrafterReport(Value):

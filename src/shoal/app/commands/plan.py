@@ -27,6 +27,7 @@ from shoal.app.commands.plan_swap import swap
 from shoal.app.commands.plan_t3 import t3
 from shoal.app.commands.plan_tiles import tiles
 from shoal.app.commands.plan_tune import tune
+from shoal.app.commands.train_drafter import drafter_job, is_drafter_job, show_drafter_plan
 from shoal.app.counts import count
 from shoal.app.emitting import write_emitted
 from shoal.app.show import Format
@@ -129,6 +130,7 @@ def train(
     from shoal.cost.shapes import resolve as shape_of
     from shoal.ir import TrainJob
     from shoal.machine.described import load
+    from shoal.plan.drafting import plan_drafter
     from shoal.plan.peft import advise
     from shoal.plan.picture import page
     from shoal.plan.strategy import PLANNERS
@@ -136,6 +138,9 @@ def train(
     from shoal.plan.whatif import what_if as ask
 
     file = Path(model) if model.endswith((".yaml", ".yml")) else None
+    if is_drafter_job(file):
+        show_drafter_plan(plan_drafter(drafter_job(file, {}, set_ or []), load(machine)), output)
+        return
     flags: dict[str, object] = {
         "model": None if file else model,
         "tokens": count(tokens) if tokens else None,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import typer
 
-from shoal.app.show import table
+from shoal.app.show import Format, as_json, table
 
 if TYPE_CHECKING:
     from shoal.ir import DrafterJob, DrafterPlan, DrafterReport
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["drafter_job", "is_drafter_job", "show_drafter_plan", "train_drafter"]
 
 
-def is_drafter_job(config: Path | None) -> bool:
+def is_drafter_job(config: Path | None) -> TypeGuard[Path]:
     """Whether a file is the job of a drafter."""
     from shoal.core.files import read_yaml
 
@@ -71,8 +71,11 @@ def train_drafter(
     _show_report(report, directory)
 
 
-def show_drafter_plan(plan: DrafterPlan) -> None:
+def show_drafter_plan(plan: DrafterPlan, output: Format = Format.text) -> None:
     """Print what training a drafter is predicted to cost."""
+    if output is Format.json:
+        as_json(plan.model_dump(mode="json", exclude_none=True))
+        return
     cost = plan.estimate
     assert cost is not None
     assert cost.total_s is not None

@@ -10,8 +10,8 @@ from shoal.app.dash.runs import Events, number
 from shoal.app.dash.watch import WINDOW_S, Moment
 from shoal.core.errors import MachineError
 from shoal.core.svg import Band, Chart, Series
-from shoal.cost.score import Row, predictions
-from shoal.ir import Machine, Plan, ServePlan
+from shoal.cost.score import AnyPlan, Row, predictions
+from shoal.ir import DrafterPlan, Machine, Plan
 from shoal.machine.roofline import attainable, ridge
 
 __all__ = ["of_machine", "of_run", "of_score", "of_server"]
@@ -22,7 +22,7 @@ WIDTH, HEIGHT = 430, 250
 MAX_POINTS = 400
 
 
-def of_run(events: Events, plan: Plan | ServePlan | None) -> list[Chart]:
+def of_run(events: Events, plan: AnyPlan | None) -> list[Chart]:
     """Loss, tokens per second, utilisation and memory over the steps; those that have points."""
     steps = events.steps
     if not steps:
@@ -39,7 +39,7 @@ def of_run(events: Events, plan: Plan | ServePlan | None) -> list[Chart]:
     rate = [Series("measured", *events.curve("tokens_per_s"))]
     memory = [Series("measured", *events.curve("memory_bytes", 1 / 2**20))]
     bands = []
-    cost = plan.estimate if isinstance(plan, Plan) else None
+    cost = plan.estimate if isinstance(plan, Plan | DrafterPlan) else None
     if cost is not None and cost.tokens:
         low, high = cost.tokens / cost.step_s.high, cost.tokens / cost.step_s.low
         rate.append(Series("predicted", ends, [cost.tokens_per_s] * 2, dashed=True))

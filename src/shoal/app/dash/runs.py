@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, Literal, TypeVar
 
 from shoal.core.errors import ShoalError, StoreError
-from shoal.cost.score import Entry, Quantity, Score, run_id
-from shoal.ir import DrafterReport, Plan, Report, ServePlan, ServeReport
+from shoal.cost.score import AnyPlan, AnyReport, Entry, Quantity, Score, run_id
+from shoal.ir import DrafterPlan, Plan, Report
 from shoal.parallel.heartbeat import Heartbeat
 from shoal.train.layout import RunDir
 from shoal.train.report import make_report
@@ -238,7 +238,7 @@ class Runs:
         self._folders = tuple(folders)
         self._path = score
         self._events: _Cache[Events] = _Cache(16)
-        self._plans: _Cache[Plan] = _Cache(64)
+        self._plans: _Cache[Plan | DrafterPlan] = _Cache(64)
         self._reports: _Cache[Report] = _Cache(64)
 
     def score(self) -> Score:
@@ -286,7 +286,7 @@ class Runs:
         events.refresh()
         return events
 
-    def plan(self, entry: Entry) -> Plan | ServePlan | None:
+    def plan(self, entry: Entry) -> AnyPlan | None:
         """Its plan; None if there is none.
 
         Raises:
@@ -297,7 +297,7 @@ class Runs:
             return None if report is None else report.plan
         return self._plan_file(entry)
 
-    def report(self, entry: Entry) -> Report | ServeReport | DrafterReport | None:
+    def report(self, entry: Entry) -> AnyReport | None:
         """Its report, or what it would say if the run ended now; None before the first step.
 
         Raises:
@@ -306,7 +306,7 @@ class Runs:
         if entry.ended and entry.report is not None:
             return self.score().report(entry.report)
         plan = self._plan_file(entry)
-        if entry.path is None or plan is None:
+        if entry.path is None or not isinstance(plan, Plan):
             return None
         directory = RunDir(entry.path)
         file = open_inside(entry.path, directory.events.name)
@@ -328,7 +328,7 @@ class Runs:
                 "did a loss become infinite?"
             ) from cause
 
-    def _plan_file(self, entry: Entry) -> Plan | None:
+    def _plan_file(self, entry: Entry) -> Plan | DrafterPlan | None:
         if entry.path is None:
             return None
         path = RunDir(entry.path).plan
@@ -337,7 +337,8 @@ class Runs:
             return None
         with file:
             found = os.fstat(file.fileno())
-        return self._plans.get((path, found.st_mtime_ns, found.st_size), lambda: Plan.load(path))
+        kind = DrafterPlan if entry.kind == "drafter" else Plan
+        return self._plans.get((path, found.st_mtime_ns, found.st_size), lambda: kind.load(path))
 
     def _detailed(self, run: Found, numbers: dict[int, dict[str, Quantity]]) -> Found:
         entry = run.entry

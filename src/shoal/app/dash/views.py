@@ -22,8 +22,8 @@ from shoal.claims.gallery.pages import Places, facets
 from shoal.claims.gallery.papers import Paper, counts, index_rows
 from shoal.core.config import Resolved
 from shoal.core.errors import ShoalError
-from shoal.cost.score import ErrorSummary, summarise
-from shoal.ir import Machine, Plan, Report, ServePlan, ServeReport
+from shoal.cost.score import AnyPlan, AnyReport, ErrorSummary, predictions, summarise
+from shoal.ir import DrafterPlan, Machine, Plan, Report, ServePlan
 from shoal.machine.described import load, names
 from shoal.plan.table import spell
 from shoal.train.report import rows as report_rows
@@ -243,7 +243,7 @@ def _finite(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _so_far(report: Report | ServeReport, live: bool) -> Report | ServeReport:
+def _so_far(report: AnyReport, live: bool) -> AnyReport:
     """A report without the error of what is not complete yet."""
     if not live:
         return report
@@ -251,19 +251,19 @@ def _so_far(report: Report | ServeReport, live: bool) -> Report | ServeReport:
     return report.model_copy(update={"errors": errors})
 
 
-def _compared(report: Report | ServeReport) -> list[tuple[str, str, str, str]]:
+def _compared(report: AnyReport) -> list[tuple[str, str, str, str]]:
     """(quantity, predicted, measured, error) as people read them."""
     if isinstance(report, Report):
         return report_rows(report)
-    found = []
+    found, told = [], predictions(report.plan)
     for name, value in report.measured.items():
         words, factor, unit = QUANTITIES.get(name, (name.replace("_", " "), 1.0, ""))
-        before = report.plan.predicted.get(name)
+        before = told.get(name)
         error = report.errors.get(name)
         found.append(
             (
                 words,
-                "" if before is None else f"{before.value * factor:,.4g} {unit}".strip(),
+                "" if before is None else f"{before[0] * factor:,.4g} {unit}".strip(),
                 f"{value * factor:,.4g} {unit}".strip(),
                 "" if error is None else f"{100 * error:+.1f} %",
             )
@@ -331,7 +331,7 @@ class PlanRow:
 
     href: str
     name: str
-    plan: Plan | ServePlan | None
+    plan: AnyPlan | None
     error: str = ""
     state: str = ""
     how: str = ""
@@ -361,7 +361,7 @@ def plan_files(paths: Sequence[Path]) -> list[PlanRow]:
     rows = []
     for index, path in enumerate(paths):
         try:
-            found: Plan | ServePlan = _plan_file(path, path.stat().st_mtime_ns)
+            found: AnyPlan = _plan_file(path, path.stat().st_mtime_ns)
             rows.append(PlanRow(f"/plans/file/{index}", path.name, found, how=_how(found)))
         except OSError as cause:
             error = f"{path}: cannot be read ({cause.strerror})"
@@ -372,24 +372,27 @@ def plan_files(paths: Sequence[Path]) -> list[PlanRow]:
 
 
 @functools.lru_cache(maxsize=64)
-def _plan_file(path: Path, _changed: int) -> Plan | ServePlan:
+def _plan_file(path: Path, _changed: int) -> AnyPlan:
     from shoal.core.files import read_yaml
 
     raw = read_yaml(path)
     job = raw.get("job") if isinstance(raw, dict) else None
     kind = job.get("job", "train") if isinstance(job, dict) else "train"
-    return ServePlan.load(path) if kind == "serve" else Plan.load(path)
+    kinds: dict[str, type[AnyPlan]] = {"serve": ServePlan, "drafter": DrafterPlan}
+    return kinds.get(kind, Plan).load(path)
 
 
-def _how(found: Plan | ServePlan | None) -> str:
+def _how(found: AnyPlan | None) -> str:
     if isinstance(found, Plan):
         return spell(found)
+    if isinstance(found, DrafterPlan):
+        return f"{found.job.drafter.name} {found.job.precision}"
     if found is not None:
         return f"{found.job.scheduler.name} {found.job.kv.name} {found.job.precision}"
     return ""
 
 
-def plan(found: Plan | ServePlan) -> dict[str, Any]:
+def plan(found: AnyPlan) -> dict[str, Any]:
     """Everything a plan says."""
     cost = found.estimate
     return {

@@ -214,6 +214,7 @@ def train_steps(
                 lr=optimizer.param_groups[0]["lr"],
                 step_s=seconds[-1],
                 tokens_per_s=job.batch * job.seq_len / seconds[-1],
+                memory_bytes=_memory(),
             )
             if (step + 1) % job.save_every == 0 and step + 1 < job.steps:
                 save_state(state, learner.net, optimizer, step + 1)
@@ -229,8 +230,13 @@ def train_steps(
         "total_s": sum(seconds),
         "steps": float(len(seconds)),
         "loss": loss,
-        "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+        "memory_bytes": float(_memory()),
     }
+
+
+def _memory() -> int:
+    """Peak bytes of the process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _numbers(job: DrafterJob, count: int, step: int) -> list[int]:

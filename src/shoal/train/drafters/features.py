@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shoal.core.config import Value, parse
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import shoal_home, write_dir_atomic, write_json
+from shoal.core.files import locked, shoal_home, write_dir_atomic, write_json
 from shoal.corpora import CORPORA
 from shoal.corpora.tokens import prepare
 from shoal.ir.drafting import DrafterJob
@@ -167,16 +167,26 @@ def prepare_features(
     root = root if root is not None else shoal_home() / "features"
     key, text = key_of(job, fingerprint, tokenizer)
     path = root / key
-    if path.exists():
-        try:
-            return open_features(path)
-        except DataError as cause:
-            say(0, 0, f"{cause}; computing it again")
-            shutil.rmtree(path, ignore_errors=True)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as cause:
-        raise DataError(f"{root}: cannot be written ({cause.strerror}); set SHOAL_HOME") from cause
+
+    def waiting() -> None:
+        say(0, 0, "waiting for another process to compute the features")
+
+    with locked(root / f"{key}.lock", waiting, error=DataError):
+        if path.exists():
+            try:
+                return open_features(path)
+            except DataError as cause:
+                say(0, 0, f"{cause}; computing it again")
+                shutil.rmtree(path, ignore_errors=True)
+        for leftover in root.glob(f".{key}.*"):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        _compute(path, job, target, fingerprint, text, say)
+        return open_features(path)
+
+
+def _compute(
+    path: Path, job: DrafterJob, target: Transformer, fingerprint: str, text: str, say: Progress
+) -> None:
     prompts, judged = _prompts(job, target, say)
     index = Index(
         format=FORMAT,
@@ -212,7 +222,6 @@ def prepare_features(
         for mapped in maps.values():
             mapped.flush()
         write_json(place / INDEX, index.model_dump(mode="json"), error=DataError)
-    return open_features(path)
 
 
 def _prompts(job: DrafterJob, target: Transformer, say: Progress) -> tuple[Tensor, Tensor]:
