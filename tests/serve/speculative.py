@@ -54,8 +54,5 @@ class Knowing:
                 del known[place]
             known.update(enumerate(one.tokens, one.start))
 
-    def expected(self):
-        return tuple(1 + 0.3 * nodes for nodes in range(20))
-
     def memory_bytes(self):
         return 0

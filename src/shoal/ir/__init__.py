@@ -1,6 +1,15 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
-from shoal.ir.decoding import MAX_NODES, Calibration, Drafting, TreePart, TreeSpec, Verifying
+from shoal.ir.decoding import (
+    MAX_NODES,
+    Calibration,
+    Drafting,
+    Expectation,
+    Foretold,
+    TreePart,
+    TreeSpec,
+    Verifying,
+)
 from shoal.ir.engine import (
     Compacting,
     Forking,
@@ -68,8 +77,10 @@ __all__ = [
     "Estimate",
     "Evaluation",
     "Event",
+    "Expectation",
     "Fabric",
     "Fetching",
+    "Foretold",
     "Forking",
     "Handing",
     "HostLink",

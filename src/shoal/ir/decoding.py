@@ -16,7 +16,16 @@ from typing import Protocol, runtime_checkable
 
 from shoal.core.errors import ConfigError, require
 
-__all__ = ["MAX_NODES", "Calibration", "Drafting", "TreePart", "TreeSpec", "Verifying"]
+__all__ = [
+    "MAX_NODES",
+    "Calibration",
+    "Drafting",
+    "Expectation",
+    "Foretold",
+    "TreePart",
+    "TreeSpec",
+    "Verifying",
+]
 
 # Nodes of a tree beside its root: a row of the attention kernel marks what it sees in 64 bits.
 MAX_NODES = 63
@@ -120,6 +129,43 @@ class TreeSpec:
     def expected(self) -> tuple[float, ...]:
         """Tokens a step is expected to give with 0, 1, ... of its nodes: one, and their values."""
         return tuple(accumulate(self.value, initial=1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """What a drafter is expected to do, before anything is run.
+
+    Args:
+        tokens: of a step of one request with 0, 1, ... nodes.
+        weight_bytes: B of what it reads to guess once, for however many requests.
+        reads: how often it reads that for the guesses of one step.
+        request_bytes: B that it keeps for one token of a request's context.
+    """
+
+    tokens: tuple[float, ...]
+    weight_bytes: float = 0.0
+    reads: int = 1
+    request_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.tokens) >= 2 and self.tokens[0] == 1,
+            "expected tokens",
+            len(self.tokens),
+            expected="1 with no node, and a number for at least one node",
+        )
+
+
+class Foretold(Protocol):
+    """What plans ask of a part of kind ``speculative``; needs no torch."""
+
+    def expects(self) -> Expectation:
+        """What it is expected to do.
+
+        Raises:
+            ShoalError: its files are missing or damaged.
+        """
+        ...
 
 
 class TreePart(Protocol):

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.core.errors import ConfigError, require
-from shoal.ir import MAX_NODES, Verifying
+from shoal.ir import MAX_NODES, StepCost, Verifying
 
-__all__ = ["Always", "Paying", "RowCosts"]
+__all__ = ["Always", "Paying", "PredictedRows", "RowCosts"]
 
 # Weight of the newest step in what is known of acceptance; some fifty steps count.
 _NEWEST = 0.02
@@ -60,9 +60,9 @@ class RowCosts:
 
     @property
     def falls(self) -> tuple[int, ...]:
-        """Rows that were measured to take less time than fewer rows: noise, or another kernel."""
+        """Rows measured to take a tenth less time than fewer rows: noise, or another kernel."""
         pairs = zip(self.seconds_of, self.seconds_of[1:], self.rows[1:], strict=False)
-        return tuple(rows for before, after, rows in pairs if after < before)
+        return tuple(rows for before, after, rows in pairs if after < 0.9 * before)
 
     def seconds(self, rows: int) -> float:
         """See :class:`~shoal.ir.decoding.Verifying`."""
@@ -79,6 +79,29 @@ class RowCosts:
         # Between two numbers of nodes, of which nothing is known, as much as for more of them.
         less = next((saved for count, saved in self.draft_less if nodes <= count), 0.0)
         return max(whole / 8, whole - less)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedRows:
+    """The same predicted: rows of a step by its cost, guesses by reading the drafter's weights.
+
+    Args:
+        cost: seconds of a step.
+        context: tokens that a request has, on average.
+        guess_s: s of the guesses of a step.
+    """
+
+    cost: StepCost
+    context: int
+    guess_s: float
+
+    def seconds(self, rows: int) -> float:
+        """See :class:`~shoal.ir.decoding.Verifying`."""
+        return self.cost.seconds([(self.context, 1)] * rows)
+
+    def drafting_s(self, requests: int, nodes: int = MAX_NODES) -> float:
+        """See :class:`~shoal.ir.decoding.Verifying`."""
+        return self.guess_s
 
 
 class Always:

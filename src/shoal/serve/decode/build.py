@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.core.errors import require
 from shoal.core.parts import Choice, table
-from shoal.ir import Limits, ServeJob
+from shoal.ir import Foretold, Limits, ServeJob
 from shoal.kernel.protocols import Ready
 from shoal.model.transformer import Transformer
 from shoal.plan.batching.common import Queues
@@ -82,6 +82,7 @@ def speculative_runner(
 def speculate(engine: Engine, runner: SpeculativeRunner, limits: Limits, job: ServeJob) -> None:
     """Let an engine guess where it pays, by what steps cost here; measures that."""
     scheduler = engine.scheduler
+    assert job.speculative is not None
     assert isinstance(scheduler, Queues)
     costs = measure_costs(runner, limits)
     if costs.falls:
@@ -90,5 +91,6 @@ def speculate(engine: Engine, runner: SpeculativeRunner, limits: Limits, job: Se
             "another kernel begins there; the number of guesses may not be the best",
             ", ".join(map(str, costs.falls)),
         )
-    scheduler.drafting = Paying(runner.drafter.expected(), costs)
+    part: Foretold = table("speculative").build(job.speculative, where="speculative")
+    scheduler.drafting = Paying(part.expects().tokens, costs)
     engine.check = runner.accept.check

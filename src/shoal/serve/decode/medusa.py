@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
-from shoal.ir import Calibration, ServeJob
+from shoal.ir import Calibration, Expectation, ServeJob
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.ir import Request, TreePart, TreeSpec
+    from shoal.model.drafters.files import DrafterConfig
     from shoal.model.drafters.medusa import MedusaHeads
     from shoal.model.transformer import Transformer
     from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
@@ -64,6 +65,21 @@ class Medusa:
         from shoal.serve.decode.trained import stored
 
         config, state = stored("medusa", Path(self.path), job)
+        heads = MedusaHeads(len(config.calibration), config.hidden, config.vocab_size)
+        heads.load_state_dict(state)
+        heads.heads = heads.heads[: self._used(config)]
+        return MedusaDrafter(heads, self._spec(config), model.weight, self.weights)
+
+    def expects(self) -> Expectation:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`; weights as if in bf16."""
+        from shoal.serve.decode.trained import config_of
+
+        config = config_of("medusa", Path(self.path))
+        used = self._used(config)
+        numbers = config.hidden * (config.hidden + config.vocab_size + 1)
+        return Expectation(tokens=self._spec(config).expected(), weight_bytes=2.0 * used * numbers)
+
+    def _used(self, config: DrafterConfig) -> int:
         there = len(config.calibration)
         require(
             self.heads <= there,
@@ -71,13 +87,11 @@ class Medusa:
             self.heads,
             expected=f"at most {there}, those in {self.path}",
         )
-        used = self.heads or there
-        heads = MedusaHeads(there, config.hidden, config.vocab_size)
-        heads.load_state_dict(state)
-        heads.heads = heads.heads[:used]
+        return self.heads or there
+
+    def _spec(self, config: DrafterConfig) -> TreeSpec:
         tree: TreePart = table("tree").build(self.tree, where="speculative.medusa.tree")
-        spec = tree.build(Calibration(config.calibration[:used]))
-        return MedusaDrafter(heads, spec, model.weight, self.weights)
+        return tree.build(Calibration(config.calibration[: self._used(config)]))
 
 
 class MedusaDrafter:
@@ -131,10 +145,6 @@ class MedusaDrafter:
             else:
                 kept.place = one.start + len(one.tokens) + 1
                 kept.hidden = one.hidden[-1]
-
-    def expected(self) -> tuple[float, ...]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
-        return self._filler.spec.expected()
 
     def memory_bytes(self) -> int:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""

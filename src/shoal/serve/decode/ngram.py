@@ -9,12 +9,13 @@ Source: Saxena, Prompt Lookup Decoding, 2023.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
-from shoal.ir import MAX_NODES, ServeJob
+from shoal.ir import MAX_NODES, Expectation, ServeJob
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
@@ -56,6 +57,11 @@ class Ngram:
             self.nodes,
             expected=f"1 to {MAX_NODES}",
         )
+
+    def expects(self) -> Expectation:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`."""
+        shares = [_PRIOR**level for level in range(self.nodes + 1)]
+        return Expectation(tokens=tuple(accumulate(shares)))
 
     def drafter(self, job: ServeJob, model: Transformer) -> NgramDrafter:
         """See :class:`~shoal.serve.decode.protocols.Speculator`."""
@@ -128,12 +134,6 @@ class NgramDrafter:
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """Nothing: the tokens are all there is."""
-
-    def expected(self) -> tuple[float, ...]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
-        return tuple(
-            sum(_PRIOR**level for level in range(nodes + 1)) for nodes in range(self._nodes + 1)
-        )
 
     def memory_bytes(self) -> int:
         """See :class:`~shoal.serve.decode.protocols.Drafter`; an index of a thousand tokens."""

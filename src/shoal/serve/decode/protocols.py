@@ -23,17 +23,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 
 from shoal.core.parts import Choice
-from shoal.ir import Request, SamplingParams, ServeJob
+from shoal.ir import Expectation, Request, SamplingParams, ServeJob
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.ir import TreeSpec
+    from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
 __all__ = [
     "Acceptance",
     "Branches",
+    "DecodePart",
     "Drafter",
     "Guess",
     "Needs",
@@ -152,10 +153,6 @@ class Drafter(Protocol):
         """These tokens are certain, after every step, for requests that guess or may later."""
         ...
 
-    def expected(self) -> tuple[float, ...]:
-        """Tokens that a step is expected to give with 0, 1, ... nodes, before anything is seen."""
-        ...
-
     def memory_bytes(self) -> int:
         """Bytes of its weights and of what it keeps for one request's thousand tokens."""
         ...
@@ -199,12 +196,20 @@ class Speculator(Protocol):
         """The acceptance rule."""
         ...
 
+    def expects(self) -> Expectation:
+        """What it is expected to do, from its files alone; needs no torch.
+
+        Raises:
+            ShoalError: they are missing or damaged.
+        """
+        ...
+
     def drafter(self, job: ServeJob, model: Transformer) -> Drafter:
         """The drafter, ready.
 
         Args:
             job: what is served.
-            model: the target, before kernels are chosen for it.
+            model: the target, ready to serve.
 
         Raises:
             ShoalError: its files are missing, or were made for another model.
@@ -212,7 +217,13 @@ class Speculator(Protocol):
         ...
 
 
-class Shaped(Protocol):
-    """A drafter whose guesses fill a tree of a fixed shape."""
+class DecodePart(Protocol):
+    """A part of kind ``decode``."""
 
-    spec: TreeSpec
+    def check(self, config: ModelConfig) -> None:
+        """Refuse a model that cannot be decoded in this way.
+
+        Raises:
+            ServeError: names the way that can.
+        """
+        ...

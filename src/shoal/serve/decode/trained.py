@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,30 @@ if TYPE_CHECKING:
 
     from shoal.model.drafters.files import DrafterConfig
 
-__all__ = ["stored"]
+__all__ = ["config_of", "stored"]
+
+
+def config_of(name: str, directory: Path) -> DrafterConfig:
+    """What a drafter's directory says of it; needs no torch.
+
+    Raises:
+        ModelError: there is none, or it is of another kind.
+    """
+    from shoal.core.config import parse
+    from shoal.core.errors import ConfigError
+    from shoal.model.drafters import files
+
+    path = directory / files.CONFIG
+    try:
+        config = parse(files.DrafterConfig, json.loads(path.read_bytes()), where=str(path))
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path}: missing; give the directory of a drafter: shoal train writes it for a job "
+            "with job: drafter"
+        ) from None
+    except (OSError, ValueError, RecursionError, ConfigError) as cause:
+        raise ModelError(f"{path}: cannot be read ({cause}); train it again") from cause
+    return _of_kind(config, name, directory)
 
 
 def stored(name: str, directory: Path, job: ServeJob) -> tuple[DrafterConfig, dict[str, Tensor]]:
@@ -25,11 +49,7 @@ def stored(name: str, directory: Path, job: ServeJob) -> tuple[DrafterConfig, di
     from shoal.model.drafters import files
 
     found = files.read(directory)
-    if found.config.name != name:
-        raise ModelError(
-            f"{directory}: a drafter of kind {found.config.name}, and speculative is {name}; give "
-            f"speculative: {{name: {found.config.name}, path: {directory}}}"
-        )
+    _of_kind(found.config, name, directory)
     model = Path(job.model)
     files.check_target(
         found.config,
@@ -38,3 +58,12 @@ def stored(name: str, directory: Path, job: ServeJob) -> tuple[DrafterConfig, di
         where=str(directory),
     )
     return found.config, found.state
+
+
+def _of_kind(config: DrafterConfig, name: str, directory: Path) -> DrafterConfig:
+    if config.name != name:
+        raise ModelError(
+            f"{directory}: a drafter of kind {config.name}, and speculative is {name}; give "
+            f"speculative: {{name: {config.name}, path: {directory}}}"
+        )
+    return config
