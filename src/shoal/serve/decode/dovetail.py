@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from shoal.core.config import Kind as PartKind
 from shoal.core.errors import ConfigError, ServeError, require
 from shoal.core.parts import Choice, part
-from shoal.ir import MAX_NODES, ServeJob
+from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
 from shoal.serve.decode.draft_model import check_tree
 
 if TYPE_CHECKING:
@@ -78,6 +78,20 @@ class Dovetail:
             expected="above 0 with link_s",
         )
 
+    def expects(self) -> Expectation:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`."""
+        from pathlib import Path
+
+        from shoal.plan.trees.auto import Auto
+        from shoal.serve.decode.trained import config_of
+
+        config = config_of("dovetail", Path(self.path))
+        rows = tuple(row[: self.breadth] for row in config.calibration[: self.depth])
+        tokens = Auto(nodes=self.nodes).build(Calibration(rows)).expected()
+        weights = sum(file.stat().st_size for file in Path(self.path).glob("*.safetensors"))
+        copies = 2.0 * config.vocab_size * config.hidden
+        return Expectation(tokens=tokens, weight_bytes=weights + copies, reads=self.depth)
+
     def drafter(self, job: ServeJob, model: Transformer) -> DovetailDrafter:
         """See :class:`~shoal.serve.decode.protocols.Speculator`.
 
@@ -117,8 +131,7 @@ class Dovetail:
             "cores": list(self.cores),
             "link": [self.link_bytes_per_s, self.link_s] if self.link_bytes_per_s else None,
         }
-        first = tuple(row[: self.breadth] for row in config.calibration[: self.depth])
-        return DovetailDrafter(told, self.nodes, nbytes, first)
+        return DovetailDrafter(told, self.nodes, nbytes)
 
 
 @dataclass
@@ -137,7 +150,6 @@ class DovetailDrafter:
         told: what that process is told, see :mod:`~shoal.serve.decode.dovetail_worker`.
         nodes: most nodes of a tree.
         nbytes: of the drafter's weights and of what it keeps of one request.
-        calibration: how often its guesses are right; empty where nobody knows it.
 
     Raises:
         ServeError: it cannot be started.
@@ -148,13 +160,7 @@ class DovetailDrafter:
 
     needs: ClassVar[Needs] = "all"
 
-    def __init__(
-        self,
-        told: dict[str, Any],
-        nodes: int,
-        nbytes: int,
-        calibration: tuple[tuple[float, ...], ...] = (),
-    ) -> None:
+    def __init__(self, told: dict[str, Any], nodes: int, nbytes: int) -> None:
         import json
         import os
         import socket
@@ -166,7 +172,7 @@ class DovetailDrafter:
         from shoal.serve.decode.dovetail_wire import HEAD_BYTES, Channel, Kind
         from shoal.serve.spinning import spin_briefly
 
-        self._nodes, self._bytes, self._calibration = nodes, nbytes, calibration
+        self._nodes, self._bytes = nodes, nbytes
         self._hidden, self._itemsize = told["hidden"], told["itemsize"]
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._numbers = 0
@@ -308,14 +314,6 @@ class DovetailDrafter:
     def link_bytes(self) -> int:
         """Bytes that crossed the way, in both directions."""
         return self.channel.sent + self.channel.received
-
-    def expected(self) -> tuple[float, ...]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
-        from shoal.ir import Calibration
-        from shoal.plan.trees.auto import Auto
-
-        rows = self._calibration or ((0.6, 0.12, 0.05),) * 4
-        return Auto(nodes=self._nodes).build(Calibration(rows)).expected()
 
     def memory_bytes(self) -> int:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""

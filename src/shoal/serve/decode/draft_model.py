@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
-from shoal.ir import MAX_NODES, ServeJob
+from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shoal.serve.decode.growing import Growing
     from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
 
-__all__ = ["DraftModel", "DraftModelDrafter", "check_tree"]
+__all__ = ["DraftModel", "DraftModelDrafter", "check_tree", "expectation"]
 
 # How often a guess is right before anything was seen, by its rank; what is seen replaces it.
 _FIRST, _FALL = 0.6, 0.25
@@ -56,6 +56,37 @@ def check_tree(name: str, depth: int, breadth: int, nodes: int) -> None:
             expected=f"0 (breadth * depth) to {MAX_NODES}")  # fmt: skip
 
 
+def expectation(path: str, depth: int, breadth: int, nodes: int) -> Expectation:
+    """What a draft model is expected to do, by its files.
+
+    Raises:
+        ModelError: it has none, or they are damaged.
+    """
+    import json
+    from pathlib import Path
+
+    from shoal.core.errors import ModelError
+    from shoal.plan.trees.auto import Auto
+
+    directory = Path(path)
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+        weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        heads = config["num_attention_heads"]
+        width = config.get("head_dim") or config["hidden_size"] // heads
+        kept = config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * width
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as cause:
+        raise ModelError(
+            f"{path}: no model that could draft ({cause!r}); give the directory of a smaller model "
+            "with the same tokenizer"
+        ) from None
+    row = tuple(_FIRST * _FALL**rank for rank in range(min(breadth, 3)))
+    tokens = Auto(nodes=nodes).build(Calibration((row,) * depth)).expected()
+    return Expectation(
+        tokens=tokens, weight_bytes=float(weights), reads=depth, request_bytes=4.0 * kept
+    )
+
+
 @part
 class DraftModel:
     """A model directory of the same vocabulary and tokenizer as the served model's.
@@ -78,6 +109,12 @@ class DraftModel:
 
     def __post_init__(self) -> None:
         check_tree("draft_model", self.depth, self.breadth, self.nodes)
+
+    def expects(self) -> Expectation:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`."""
+        return expectation(
+            self.path, self.depth, self.breadth, self.nodes or self.breadth * self.depth
+        )
 
     def drafter(self, job: ServeJob, model: Transformer) -> DraftModelDrafter:
         """See :class:`~shoal.serve.decode.protocols.Speculator`.
@@ -257,14 +294,6 @@ class DraftModelDrafter:
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """Nothing: a request's tokens say what became of its guesses."""
-
-    def expected(self) -> tuple[float, ...]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
-        from shoal.ir import Calibration
-        from shoal.plan.trees.auto import Auto
-
-        row = tuple(_FIRST * _FALL**rank for rank in range(min(self._breadth, 3)))
-        return Auto(nodes=self._nodes).build(Calibration((row,) * self._depth)).expected()
 
     def memory_bytes(self) -> int:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from shoal.core.config import Kind
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import Choice, part
-from shoal.ir import ServeJob
-from shoal.serve.decode.draft_model import DraftModelDrafter, check_tree
+from shoal.ir import Expectation, ServeJob
+from shoal.serve.decode.draft_model import DraftModelDrafter, check_tree, expectation
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
@@ -63,6 +63,12 @@ class EasySpec:
             require(self.group >= 1, where, self.group, expected="1 or more, sizes, or auto")
         elif self.group != "auto" and not self.group:
             raise ConfigError(f"{where} = []: expected one size for each group, or one number")
+
+    def expects(self) -> Expectation:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`."""
+        return expectation(
+            self.path, self.depth, self.breadth, self.nodes or self.breadth * self.depth
+        )
 
     def drafter(self, job: ServeJob, model: Transformer) -> DraftModelDrafter:
         """See :class:`~shoal.serve.decode.protocols.Speculator`.
