@@ -271,6 +271,8 @@ def test_catalogue_has_every_system_once() -> None:
         122: "tune_serving",
         66: "peft",
         124: "smash",
+        129: "ppd",
+        104: "falcon",
         130: "bipolar_int",
         132: "ksort",
         134: "malloc_game",

@@ -53,6 +53,8 @@ CLAIMS = PartTable(
         "tempi": "shoal.claims.experiments.tempi:Tempi",
         "bipolar_int": "shoal.claims.experiments.bipolar_int:BipolarIntClaim",
         "zero_infinity": "shoal.claims.experiments.zero_infinity:ZeroInfinity",
+        "falcon": "shoal.claims.experiments.falcon:FalconClaim",
+        "ppd": "shoal.claims.experiments.ppd:PpdClaim",
         "smash": "shoal.claims.experiments.smash:Smash",
         "ssdtrain": "shoal.claims.experiments.ssdtrain:SSDTrainClaim",
         "superpipeline": "shoal.claims.experiments.superpipeline:SuperpipelineClaim",

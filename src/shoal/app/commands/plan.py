@@ -10,6 +10,7 @@ import typer
 
 from shoal.app.commands.plan_autotp import autotp
 from shoal.app.commands.plan_context import context
+from shoal.app.commands.plan_decode import decode
 from shoal.app.commands.plan_fit import show_fit, show_ways
 from shoal.app.commands.plan_gemm import gemm
 from shoal.app.commands.plan_longctx import longctx
@@ -460,3 +461,4 @@ app.command("gemm")(gemm)
 app.command("tiles")(tiles)
 app.command("tune")(tune)
 app.command("survival")(survival)
+app.command("decode")(decode)

@@ -18,7 +18,10 @@ __all__ = ["probe", "show_machine"]
 def probe(
     sweep: Annotated[
         str | None,
-        typer.Argument(help="gemm: sweep matrix products for the learned predictor instead."),
+        typer.Argument(
+            help="gemm: sweep matrix products for the learned predictor; decode: time the steps "
+            "of a server that guesses."
+        ),
     ] = None,
     full: Annotated[bool, typer.Option("--full/--fast", help="Every size, more repeats.")] = False,
     out: Annotated[
@@ -40,6 +43,9 @@ def probe(
     importance: Annotated[
         bool, typer.Option("--importance", help="Of gemm: say which features matter.")
     ] = False,
+    job: Annotated[
+        Path | None, typer.Option(help="Of decode: the serving job, with speculative.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Measure this machine and save it, or show a machine that is known.
@@ -55,17 +61,24 @@ def probe(
         shoal probe --compare local --compare 8xH100
 
         shoal probe gemm --budget 180              # goes on where it stopped
+
+        shoal probe decode --job serve.yaml --out costs.json
     """
     from shoal.app.show import WorkBar, as_json, table
     from shoal.core.errors import ConfigError
     from shoal.core.files import shoal_home, write_atomic
     from shoal.machine.described import load
 
+    if sweep == "decode":
+        from shoal.app.commands.probe_decode import measure as measure_decode
+
+        measure_decode(job, out, json=output is Format.json)
+        return
     if sweep is not None:
         from shoal.app.commands.probe_gemm import sweep as sweep_products
         from shoal.core.errors import require
 
-        require(sweep == "gemm", "probe", sweep, expected="gemm, or nothing")
+        require(sweep == "gemm", "probe", sweep, expected="gemm, decode, or nothing")
         sweep_products(
             budget,
             out,

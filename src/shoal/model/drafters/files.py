@@ -39,6 +39,7 @@ __all__ = [
     "check_target",
     "fingerprint",
     "read",
+    "read_config",
     "tokenizer_hash",
     "write",
 ]
@@ -191,22 +192,40 @@ def read(directory: Path) -> StoredDrafter:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
+    config = read_config(directory)
+    try:
+        state = load((directory / WEIGHTS).read_bytes())
+    except FileNotFoundError as cause:
+        raise _missing(cause) from None
+    except (OSError, SafetensorError) as cause:
+        raise ModelError(f"{directory}: cannot be read ({cause}); train it again") from cause
+    return StoredDrafter(config, state)
+
+
+def read_config(directory: Path) -> DrafterConfig:
+    """What a drafter is; needs no torch.
+
+    Raises:
+        ModelError: the directory is none of a drafter, or it is damaged.
+    """
     path = directory / CONFIG
     try:
         if path.stat().st_size > _MAX_CONFIG:
             raise ModelError(f"{path}: larger than {_MAX_CONFIG >> 20} MiB; that is no config")
-        config = parse(DrafterConfig, json.loads(path.read_bytes()), where=str(path))
-        state = load((directory / WEIGHTS).read_bytes())
+        return parse(DrafterConfig, json.loads(path.read_bytes()), where=str(path))
     except FileNotFoundError as cause:
-        raise ModelError(
-            f"{cause.filename}: missing; give the directory of a drafter, with {CONFIG} and "
-            f"{WEIGHTS}: shoal train writes it for a job with job: drafter"
-        ) from None
-    except (OSError, ValueError, RecursionError, SafetensorError) as cause:
+        raise _missing(cause) from None
+    except (OSError, ValueError, RecursionError) as cause:
         raise ModelError(f"{directory}: cannot be read ({cause}); train it again") from cause
     except ConfigError as cause:
         raise ModelError(f"{cause}; train the drafter again") from cause
-    return StoredDrafter(config, state)
+
+
+def _missing(cause: FileNotFoundError) -> ModelError:
+    return ModelError(
+        f"{cause.filename}: missing; give the directory of a drafter, with {CONFIG} and "
+        f"{WEIGHTS}: shoal train writes it for a job with job: drafter"
+    )
 
 
 def check_target(config: DrafterConfig, *, target: str, tokenizer: str, where: str) -> None:

@@ -1,0 +1,96 @@
+"""``shoal plan decode``: how many guesses should a step verify on this machine?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.app.show import Format
+
+__all__ = ["decode"]
+
+_SHOWN = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
+
+
+def decode(
+    drafter: Annotated[Path, typer.Argument(help="The directory of a trained drafter.")],
+    costs: Annotated[
+        Path | None, typer.Option(help="A table of step costs, as shoal probe decode writes it.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Without a table: the target, to predict its steps.")
+    ] = None,
+    machine: Annotated[str, typer.Option("--machine", "-m", help="Where it runs.")] = "local",
+    precision: Annotated[str, typer.Option(help="Of the prediction: fp32 or bf16.")] = "bf16",
+    tree: Annotated[str, typer.Option(help="Which guesses: auto, hardware, chain.")] = "hardware",
+    requests: Annotated[int, typer.Option(help="Requests that decode together.")] = 1,
+    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+) -> None:
+    """How many guesses should a step verify? No torch is needed, and nothing runs.
+
+    The drafter's own calibration says how many tokens a step gives, and the table what it costs.
+
+    **Examples**
+
+        shoal plan decode runs/heads/drafter --costs costs.json
+
+        shoal plan decode runs/prompts/drafter --model shoal-27m --machine laptop --requests 4
+    """
+    from shoal.app.show import as_json, table
+    from shoal.core.errors import ConfigError
+    from shoal.core.parts import Choice
+    from shoal.ir import Calibration
+    from shoal.machine.described import load
+    from shoal.model.drafters.files import read_config
+    from shoal.plan.decode import decode_plan, expected_tokens, predicted_costs
+    from shoal.plan.trees.drafting import RowCosts
+
+    config = read_config(drafter)
+    asking = int(config.options.get("ensemble", 1)) if config.name == "ppd" else 0
+    expected = expected_tokens(Calibration(config.calibration), Choice(name=tree), asking=asking)
+    if costs is not None:
+        known = RowCosts.read(costs)
+    elif model is not None:
+        known = predicted_costs(load(machine), model, precision)
+    else:
+        raise ConfigError("plan decode: give --costs, or --model to predict what its steps cost")
+    paying = decode_plan(expected, known, requests)
+    rates, best = paying.table(requests), paying.best(requests)
+    rows = sorted({*(rows for rows in _SHOWN if rows <= len(expected)), best + 1})
+    if output is Format.json:
+        as_json(
+            {
+                "drafter": config.name,
+                "chosen_rows": best + 1,
+                "requests": requests,
+                "falls": list(known.falls),
+                "rows": {
+                    str(count): dict(
+                        zip(("tokens", "seconds", "over_plain"), rates[count - 1], strict=True)
+                    )
+                    for count in rows
+                },
+            }
+        )
+        return
+    shown = [
+        (
+            f"{count}{' *' if count == best + 1 else ''}",
+            f"{rates[count - 1][0]:.2f}",
+            f"{1e3 * rates[count - 1][1]:.2f} ms",
+            f"{rates[count - 1][2]:.2f}x",
+        )
+        for count in rows
+    ]
+    title = f"{config.name}, {requests} request{'s' if requests > 1 else ''}"
+    table(title, ("rows", "tokens", "step", "over plain"), shown, numeric="rrrr")
+    if known.falls:
+        falls = ", ".join(map(str, known.falls))
+        typer.echo(f"note: steps of {falls} rows are given less time than steps of fewer rows")
+    if best:
+        tokens, _, gain = rates[best]
+        typer.echo(f"N* = {best + 1} rows: {tokens:.2f} tokens a step, {gain:.2f}x plain decoding")
+    else:
+        typer.echo("N* = 1: plain decoding is as fast as any tree; leave speculative out")

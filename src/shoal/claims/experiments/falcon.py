@@ -1,0 +1,212 @@
+"""[104] Falcon: are two tokens a pass of a drafter as good as one, in half the passes?
+
+Source: Gao et al., Falcon: Faster and Parallel Inference of LLMs through Enhanced
+Semi-Autoregressive Drafting and Custom-Designed Decoding Tree, 2025.
+
+One target decodes held-out prompts plainly, with Medusa's heads, with a net over features that
+guesses one token a pass, and with Falcon's that guesses two, prompt by prompt in turn. Glancing is
+judged by how often the second token of a block is right, on text that nothing was trained on, over
+three seeds. The A/A run puts plain decoding, the net of one token, and nets that were trained
+without glancing in the place of Falcon.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import JsonValue
+
+from shoal.claims.experiments.decoding_runs import (
+    Answer,
+    Server,
+    distinct,
+    drafter,
+    kept,
+    prompts,
+    target,
+)
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir import Calibration
+from shoal.plan.trees.auto import Auto
+
+__all__ = ["FalconClaim"]
+
+_PLAIN = "plain greedy decoding"
+_ONE = "one token a pass"
+# How often the guesses of a level are right, for the tree whose passes the quick run counts.
+_RIGHT = (0.6, 0.15, 0.05)
+
+
+@part
+class FalconClaim:
+    """Greedy decoding at batch 1 with drafters over features.
+
+    Args:
+        k: tokens of a pass.
+        forwards: passes.
+        train_tokens: of each drafter's training.
+        seeds: of the nets that glancing is judged by.
+        texts: held-out prompts that are continued.
+        new: tokens of an answer.
+        nodes: of the trees by which accepted lengths are compared.
+        exact_texts: prompts whose tokens are compared in fp64.
+        threads: that compute; 0 for all cores.
+    """
+
+    k: int = 2
+    forwards: int = 2
+    train_tokens: int = 600_000
+    seeds: int = 3
+    texts: int = 60
+    new: int = 96
+    nodes: int = 16
+    exact_texts: int = 4
+    threads: int = 0
+
+    rows: ClassVar[tuple[int, ...]] = (104,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.speedup("over_plain", 1.3, _PLAIN, paper="2.91x to 3.51x"),
+        Metric.counted("passes_of_single", "<=", 0.5, _ONE, statistic="ratio"),
+        Metric.counted("accepted_of_single", ">=", 0.85, _ONE, statistic="ratio", quick=False),
+        Metric.counted(
+            "second_token_gain", ">=", 0.01, "no glancing", statistic="mean", quick=False
+        ),
+        Metric.counted("wrong_tokens", "<=", 0.0, _PLAIN, statistic="max", quick=False),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("forwards", "train_tokens", "seeds", "texts", "exact_texts"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.falcon.{name}", value, expected="1 or more")
+        require(self.k >= 2, "claim.falcon.k", self.k, expected="2 or more: 1 is the baseline")
+        require(self.new >= 8, "claim.falcon.new", self.new, expected="8 or more")
+        require(1 <= self.nodes <= 63, "claim.falcon.nodes", self.nodes, expected="1 to 63")
+
+    def refuses(self, context: Context) -> str | None:
+        """Training and decoding need torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        from shoal.serve.decode.passes import Passes
+
+        levels = self.k * self.forwards
+        tree = Auto(nodes=self.nodes).build(Calibration((_RIGHT,) * levels))
+        single = float(len(Passes(tree, 1).passes))
+        own = single if as_baseline else float(len(Passes(tree, self.k).passes))
+        metrics = {"passes_of_single": Paired(method=(own,), baseline=(single,))}
+        if quick:
+            return Samples(metrics=metrics)
+        return self._decoded(context, metrics, as_baseline=as_baseline)
+
+    def _net(self, context: Context, model: Path, seed: int = 0, **options: Any) -> Path:
+        """The directory of a net over features."""
+        chosen = {"name": "falcon", "k": self.k, "forwards": self.forwards, **options}
+        key = f"{sorted(chosen.items())} {seed}"
+        place, seconds = context.remember(
+            key, lambda: drafter(context, model, chosen, self.train_tokens, seed)
+        )
+        context.remember("trained", dict)[place.name] = seconds
+        return place
+
+    def _decoded(
+        self, context: Context, metrics: dict[str, Paired], *, as_baseline: bool
+    ) -> Samples:
+        from shoal.model.drafters.files import read_config
+        from shoal.plan.trees.drafting import Always
+
+        model = context.remember("target", lambda: target(context))
+        medusa = context.remember(
+            "medusa", lambda: drafter(context, model, {"name": "medusa"}, self.train_tokens)[0]
+        )
+        levels = self.k * self.forwards
+        single = self._net(context, model, k=1, forwards=levels)
+        gains: list[float] = []
+        for seed in range(self.seeds):
+            without = self._net(context, model, seed, glance_from=0.0, glance_to=0.0)
+            glanced = without if as_baseline else self._net(context, model, seed)
+            right = [read_config(one).calibration[1][0] for one in (glanced, without)]
+            gains.append(right[0] - right[1])
+        metrics["second_token_gain"] = Paired(method=tuple(gains))
+        falcon = {"name": "falcon", "path": str(self._net(context, model))}
+        one_a_pass = {"name": "falcon", "path": str(single)}
+        method = one_a_pass if as_baseline else falcon
+        asked = context.remember("texts", lambda: prompts(model, self.texts))
+        context.progress("tokens in fp64", 0.5)
+        true = Server(model, precision="fp64", threads=self.threads)
+        exact = Server(model, method, precision="fp64", threads=self.threads)
+        exact.drafting = Always(self.nodes)
+        wrong = [
+            float(exact.answer(text, self.new).tokens != true.answer(text, self.new).tokens)
+            for text in asked[: self.exact_texts]
+        ]
+        metrics["wrong_tokens"] = Paired(method=tuple(wrong))
+        context.progress("decoding", 0.6)
+        chosen: dict[str, dict[str, Any] | None] = {
+            "plain": None,
+            "medusa": {"name": "medusa", "path": str(medusa)},
+            "single": one_a_pass,
+            "falcon": None if as_baseline else falcon,
+        }
+        servers = {name: Server(model, one, threads=self.threads) for name, one in chosen.items()}
+        found: dict[str, list[Answer]] = {name: [] for name in servers}
+        for server in servers.values():  # the first answers prepare kernels and record steps
+            server.answer(asked[0], self.new)
+        for number, text in enumerate(asked):
+            names = list(servers)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                found[name].append(servers[name].answer(text, self.new))
+        good = kept(found["plain"])
+        require(bool(good), "claim.falcon", len(good), expected="an answer that is no loop")
+        seconds = {name: [of[number].seconds for number in good] for name, of in found.items()}
+        metrics["over_plain"] = Paired(
+            method=tuple(seconds["falcon"]), baseline=tuple(seconds["plain"])
+        )
+        context.progress("accepted tokens", 0.9)
+        lengths: dict[str, list[float]] = {"single": [], "method": []}
+        for name, speculative in (("single", one_a_pass), ("method", method)):
+            server = Server(model, speculative, threads=self.threads)
+            server.drafting = Always(self.nodes)
+            for number in good:
+                lengths[name].append(server.answer(asked[number], self.new).per_step)
+        metrics["accepted_of_single"] = Paired(
+            method=tuple(lengths["method"]), baseline=tuple(lengths["single"])
+        )
+        details: dict[str, JsonValue] = {
+            "trained_s": dict(context.remember("trained", dict)),
+            "second_token_gains": list(gains),
+            "over_plain": {
+                name: statistics.median(a / b for a, b in zip(seconds["plain"], of, strict=True))
+                for name, of in seconds.items()
+            },
+            "tokens_per_step": {
+                name: statistics.mean(of[number].per_step for number in good)
+                for name, of in found.items()
+            },
+            "same_in_bf16": {
+                name: statistics.mean(
+                    float(of[number].tokens == found["plain"][number].tokens) for number in good
+                )
+                for name, of in found.items()
+            },
+            "right_by_level": {
+                "falcon": [row[0] for row in read_config(Path(falcon["path"])).calibration],
+                "single": [row[0] for row in read_config(single).calibration],
+            },
+            "distinct_4grams": statistics.mean(
+                distinct(found["plain"][number].tokens) for number in good
+            ),
+            "loops_left_out": len(asked) - len(good),
+        }
+        profile = ", ".join(
+            f"{name} {1e3 * statistics.median(of):.0f} ms an answer" for name, of in seconds.items()
+        )
+        return Samples(metrics=metrics, details=details, profile=profile)
