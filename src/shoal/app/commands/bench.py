@@ -9,6 +9,7 @@ import typer
 
 from shoal.app.commands.bench_activations import activations
 from shoal.app.commands.bench_compile import compile_, planes
+from shoal.app.commands.bench_decode import decode
 from shoal.app.commands.bench_pack import pack
 from shoal.app.commands.bench_shown import (
     files_of,
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 
 app.command("activations")(activations)
+app.command("decode")(decode)
 app.command("compile")(compile_)
 app.command("planes")(planes)
 app.command("pack")(pack)

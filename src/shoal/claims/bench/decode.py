@@ -28,7 +28,17 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.serve.engine import Engine
 
-__all__ = ["PLAIN", "Answer", "Bench", "distinct_runs", "held_out_prompts", "kept"]
+__all__ = [
+    "PLAIN",
+    "Answer",
+    "Bench",
+    "Row",
+    "advice",
+    "compared",
+    "distinct_runs",
+    "held_out_prompts",
+    "kept",
+]
 
 PLAIN = "plain"
 # Share of distinct runs of four tokens below which an answer is a loop.
@@ -227,3 +237,129 @@ def kept(answers: Sequence[Answer]) -> list[int]:
         for place, one in enumerate(answers)
         if float(np.mean([distinct_runs(tokens) for tokens in one.tokens])) >= LOOPS
     ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on the target.
+
+    Args:
+        method: its name.
+        tokens_per_s: of whole answers, prompts included.
+        speedup: over plain decoding: the median of the rounds' ratios.
+        low: lower end of its 90 % interval.
+        high: upper end of it.
+        tokens_per_step: of a step in which a request decodes.
+        nodes_per_step: guesses that such a step verifies.
+        memory_bytes: of the drafter.
+        agreement: share of the tokens before the first that differs from plain decoding's, in the
+            precision of the bench; 1 is exact, and less is rounding that falls the other way.
+        distinct_4_grams: of its answers.
+        answers: that were judged.
+        loops: that were left out.
+    """
+
+    method: str
+    tokens_per_s: float
+    speedup: float
+    low: float
+    high: float
+    tokens_per_step: float
+    nodes_per_step: float
+    memory_bytes: int
+    agreement: float
+    distinct_4_grams: float
+    answers: int
+    loops: int
+
+
+def compared(
+    bench: Bench,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    rounds: int = 3,
+    seed: int = 0,
+) -> list[Row]:
+    """All methods of a bench on the same prompts, plain decoding first.
+
+    Raises:
+        ConfigError: every answer is a loop, or plain decoding is none of the methods.
+    """
+    from shoal.core.measure import bootstrap
+    from shoal.serve.decode.runner import SpeculativeRunner
+
+    require(PLAIN in bench.methods, "methods", list(bench.methods), expected=f"{PLAIN} among them")
+    found = bench.interleaved(prompts, new_tokens, rounds=rounds, seed=seed)
+    places = kept(found[PLAIN][0])
+    if not places:
+        raise ConfigError(
+            f"prompts: all {len(prompts)} answers of the model repeat themselves, and a loop is "
+            "guessed by anybody; train it longer, or give prompts that it can go on with"
+        )
+
+    def seconds(name: str, turn: int) -> float:
+        return sum(found[name][turn][place].seconds for place in places)
+
+    rows = []
+    for name in bench.methods:
+        ratios = [seconds(PLAIN, turn) / seconds(name, turn) for turn in range(rounds)]
+        spread = bootstrap(ratios)
+        own = [found[name][0][place] for place in places]
+        plain = [found[PLAIN][0][place] for place in places]
+        same = sum(_same(a, b) for a, b in zip(own, plain, strict=True))
+        runner = bench.engines[name].runner
+        rows.append(
+            Row(
+                method=name,
+                tokens_per_s=rounds
+                * sum(one.count for one in own)
+                / sum(seconds(name, turn) for turn in range(rounds)),
+                speedup=spread.value,
+                low=spread.low,
+                high=spread.high,
+                tokens_per_step=sum(one.count - len(one.tokens) for one in own)
+                / max(1, sum(one.steps for one in own)),
+                nodes_per_step=sum(one.nodes for one in own)
+                / max(1, sum(one.steps for one in own)),
+                memory_bytes=runner.drafter.memory_bytes()
+                if isinstance(runner, SpeculativeRunner)
+                else 0,
+                agreement=same / max(1, sum(one.count for one in plain)),
+                distinct_4_grams=float(
+                    np.mean([distinct_runs(tokens) for one in own for tokens in one.tokens])
+                ),
+                answers=len(places),
+                loops=len(prompts) - len(places),
+            )
+        )
+    return rows
+
+
+def _same(found: Answer, wanted: Answer) -> int:
+    """Tokens before the first that differs."""
+    same = 0
+    for mine, theirs in zip(found.tokens, wanted.tokens, strict=True):
+        for a, b in zip(mine, theirs, strict=False):
+            if a != b:
+                break
+            same += 1
+    return same
+
+
+def advice(rows: Sequence[Row]) -> str:
+    """Which of the methods to use on this machine, in a sentence."""
+    best = max(rows, key=lambda row: row.speedup)
+    if best.method == PLAIN or best.low <= 1.0:
+        return "none pays here: decode one token a step, without speculative"
+    exact = (
+        ""
+        if best.agreement == 1
+        else (
+            f"; {100 * best.agreement:.1f} % of its tokens come before the first that rounding changes"
+        )
+    )
+    return (
+        f"{best.method} pays most: {best.speedup:.2f} times plain decoding "
+        f"({best.low:.2f} to {best.high:.2f}) with {best.tokens_per_step:.2f} tokens a step{exact}"
+    )
