@@ -339,7 +339,7 @@ def engine_of(
     # What is recorded has addresses of weights in it: they must stay where they are.
     here = runner_type is LocalRunner and job.memory.name != "superpipeline"
     if kernel is not None and cache.device.type == "cpu" and here:
-        captured = Captured(model, cache, kernel, job.max_position)
+        captured = Captured(model, cache, kernel, limits.max_position)
     adjust = Adjuster(Grammars(lambda: vocabulary(job, config)))
     runner = runner_type(
         model,

@@ -37,8 +37,8 @@ _RECIPES: dict[str, tuple[int, int, int, float]] = {
     "shoal-8m": (2_000_000, 256, 8, 2e-3),
     "shoal-16m": (1_500_000, 256, 8, 1.5e-3),
     "shoal-moe-4m": (2_000_000, 256, 8, 3e-3),
-    "shoal-mdlm-3m": (4_000_000, 80, 64, 3e-3),
-    "shoal-ar-3m": (4_000_000, 80, 64, 3e-3),
+    "shoal-mdlm-3m": (4_500_000, 80, 64, 3e-3),
+    "shoal-ar-3m": (4_500_000, 80, 64, 3e-3),
 }
 
 # What they learn instead of the default corpus: problems with one right answer.
