@@ -67,6 +67,8 @@ def choices_of(job: type[Value]) -> dict[str, str]:
 def stated(kind: str, name: str) -> dict[str, Any]:
     """What a small job says to choose this part where it counts."""
     field = FIELD_OF[kind]
+    if (kind, name) == ("decode", "diffusion"):  # of models that no other part is for
+        return {field: choice(kind, name), "model": "shoal-mdlm-3m", "max_position": 128}
     if "." not in field:
         # Two replicas, so that what is sent between them counts.
         return {field: choice(kind, name), **({"parallel": {"dp": 2}} if kind in CAUSES else {})}

@@ -70,7 +70,7 @@ class Rows(NamedTuple):
         first: number of the first sequence in the global batch.
         step: global step.
         weights: how much the tokens of each sequence count fp32 [b]; 1 if not given.
-        count: tokens that the loss is a mean over; the counted targets, if not given.
+        counted: tokens that the loss is a mean over; the counted targets, if not given.
     """
 
     inputs: Tensor
@@ -79,7 +79,7 @@ class Rows(NamedTuple):
     first: int
     step: int
     weights: Tensor | None = None
-    count: int | None = None
+    counted: int | None = None
 
 
 class _Whole:

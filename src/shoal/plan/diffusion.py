@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shoal.core.errors import PlanError
-from shoal.core.parts import table
+from shoal.core.parts import Choice, table
 from shoal.cost.serve_sim import Simulation, simulate
 from shoal.ir import (
     Arrival,
@@ -26,10 +26,19 @@ from shoal.ir import (
 )
 from shoal.plan.batching.masked import MaskedScheduler, block_of, full_length
 
-if TYPE_CHECKING:
-    from shoal.serve.decode.diffusion.part import Diffusion
+__all__ = ["Passing", "PredictedPasses", "foretell_passes", "usual_pass"]
 
-__all__ = ["PredictedPasses", "foretell_passes", "usual_pass"]
+
+class Passing(Protocol):
+    """What a plan asks the part of kind ``decode`` that is called diffusion."""
+
+    block: int
+    unroll: int
+    refresh: Choice
+
+    def passes(self, size: int) -> int:
+        """Passes that a block of so many places is taken to need."""
+        ...
 
 
 class PredictedPasses:
@@ -41,7 +50,7 @@ class PredictedPasses:
         longest: most tokens and masks of a request.
     """
 
-    def __init__(self, cost: StepCost, decode: Diffusion, longest: int) -> None:
+    def __init__(self, cost: StepCost, decode: Passing, longest: int) -> None:
         self._cost, self._decode, self._longest = cost, decode, longest
         self._refresh = table("refresh").build(decode.refresh)
         # Request -> the block that it works on, and passes over it.
@@ -86,7 +95,7 @@ def foretell_passes(job: ServeJob, cost: StepCost, arrivals: Sequence[Arrival]) 
             f"replicas = {job.replicas} with decode diffusion: plans are of one engine; give 1, "
             "and divide the rate of arrivals"
         )
-    decode: Diffusion = table("decode").build(job.decode, where="decode")
+    decode: Passing = table("decode").build(job.decode, where="decode")
     kv: KVManager = table("kv").build(job.kv, where="kv").build(job.kv_tokens)
     limits = Limits(
         max_running=job.max_running,
@@ -101,7 +110,7 @@ def foretell_passes(job: ServeJob, cost: StepCost, arrivals: Sequence[Arrival]) 
 
 def usual_pass(job: ServeJob, context: int) -> tuple[int, int]:
     """A pass over a block in the middle of a request of so many tokens: (cached, computed)."""
-    decode: Diffusion = table("decode").build(job.decode, where="decode")
+    decode: Passing = table("decode").build(job.decode, where="decode")
     start = max(0, (context - decode.block) // 2)
     block = (start, min(start + decode.block, context))
     first, stop = table("refresh").build(decode.refresh).window(block, context, 1)

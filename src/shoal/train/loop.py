@@ -367,7 +367,7 @@ class Trainer:
         if given is not None:
             targets = targets.masked_fill(given[:, 1:], IGNORED)
             count = int((targets != IGNORED).sum())
-            return Rows(inputs, targets, None, first, step, count=count)
+            return Rows(inputs, targets, None, first, step, counted=count)
         if found.documents is None:
             return Rows(inputs, targets, None, first, step)
         documents = torch.from_numpy(found.documents).to(self.device, non_blocking=True)
@@ -375,10 +375,10 @@ class Trainer:
         return Rows(inputs, targets.masked_fill(crossing, IGNORED), documents[:, :-1], first, step)
 
     def _global_count(self, rows: Rows) -> float:
-        if rows.documents is None and rows.count is None:
+        if rows.documents is None and rows.counted is None:
             return float(self.job.global_batch * self.job.seq_len)
-        if rows.count is not None:
-            counted = torch.tensor(float(rows.count), device=self.device)
+        if rows.counted is not None:
+            counted = torch.tensor(float(rows.counted), device=self.device)
         else:
             counted = (rows.targets != IGNORED).sum().to(torch.float32)
         # Every rank of a replica has all of its rows; one of them counts.

@@ -179,7 +179,7 @@ class DInfer:
         }
         table = {arm: _row(rounds) for arm, rounds in answers.items()}
         details: dict[str, JsonValue] = {
-            "arms": table,
+            "arms": {arm: dict(row) for arm, row in table.items()},
             "excluded_as_looping": found["excluded"],
             "training_s": found["training_s"],
         }

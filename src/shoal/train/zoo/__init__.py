@@ -46,8 +46,8 @@ _RECIPES: dict[str, tuple[int, int, int, float]] = {
     "shoal-draft-8l": (2_500_000, 512, 4, 3e-3),
     "shoal-draft-4m": (2_500_000, 512, 4, 3e-3),
     "shoal-27m": (3_000_000, 512, 4, 1.2e-3),
-    "shoal-mdlm-3m": (4_000_000, 80, 64, 3e-3),
-    "shoal-ar-3m": (4_000_000, 80, 64, 3e-3),
+    "shoal-mdlm-3m": (4_500_000, 80, 64, 3e-3),
+    "shoal-ar-3m": (4_500_000, 80, 64, 3e-3),
 }
 
 # Half source code, half text whose next words can be known from those before them: the models

@@ -43,15 +43,15 @@ class _Work:
 class _Batch:
     """What iterations change, for requests that stay together."""
 
-    def __init__(self, work: list[_Work], vocab: int, dtype: torch.dtype, device: object) -> None:
+    def __init__(self, work: list[_Work], vocab: int, dtype: torch.dtype, device: torch.device) -> None:
         self.work = work
         self.keys = [(id(one.request), one.block) for one in work]
-        size, width = len(work), max(one.block[1] - one.block[0] for one in work)
-        made = {"device": device}
-        self.size_B = torch.tensor([one.block[1] - one.block[0] for one in work], **made)
-        self.step_B = torch.tensor([one.step for one in work], **made)
-        self.masked_BW = torch.arange(width, **made) < self.size_B[:, None]
-        self.last_BWV = torch.zeros(size, width, vocab, dtype=dtype, **made)
+        sizes = [one.block[1] - one.block[0] for one in work]
+        self.size_B = torch.tensor(sizes, device=device)
+        self.step_B = torch.tensor([one.step for one in work], device=device)
+        self.masked_BW = torch.arange(max(sizes), device=device) < self.size_B[:, None]
+        shape = (len(work), max(sizes), vocab)
+        self.last_BWV = torch.zeros(shape, dtype=dtype, device=device)
         self.memory_BWV: Tensor | None = None
 
     def take_over(self, other: _Batch) -> None:

@@ -41,7 +41,7 @@ class _Group(NamedTuple):
     """Requests whose windows and lengths are equal, so that they are computed at once."""
 
     rows: slice
-    count: int
+    requests: int
     length: int
     whole: bool
     blocks: Tensor
@@ -78,7 +78,7 @@ class Windows:
                 old = self._groups[-1]
                 self._groups[-1] = old._replace(
                     rows=slice(old.rows.start, begin + len(place)),
-                    count=old.count + 1,
+                    requests=old.requests + 1,
                     blocks=torch.cat([old.blocks, self._pages(held, row.length)]),
                 )
             else:
