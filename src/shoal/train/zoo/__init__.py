@@ -161,8 +161,9 @@ def judge(name: str, directory: Path, say: Callable[[str], None] | None = None) 
     job = recipe(name)
     tokens = prepare(job.data, job.tokenizer, config(name).vocab_size)
     told = learned(directory, tokens, job.data)
-    for line in told.lines() if say is not None else ():
-        say(f"{name}: {line}")
+    if say is not None:
+        for line in told.lines():
+            say(f"{name}: {line}")
     if name == _TARGET:
         told.check(name)
     write_json(directory / "heldout.json", told.model_dump(mode="json"))
