@@ -118,7 +118,8 @@ class DrafterPlan(Value):
         job: running the plan is running this job.
         machine: the machine the estimate holds for.
         shape: the target's shape.
-        estimate: predicted cost; its ``disk`` is what the target makes of the text.
+        estimate: predicted cost; its ``features`` are what the target makes of the text, on disk
+            and mapped into memory.
         parameters: what is trained.
         drafter_bytes: of the drafter's file.
         fits: whether the memory is enough.

@@ -11,8 +11,8 @@ from shoal.ir.drafting import DrafterJob, DrafterPlan, DrafterWork
 
 __all__ = ["features_s", "plan_drafter"]
 
-# Sequences that the target reads or writes at a time.
-_ROWS = 32
+# Sequences that the target writes at a time.
+_ROWS = 64
 # Half-width of the 90 % interval of the time before the first step, as a share.
 _SPREAD = 1.0
 
@@ -32,8 +32,9 @@ def plan_drafter(job: DrafterJob, machine: Machine) -> DrafterPlan:
     sequences = job.sequences + job.calibration_prompts
     memory = {
         **step.memory_bytes,
-        "base": step.memory_bytes.get("base", 0.0) + width * parameters(shape),
-        "disk": sequences * job.seq_len * (width * shape.hidden + 4.0),
+        "base": width * parameters(shape),
+        # Mapped into memory as they are read; they lie on disk.
+        "features": sequences * job.seq_len * (width * shape.hidden + 4.0),
     }
     before = Interval.around(features_s(job, shape, machine), _SPREAD)
     steps = step.step_s.scaled(job.steps)
@@ -62,14 +63,19 @@ def plan_drafter(job: DrafterJob, machine: Machine) -> DrafterPlan:
 
 def features_s(job: DrafterJob, shape: ModelShape, machine: Machine) -> float:
     """Seconds until the target has read the text, or has written it, token by token."""
-    rates = Rates(machine, Parallel(), job.threads)
+    rates = Rates(machine, Parallel(), job.threads).matmul_curve(job.precision)
     forward = flops_per_token(shape, job.seq_len, training=False)
-    read = job.sequences * job.seq_len * forward / rates.matmul_curve(job.precision)(shape.hidden)
     width = 2.0 if job.precision == "bf16" else 4.0
-    # A token of all rows at once passes through the weights, or through so many products.
     stream = width * parameters(shape) / (machine.device.main_memory.read_bandwidth or 1e10)
-    token = max(stream, _ROWS * forward / rates.matmul_curve(job.precision)(_ROWS))
-    batches = -(-job.calibration_prompts // _ROWS)
+
+    def writes(sequences: int, tokens: int) -> float:
+        """So many tokens behind each of these sequences, a batch of them at a time."""
+        rows = min(_ROWS, sequences)
+        # A product of a few rows is as fast as a cube of as many multiplications.
+        rate = rates((rows * shape.hidden**2) ** (1 / 3))
+        return -(-sequences // rows) * tokens * max(stream, rows * forward / rate)
+
+    judged = writes(job.calibration_prompts, job.seq_len - job.prompt_tokens)
     if job.own_text:
-        return (batches + -(-job.sequences // _ROWS)) * job.seq_len * token
-    return read + batches * (job.seq_len - job.prompt_tokens) * token
+        return judged + writes(job.sequences, job.seq_len)
+    return judged + job.sequences * job.seq_len * forward / rates(shape.hidden)

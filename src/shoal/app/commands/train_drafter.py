@@ -90,7 +90,7 @@ def show_drafter_plan(plan: DrafterPlan, output: Format = Format.text) -> None:
             ("steps", f"{plan.job.steps:,}"),
             ("whole run", f"{total.value:,.0f} s ({total.low:,.0f} to {total.high:,.0f})"),
             ("memory", f"{cost.memory_total / 2**20:,.0f} MiB"),
-            ("features on disk", f"{cost.memory_bytes['disk'] / 2**20:,.0f} MiB"),
+            ("features on disk", f"{cost.memory_bytes['features'] / 2**20:,.0f} MiB"),
             ("fits", "yes" if plan.fits else "no"),
         ],
         numeric=" r",
@@ -105,8 +105,8 @@ def _show_report(report: DrafterReport, directory: Path) -> None:
     units = (
         ("step_s", "step time", 1e3, "ms"),
         ("tokens_per_s", "tokens per second", 1.0, ""),
-        ("total_s", "time in steps", 1.0, "s"),
         ("features_s", "time for the target's features", 1.0, "s"),
+        ("total_s", "time for them and all steps", 1.0, "s"),
         ("memory_bytes", "memory", 2.0**-20, "MiB"),
         ("drafter_bytes", "the drafter's file", 2.0**-20, "MiB"),
         ("loss", "training loss, last step", 1.0, ""),

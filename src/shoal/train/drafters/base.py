@@ -11,7 +11,12 @@ from shoal.ir.drafting import DrafterJob, DrafterWork
 __all__ = ["check_levels", "priced"]
 
 # Half-width of the 90 % interval of a step, as a share: small matrices, and many small operators.
-SPREAD = 0.6
+SPREAD = 0.8
+# How often what is kept for the backward pass goes through memory: written, read, its gradient
+# too, and what operators make on the way.
+_PASSES = 6.0
+# Logits are cast to fp32, made shares of, compared, and all of it again for the gradient.
+_LOGITS = 12.0
 
 
 def priced(
@@ -23,6 +28,8 @@ def priced(
     activations: float,
     logits: float,
     base: float = 0.0,
+    waits: float = 0.0,
+    passing: float = 0.0,
 ) -> Estimate:
     """A step of matrix products, and of an update of what is trained.
 
@@ -34,20 +41,23 @@ def priced(
         activations: values kept for the backward pass, for one token.
         logits: values of logits at hand at a time, for one token.
         base: parameters of the target that have to be at hand in training.
+        waits: parameters in fp32 that are read again for every place of a sequence, one after
+            the other.
+        passing: values written and read once, and not kept, for one token.
     """
     job, shape = work.job, work.shape
     rates = Rates(machine, Parallel(), job.threads)
     tokens = job.batch * job.seq_len
     width = 2.0 if job.precision == "bf16" else 4.0
     matmul = flops_per_token * tokens / rates.matmul_curve(job.precision)(shape.hidden)
-    # Logits pass through memory a few times in fp32; an update reads and writes seven numbers.
-    stream = rates.stream_curve()
-    moved = 4 * 4.0 * logits * tokens
-    memory = moved / stream(moved) if moved else 0.0
-    update = 7 * 4.0 * trained
-    optimizer = update / (machine.device.main_memory.read_bandwidth or 1e10)
-    seconds = matmul + memory + optimizer
-    terms = {"matmul": matmul, "memory": memory, "optimizer": optimizer}
+    moved = (_LOGITS * 4.0 * logits + width * (_PASSES * activations + 2 * passing)) * tokens
+    memory = moved / rates.stream_curve()(moved)
+    # An update reads and writes seven numbers of each parameter.
+    bandwidth = machine.device.main_memory.read_bandwidth or 1e10
+    optimizer = 7 * 4.0 * trained / bandwidth
+    overhead = job.seq_len * 4.0 * waits / bandwidth
+    terms = {"matmul": matmul, "memory": memory, "optimizer": optimizer, "overhead": overhead}
+    seconds = sum(terms.values())
     return Estimate(
         step_s=Interval.around(seconds, SPREAD),
         terms_s=terms,

@@ -77,6 +77,8 @@ class Falcon:
             flops_per_token=6 * net + 6 * head + (2 * net + 4 * head if glances else 0.0),
             activations=(6.0 * self.lstm_layers + 12.0) * shape.hidden + 3.0 * shape.ffn_hidden,
             logits=2.0 * shape.vocab_size,
+            # Forward, twice backward, and once more where a first pass is made.
+            waits=(4.0 if glances else 3.0) * self.lstm_layers * 4 * shape.hidden**2,
         )
 
     def levels(self) -> int:

@@ -67,6 +67,7 @@ class Ppd:
             # The weights stand still: backward passes make gradients of inputs alone.
             flops_per_token=forward + 2 * share * forward,
             activations=share * (kept + scores) + 2.0 * shape.num_layers * shape.hidden,
+            passing=kept,
             logits=2 * share * shape.vocab_size,
             base=parameters(shape),
         )
