@@ -1,6 +1,6 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
-from shoal.ir.architecture import Architecture, Residual, Streams
+from shoal.ir.architecture import Architecture, FeedForward, Residual, Streams
 from shoal.ir.engine import (
     Compacting,
     Forking,
@@ -67,6 +67,7 @@ __all__ = [
     "Evaluation",
     "Event",
     "Fabric",
+    "FeedForward",
     "Fetching",
     "Forking",
     "Handing",

@@ -356,6 +356,8 @@ def engine_of(
     captured = None
     # What is recorded has addresses of weights in it: they must stay where they are.
     here = runner_type is LocalRunner and job.memory.name != "superpipeline"
+    # Nor does it see which tokens take which route.
+    here = here and config.architecture.name != "duo"
     if kernel is not None and cache.device.type == "cpu" and here:
         captured = Captured(model, cache, kernel, job.max_position)
     adjust = Adjuster(Grammars(lambda: vocabulary(job, config)))
