@@ -203,7 +203,7 @@ def activation_bytes(
         sp: they share the residual stream and the norms too, by token.
         layers: blocks on this rank; all if not given.
     """
-    tokens = seq_len * microbatch
+    tokens = seq_len * microbatch * shape.architecture.streams.num
     count = shape.num_layers if layers is None else layers
     if recompute == "full":
         one = _block_bytes(shape, precision, tp, sp) * tokens
