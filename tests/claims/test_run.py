@@ -267,6 +267,7 @@ def test_catalogue_has_every_system_once() -> None:
         113: "vocab_parallel",
         116: "flash_rnn",
         117: "marlin",
+        119: "duo_llm",
         120: "sequence_parallel",
         122: "tune_serving",
         66: "peft",

@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError, ModelError, PlanError  # noqa: E402
-from shoal.cost.arithmetic import flops_by_op, parameters  # noqa: E402
+from shoal.cost.arithmetic import activation_bytes, flops_by_op, parameters  # noqa: E402
+from shoal.cost.step_cost.roofline import cache_bytes_per_token  # noqa: E402
 from shoal.ir import Architecture, TrainJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.architecture import rebuilt  # noqa: E402
@@ -147,6 +148,10 @@ def test_shapes_and_costs_know_the_streams() -> None:
     shape = made.config.shape()
     assert parameters(shape) == sum(p.numel() for p in made.parameters())
     ours, theirs = flops_by_op(shape, 8), flops_by_op(base.config.shape(), 8)
+    assert cache_bytes_per_token(shape, "fp32") == 4 * cache_bytes_per_token(
+        base.config.shape(), "fp32"
+    )
+    assert activation_bytes(shape, 8, 2) == 4 * activation_bytes(base.config.shape(), 8, 2)
     assert ours["linear"] > 4 * theirs["linear"] and ours["logits"] == theirs["logits"]
 
 

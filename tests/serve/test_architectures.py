@@ -41,6 +41,7 @@ def prompts(count=6):
 STREAMS = {"num": 3, "prefix": 5}
 OPTIONS = (
     {"streams": STREAMS},
+    *({"ffn": {"name": "duo", "router": router}} for router in ("linear", "random", "fixed")),
     *(
         {"residual": one}
         for one in (

@@ -21,6 +21,7 @@ CLAIMS = PartTable(
         "oneflow": "shoal.claims.experiments.oneflow:OneFlow",
         "ladder": "shoal.claims.experiments.ladder:LadderClaim",
         "parscale": "shoal.claims.experiments.parscale:ParScaleClaim",
+        "duo_llm": "shoal.claims.experiments.duo_llm:DuoLLM",
         "lca_bench": "shoal.claims.experiments.lca_bench:LCABench",
         "gemm_forest": "shoal.claims.experiments.gemm_forest:GemmForest",
         "energon_ai": "shoal.claims.experiments.energon_ai:EnergonAI",

@@ -90,6 +90,11 @@ def linears(shape: ModelShape) -> tuple[Linear, ...]:
         if S:
             found.append(Linear("shared_in", wide * X, D, sparse, copies=S))
             found.append(Linear("shared_out", D, X, sparse, copies=S))
+    if shape.architecture.ffn.name == "duo":  # counted as if every token took the big layer
+        small = shape.architecture.ffn.small_width(shape.ffn_hidden)
+        found.append(Linear("small_in", wide * small, D, L, share=0.0))
+        found.append(Linear("small_out", D, small, L, share=0.0))
+        found.append(Linear("route", 3, D, L, bias=True))
     P = shape.architecture.streams.num
     if P > 1:  # every stream passes all blocks
         found = [replace(one, share=one.share * P) for one in found]
@@ -198,7 +203,7 @@ def activation_bytes(
         sp: they share the residual stream and the norms too, by token.
         layers: blocks on this rank; all if not given.
     """
-    tokens = seq_len * microbatch
+    tokens = seq_len * microbatch * shape.architecture.streams.num
     count = shape.num_layers if layers is None else layers
     if recompute == "full":
         one = _block_bytes(shape, precision, tp, sp) * tokens

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -76,7 +77,8 @@ class ParallelLaw(Value):
 
     def loss(self, params: float, streams: float = 1) -> float:
         """Nats a token."""
-        return self.floor + (self.scale * 1e9 / self.effective(params, streams)) ** self.exponent
+        beyond: float = (self.scale * 1e9 / self.effective(params, streams)) ** self.exponent
+        return self.floor + beyond
 
 
 def _points(
@@ -126,7 +128,9 @@ def fit_parscale(points: Sequence[StreamPoint]) -> ParallelLaw:
     Raises:
         ConfigError: too few, or the same everywhere in what a number of the law follows from.
     """
-    from scipy.optimize import minimize
+    import scipy.optimize
+
+    minimize: Any = scipy.optimize.minimize  # its overloads know no options of a method
 
     require(
         len(points) >= _FEWEST,

@@ -1,6 +1,6 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
-from shoal.ir.architecture import Architecture, Residual, Streams
+from shoal.ir.architecture import Architecture, FeedForward, Residual, Streams
 from shoal.ir.decoding import (
     MAX_NODES,
     Calibration,
@@ -88,6 +88,7 @@ __all__ = [
     "Event",
     "Expectation",
     "Fabric",
+    "FeedForward",
     "Fetching",
     "Foretold",
     "Forking",

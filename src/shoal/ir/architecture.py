@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt, model_validator
 from shoal.core.config import Value
 from shoal.core.errors import ModelError, require
 
-__all__ = ["Architecture", "Residual", "Streams"]
+__all__ = ["Architecture", "FeedForward", "Residual", "Streams"]
 
 _PREFIX = "shoal_"
 
@@ -85,23 +85,51 @@ class Streams(Value):
         return {"num": raw} if isinstance(raw, int) else raw
 
 
+class FeedForward(Value):
+    """What the feed-forward layers are; the name alone will do.
+
+    Args:
+        name: ``plain``, or ``duo``: a big one and a small one in every block, and a router.
+        small_ratio: width of the small one, as a share of the big one's.
+        router: who chooses big, small or nothing for a token: a trained layer, chance, or nobody
+            (``fixed``: always big).
+    """
+
+    name: Literal["plain", "duo"] = "plain"
+    small_ratio: float = Field(default=0.125, gt=0.0, lt=1.0)
+    router: Literal["linear", "random", "fixed"] = "fixed"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, raw: Any) -> Any:
+        return {"name": raw} if isinstance(raw, str) else raw
+
+    def small_width(self, ffn_hidden: int) -> int:
+        """Width of the small layer, a multiple of 8."""
+        return max(8, round(ffn_hidden * self.small_ratio / 8) * 8)
+
+
 class Architecture(Value):
     """How a model differs from its family's.
 
     Args:
         residual: when the output of a sub-layer reaches the residual stream.
         streams: how often the same weights compute the same tokens.
+        ffn: what the feed-forward layers are.
     """
 
     residual: Residual = Residual()
     streams: Streams = Streams()
+    ffn: FeedForward = FeedForward()
 
     @property
     def name(self) -> str:
         """The option that is not plain, in one word; empty where all are."""
         if self.residual.name != "standard":
             return self.residual.name
-        return "parscale" if self.streams.num > 1 else ""
+        if self.streams.num > 1:
+            return "parscale"
+        return "" if self.ffn.name == "plain" else self.ffn.name
 
     @property
     def model_type(self) -> str:
@@ -114,7 +142,11 @@ class Architecture(Value):
         Raises:
             ModelError: says which option.
         """
-        given = {"residual": self.residual.name != "standard", "streams": self.streams.num > 1}
+        given = {
+            "residual": self.residual.name != "standard",
+            "streams": self.streams.num > 1,
+            "ffn": self.ffn.name != "plain",
+        }
         require(
             sum(given.values()) <= 1,
             "architecture",

@@ -75,6 +75,10 @@ class KVCache:
         keys, values = self._store[layer]
         return keys[:, : self.length], values[:, : self.length]
 
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [B, length, K, d] of every layer."""
+        return [(k[:, : self.length], v[:, : self.length]) for k, v in self._store.unbind(0)]
+
 
 class Mixer(Protocol):
     """Attention over keys and values that somebody else keeps."""

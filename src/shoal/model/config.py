@@ -206,6 +206,13 @@ class ModelConfig(Value):
             expected="a plain model in the family parallel, which has one sub-layer a block",
             error=ModelError,
         )
+        require(
+            self.architecture.ffn.name == "plain" or not (self.num_experts or self.ffn_bias),
+            "architecture.ffn",
+            self.architecture.ffn.name,
+            expected="plain in a model with experts, or with biases in its feed-forward layers",
+            error=ModelError,
+        )
         return self
 
     @property

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError, require
 from shoal.kernel.protocols import Ready
-from shoal.model import ladder, parscale
+from shoal.model import duo, ladder, parscale
 from shoal.model.attention import Attention, KVCache, Mixer, Turn, document_mask
 from shoal.model.config import ModelConfig
 from shoal.model.dropout import ATTENTION, FEED_FORWARD, Drop, StepDropout
@@ -49,7 +49,8 @@ class Block(nn.Module):
         self.late = residual.late(config.num_layers)[layer]
         if not self.parallel:
             self.mlp_norm = RMSNorm(config.hidden, config.rms_norm_eps)
-        self.mlp = Experts(config) if config.num_experts else SwiGLU(config)
+        dense = duo.DuoFFN if config.architecture.ffn.name == "duo" else SwiGLU
+        self.mlp = Experts(config) if config.num_experts else dense(config)
 
     def forward(
         self,
@@ -135,6 +136,8 @@ class Transformer(nn.Module):
         )
         streams = config.architecture.streams
         self.aggregate = parscale.Aggregate(config.hidden, streams) if streams.num > 1 else None
+        self.routes = config.architecture.ffn.name == "duo"
+        self.forced = False  # routes are given from outside: see shoal.model.duo
         self.head: Ready | None = None  # of inference: see shoal.model.accelerate
 
     @property
@@ -223,6 +226,8 @@ class Transformer(nn.Module):
             mask = parscale.causal(mask, streams.prefix, length, start, x_BTD)
             mask = parscale.repeated(mask, streams.num) if mask.dim() == 4 else mask
             x_BTD = parscale.repeated(x_BTD, streams.num)
+        if self.routes:
+            duo.begin(self, tokens_BT, torch.arange(start, start + length, device=x_BTD.device))
         drop = None
         if dropout is not None and self.training:
             positions_T = torch.arange(start, start + length, device=x_BTD.device)
@@ -257,6 +262,8 @@ class Transformer(nn.Module):
             [R, D], in the dtype of the weights.
         """
         x_ND = self.embed(tokens_N)
+        if self.routes:
+            duo.begin(self, tokens_N, position_N, rows_R)
         if self.aggregate is not None:
             return parscale.flat(self, x_ND, position_N, mixer, rows_R)
         return self.finished(*self.through(x_ND, position_N, mixer, rows_R))

@@ -123,6 +123,11 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         block["mlp.down_proj.weight"] = (dim, ffn)
         if config.ffn_bias:
             block["mlp.down_proj.bias"] = (dim,)
+    if config.architecture.ffn.name == "duo":
+        width = config.architecture.ffn.small_width(ffn)
+        block["mlp.small.gate_up_proj.weight"] = (2 * width, dim)
+        block["mlp.small.down_proj.weight"] = (dim, width)
+        block["mlp.router.weight"], block["mlp.router.bias"] = (3, dim), (3,)
     found: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, dim)}
     for layer in range(config.num_layers):
         found |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}

@@ -354,6 +354,8 @@ def engine_of(
     kernel = attention_kernel(job, model, cache)
     # What is recorded has addresses of weights in it: they must stay where they are.
     here = runner_type is LocalRunner and job.memory.name != "superpipeline"
+    # Nor does it see which tokens take which route.
+    here = here and config.architecture.name != "duo"
     recordable = kernel if cache.device.type == "cpu" and here else None
     options: dict[str, Any] = {
         "attention": kernel,

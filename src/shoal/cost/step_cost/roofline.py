@@ -74,7 +74,8 @@ class Terms:
 
 def cache_bytes_per_token(shape: ModelShape, precision: str) -> float:
     """Bytes of the keys and values of one token in all layers."""
-    return 2.0 * shape.num_layers * shape.num_kv_heads * shape.head_dim * BYTES[precision]
+    heads = shape.num_kv_heads * shape.architecture.streams.num
+    return 2.0 * shape.num_layers * heads * shape.head_dim * BYTES[precision]
 
 
 def activation_bytes(shape: ModelShape, tokens: int, requests: int, precision: str) -> float:

@@ -261,4 +261,20 @@ def dense_names(config: ModelConfig) -> Names:
                 Piece(f"{theirs}.up_proj.bias", (width,)),
             )
             names[f"{own}.down_proj.bias"] = (Piece(f"{theirs}.down_proj.bias", (dim,)),)
+        if config.architecture.ffn.name == "duo":
+            names |= _duo_names(config, own, theirs)
     return names
+
+
+def _duo_names(config: ModelConfig, own: str, theirs: str) -> Names:
+    """The small layer and the router beside a big feed-forward layer."""
+    dim, width = config.hidden, config.architecture.ffn.small_width(config.ffn_hidden)
+    return {
+        f"{own}.small.gate_up_proj.weight": (
+            Piece(f"{theirs}.small.gate_proj.weight", (width, dim)),
+            Piece(f"{theirs}.small.up_proj.weight", (width, dim)),
+        ),
+        f"{own}.small.down_proj.weight": (Piece(f"{theirs}.small.down_proj.weight", (dim, width)),),
+        f"{own}.router.weight": (Piece(f"{theirs}.router.weight", (3, dim)),),
+        f"{own}.router.bias": (Piece(f"{theirs}.router.bias", (3,)),),
+    }

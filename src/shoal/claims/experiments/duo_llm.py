@@ -1,0 +1,343 @@
+"""[119] Duo-LLM: what an oracle of routes could gain, and how little of it routers find.
+
+- A mini-model of bytes whose feed-forward layers are big, small or skipped, trained on random
+  routes with a quarter of the sequences all big; then its routers alone, to a budget.
+- All 81 patterns of its four layers, for every held-out token, the tokens before it all big: the
+  best with at most one big layer beside all big.
+- From left to right, each token with the best pattern of one big layer given those before it,
+  beside the trained routers and random routes of the same expected computation.
+
+Only feed-forward layers are counted as computation, in every arm. The A/A run takes all big in the
+place of the oracle, and random routes in the place of the routers'.
+
+Source: Alizadeh et al., Duo-LLM: A Framework for Studying Adaptive Computation in Large Language
+Models, 2024.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.model.transformer import Transformer
+
+__all__ = ["DuoLLM"]
+
+_LAYERS = 4
+_LENGTH = 64
+
+
+@part
+class DuoLLM:
+    """The oracle, trained routers and chance, by the loss of held-out bytes.
+
+    Args:
+        steps: of the training on random routes.
+        router_steps: of the training of the routers.
+        hidden: width of the model.
+        tokens: held-out bytes that are judged.
+        groups: parts of them, each a sample.
+    """
+
+    steps: int = 400
+    router_steps: int = 120
+    hidden: int = 192
+    tokens: int = 2048
+    groups: int = 8
+
+    rows: ClassVar[tuple[int, ...]] = (119,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.counted("worse_than_a_pattern", "<=", 0.0, "every fixed pattern"),
+        Metric(
+            name="replay",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=1e-4,
+            baseline="the model on the routes that were chosen",
+            evidence="same_regime",
+        ),
+        Metric(
+            name="best_pattern_gain",
+            unit="1",
+            statistic="min",
+            comparison=">=",
+            threshold=1e-6,
+            baseline="all big",
+            evidence="same_regime",
+        ),
+        Metric(
+            name="oracle_one_big",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.97,
+            baseline="all big",
+            evidence="mechanism",
+            quick=False,
+            paper="one big layer chosen by an oracle is better than big in all",
+        ),
+        Metric(
+            name="oracle_below_router",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.999,
+            baseline="trained routers",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="router_below_random",
+            unit="x",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.999,
+            baseline="random routes of equal computation",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric(
+            name="captured",
+            unit="1",
+            statistic="mean",
+            comparison="<=",
+            threshold=0.6,
+            baseline="the oracle's gain over random routes",
+            evidence="mechanism",
+            quick=False,
+            paper="trained routers are far below the oracle",
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "router_steps", "hidden", "groups"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.duo_llm.{name}", value, expected="at least 1")
+        require(
+            self.tokens % (self.groups * _LENGTH) == 0,
+            "claim.duo_llm.tokens",
+            self.tokens,
+            expected=f"a multiple of groups * {_LENGTH}",
+        )
+
+    def refuses(self, context: Context) -> str | None:
+        """A small model runs everywhere."""
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Compare patterns of a random model; then, unless it is quick, of a trained one."""
+        metrics: dict[str, Paired] = {}
+        details: dict[str, JsonValue] = {}
+        self._count(context, metrics, as_baseline=as_baseline)
+        if not quick:
+            self._judge(context, metrics, details, as_baseline=as_baseline)
+        return Samples(metrics=metrics, details=details)
+
+    def _count(self, context: Context, metrics: dict[str, Paired], *, as_baseline: bool) -> None:
+        import torch
+
+        from shoal.claims.experiments.arch_training import mini, text
+        from shoal.model.duo import BIG, committed, pattern_losses, routed
+        from shoal.plan.oracle import best, patterns
+        from shoal.train.zoo import random
+
+        config = mini(64, _LAYERS, initializer_range=0.2, architecture={"ffn": "duo"})
+        model = random(config, context.seed).eval()
+        data = context.remember("text", lambda: text(context.data))
+        inputs, targets = _heldout(data.heldout, 2, 16)
+        every = patterns(_LAYERS)
+        big = torch.full((_LAYERS, *inputs.shape), BIG)
+        losses = pattern_losses(model, inputs, targets, torch.from_numpy(every), big)
+        table = losses.flatten(1).double().numpy()
+        oracle = table[0] if as_baseline else best(table, every).losses
+        said, routes = committed(model, inputs, targets, torch.from_numpy(every))
+        with torch.no_grad(), routed(model, routes):
+            replayed = _each(model, inputs, targets)
+        metrics["worse_than_a_pattern"] = Paired(method=(float((oracle > table).any(0).sum()),))
+        metrics["replay"] = Paired(method=(float((said - replayed).abs().max()),))
+        metrics["best_pattern_gain"] = Paired(method=(float((table[0] - oracle).mean()),))
+
+    def _trained(self, context: Context) -> Transformer:
+        import torch
+
+        from shoal.claims.experiments.arch_training import Recipe, mini, text, train
+        from shoal.model.duo import router_loss
+        from shoal.train.zoo import random
+
+        data = context.remember("text", lambda: text(context.data))
+        config = mini(
+            self.hidden,
+            _LAYERS,
+            ffn=4 * self.hidden,
+            architecture={"ffn": {"name": "duo", "router": "linear"}},
+        )
+        context.progress("training on random routes", 0.1)
+        seed = context.seed
+        model = train(random(config, seed), data.train, Recipe(steps=self.steps), seed)
+        context.progress("training routers", 0.6)
+        source = torch.Generator().manual_seed(seed)
+        return train(
+            model,
+            data.train,
+            Recipe(steps=self.router_steps, lr=1e-2),
+            seed,
+            first=self.steps,
+            parameters=[p for name, p in model.named_parameters() if ".router." in name],
+            loss=lambda inputs, targets, _: router_loss(
+                model, inputs, targets, budget=self._budget(model), weight=4.0, source=source
+            ),
+        )
+
+    def _budget(self, model: Transformer) -> float:
+        """Share of the all-big computation of one big layer and small ones."""
+        import torch
+
+        from shoal.model.duo import BIG, SMALL, ffn_flops
+
+        one = torch.tensor([BIG] + [SMALL] * (_LAYERS - 1))
+        flops = ffn_flops(model.config, torch.stack([one, torch.full((_LAYERS,), BIG)]))
+        return float(flops[0] / flops[1])
+
+    def _judge(
+        self,
+        context: Context,
+        metrics: dict[str, Paired],
+        details: dict[str, JsonValue],
+        *,
+        as_baseline: bool,
+    ) -> None:
+        import torch
+
+        from shoal.model.duo import (
+            BIG,
+            SMALL,
+            committed,
+            ffn_flops,
+            pattern_losses,
+            routed,
+            router_routes,
+        )
+        from shoal.plan.oracle import best, difficulty, patterns
+
+        model = context.remember("model", lambda: self._trained(context))
+        data = context.remember("text", lambda: None)
+        inputs, targets = _heldout(data.heldout, self.tokens // _LENGTH, _LENGTH)  # type: ignore[attr-defined]
+        every, one_big = patterns(_LAYERS), patterns(_LAYERS, big=1)
+        big = torch.full((_LAYERS, *inputs.shape), BIG)
+        context.progress("asking the oracle", 0.8)
+
+        def by_token(routes: Tensor | None) -> np.ndarray:
+            with torch.no_grad(), routed(model, routes):
+                return _each(model, inputs, targets).double().numpy()
+
+        def independent() -> np.ndarray:
+            parts = [
+                pattern_losses(model, *rows, torch.from_numpy(every), big[:, : len(rows[0])])
+                for rows in zip(torch.split(inputs, 4), torch.split(targets, 4), strict=True)
+            ]
+            return torch.cat(parts, 1).flatten(1).double().numpy()
+
+        table = context.remember("patterns", independent)
+        allowed = (every == BIG).sum(1) <= 1
+        found = best(table[allowed], every[allowed])
+        oracle = table[0] if as_baseline else found.losses
+        metrics["oracle_one_big"] = self._paired(oracle, table[0])
+
+        def left_to_right() -> np.ndarray:
+            parts = [
+                committed(model, *rows, torch.from_numpy(one_big))[0]
+                for rows in zip(torch.split(inputs, 16), torch.split(targets, 16), strict=True)
+            ]
+            return torch.cat(parts).double().numpy()
+
+        chosen = router_routes(model, inputs)
+        whole = float(ffn_flops(model.config, big[:, 0, 0]))
+        spent = float(ffn_flops(model.config, chosen.movedim(0, -1)).double().mean()) / whole
+        chance = _chance(spent, whole, model, inputs.shape, context.seed)
+        sequential = context.remember("sequential", left_to_right).reshape(-1)
+        random = by_token(chance).reshape(-1)
+        router = random if as_baseline else by_token(chosen).reshape(-1)
+        if as_baseline:
+            sequential = by_token(big).reshape(-1)
+        metrics["oracle_below_router"] = self._paired(sequential, router)
+        metrics["router_below_random"] = self._paired(router, random)
+        means = [values.reshape(self.groups, -1).mean(1) for values in (random, router, sequential)]
+        gained = (means[0] - means[1]) / (means[0] - means[2])
+        metrics["captured"] = Paired(method=tuple(float(x) for x in gained))
+        small = table[(every == SMALL).all(1)][0]
+        details["loss"] = {
+            "all_big": float(table[0].mean()),
+            "all_small": float(small.mean()),
+            "best_fixed_pattern_of_one_big": float(table[allowed].mean(1).min()),
+            "oracle_one_big": float(found.losses.mean()),
+            "oracle_any": float(table.min(0).mean()),
+            "oracle_one_big_left_to_right": float(sequential.mean()),
+            "router": float(router.mean()),
+            "random": float(random.mean()),
+        }
+        details["computation"] = {
+            "router": spent,
+            "random": float(ffn_flops(model.config, chance.movedim(0, -1)).double().mean()) / whole,
+            "one_big": self._budget(model),
+        }
+        details["big_by_layer"] = {
+            "oracle": [float(x) for x in (found.routes == BIG).mean(0)],
+            "router": [float((chosen[layer] == BIG).double().mean()) for layer in range(_LAYERS)],
+        }
+        hard = difficulty(small, found.losses)
+        details["difficulty_and_loss_correlate"] = float(np.corrcoef(hard, table[0])[0, 1])
+
+    def _paired(self, ours: np.ndarray, theirs: np.ndarray) -> Paired:
+        """Mean losses of the groups."""
+        first, second = (
+            tuple(float(x) for x in values.reshape(self.groups, -1).mean(1))
+            for values in (ours, theirs)
+        )
+        return Paired(method=first, baseline=second)
+
+
+def _heldout(data: np.ndarray, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Evenly spaced sequences, and their next bytes."""
+    import torch
+
+    starts = np.linspace(0, len(data) - length - 2, rows).astype(np.int64)
+    found = np.stack([data[at : at + length + 1] for at in starts]).astype(np.int64)
+    both = torch.from_numpy(found)
+    return both[:, :-1], both[:, 1:]
+
+
+def _each(model: Transformer, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Loss of every token [B, T]."""
+    import torch.nn.functional as F
+
+    logits = model(inputs).float().flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
+
+
+def _chance(
+    spent: float, whole: float, model: Transformer, shape: tuple[int, ...], seed: int
+) -> Tensor:
+    """Random routes [L, B, T] of this expected computation: big or not, else small or nothing."""
+    import torch
+
+    from shoal.core.random import generator
+    from shoal.model.duo import BIG, SKIP, SMALL, ffn_flops
+
+    small = _LAYERS * float(ffn_flops(model.config, torch.tensor([SMALL]))) / whole
+    # p + (1 - p) small / 2 = spent
+    p = min(1.0, max(0.0, (spent - small / 2) / (1 - small / 2)))
+    source = generator(seed, purpose="random routes")
+    odds = [p, (1 - p) / 2, (1 - p) / 2]
+    routes = source.choice([BIG, SMALL, SKIP], size=(_LAYERS, *shape), p=odds)
+    return torch.from_numpy(routes)
