@@ -63,9 +63,7 @@ def from_scratch(model, nodes):
                 assert text[-1] == number
                 place = torch.arange(len(text))
                 cos, sin = tables_at(place, *model.unstretched, x.dtype)
-                q, k, v = attention.rotated(
-                    qkv[text].reshape(1, len(text), -1), cos, sin
-                )
+                q, k, v = attention.rotated(qkv[text].reshape(1, len(text), -1), cos, sin)
                 k, v = (y[0].repeat_interleave(heads // kv_heads, 1) for y in (k, v))
                 scores = torch.einsum("hd,shd->hs", q[0, -1], k) * attention.head_dim**-0.5
                 seen.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v).reshape(-1))

@@ -1,4 +1,4 @@
-"""Concurrent workers: every score from scratch, one worker as ever, and names that do not matter."""
+"""Concurrent workers: every score from scratch, and one worker as ever."""
 
 from __future__ import annotations
 

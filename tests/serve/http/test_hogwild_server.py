@@ -24,9 +24,7 @@ def events(data):
 @pytest.mark.slow
 def test_workers_of_a_chat(write_model, caller):
     decode = {"name": "hogwild", "workers": 3, "rules": "Together:", "early_answer": ""}
-    job = ServeJob.model_validate(
-        {"model": str(write_model(1024)), "threads": 1, "decode": decode}
-    )
+    job = ServeJob.model_validate({"model": str(write_model(1024)), "threads": 1, "decode": decode})
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "hi"}],
@@ -61,7 +59,9 @@ def test_workers_of_a_chat(write_model, caller):
         assert len(json.loads(ask())["choices"]) == 3  # those of the job
         alone = json.loads(ask(workers=1))["choices"]
         assert len(alone) == 1 and "worker" not in alone[0]
-        _, data = call("POST", "/v1/completions", {"model": "tiny", "prompt": "hi", "max_tokens": 3})
+        _, data = call(
+            "POST", "/v1/completions", {"model": "tiny", "prompt": "hi", "max_tokens": 3}
+        )
         assert len(json.loads(data)["choices"]) == 1
 
         for bad, param in (

@@ -24,9 +24,7 @@ from shoal.kernel.tensors import name_of
 __all__ = ["merged", "turned"]
 
 
-def turned(
-    x_NHd: Tensor, row_P: Tensor, places_P: Tensor, tables: tuple[Tensor, Tensor]
-) -> Tensor:
+def turned(x_NHd: Tensor, row_P: Tensor, places_P: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """The rows ``x[row]``, each turned on by so many places [P, H, d].
 
     Args:

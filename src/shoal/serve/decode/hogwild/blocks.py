@@ -80,9 +80,7 @@ class BlockStore:
             error=ServeError,
         )
         weight = model.weight
-        self.cache = PagedCache(
-            model.config, capacity, 1, dtype=weight.dtype, device=weight.device
-        )
+        self.cache = PagedCache(model.config, capacity, 1, dtype=weight.dtype, device=weight.device)
         self._put = writer(self.cache.device)
         self.capacity, self.longest = capacity, longest
         wide = torch.promote_types(weight.dtype, torch.float32)

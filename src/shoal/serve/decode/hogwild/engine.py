@@ -104,7 +104,8 @@ class HogwildEngine:
                     "decode=autoregressive"
                 )
         require(
-            bool(request.tokens) and 0 <= min(request.tokens) <= max(request.tokens) < self._vocab_size,
+            bool(request.tokens)
+            and 0 <= min(request.tokens) <= max(request.tokens) < self._vocab_size,
             f"request {request.id}: prompt",
             f"{len(request.tokens)} tokens",
             expected=f"one or more tokens below vocab_size = {self._vocab_size}",

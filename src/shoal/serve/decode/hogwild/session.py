@@ -251,7 +251,7 @@ class Session:
             worker.moves = ended and self._layout.moves
 
     def settle(self) -> list[Output]:
-        """After a step: the history joined to the prompt, the early answer, and what is to be told."""
+        """After a step: history joined to the prompt, the early answer, and what is to be told."""
         assert self.space is not None
         for step in self.space.history:
             # What never moves again needs no positions of its own: fewer blocks are seen faster.
