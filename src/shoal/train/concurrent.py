@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -48,20 +49,20 @@ class Streams:
     """A batch of texts.
 
     Args:
-        tokens_BT: columns of the prompt, then those of each worker.
-        targets_BT: the next token of the same worker; -100 for none.
-        places_BT: place of each token in its own block.
-        back_BTG: places from the first token of each block to that of the token's own block.
-        hidden_BTT: what a token does not see.
-        widths_G: columns of each block.
+        tokens: [B, T], columns of the prompt, then those of each worker.
+        targets: [B, T], the next token of the same worker; -100 for none.
+        places: [B, T], place of each token in its own block.
+        back: [B, T, G], places from the first token of each block to that of the token's own.
+        hidden: [B, T, T], what a token does not see.
+        widths: [G], columns of each block.
     """
 
-    tokens_BT: Tensor
-    targets_BT: Tensor
-    places_BT: Tensor
-    back_BTG: Tensor
-    hidden_BTT: Tensor
-    widths_G: tuple[int, ...]
+    tokens: Tensor
+    targets: Tensor
+    places: Tensor
+    back: Tensor
+    hidden: Tensor
+    widths: tuple[int, ...]
 
 
 def batch_of(texts: Sequence[Text]) -> Streams:
@@ -73,7 +74,7 @@ def batch_of(texts: Sequence[Text]) -> Streams:
     workers = len(texts[0].tokens)
     for text in texts:
         rises = all(
-            len(tokens) == len(steps) and all(a < b for a, b in zip(steps, steps[1:], strict=False))
+            len(tokens) == len(steps) and all(a < b for a, b in pairwise(steps))
             for tokens, steps in zip(text.tokens, text.steps, strict=True)
         )
         require(
@@ -138,20 +139,20 @@ class _Mixer:
         self._batch = batch
         frequencies, _ = model.unstretched
         self._turns = []
-        for back_BT in batch.back_BTG.unbind(-1):
+        for back_BT in batch.back.unbind(-1):
             tables = tables_at(back_BT.reshape(-1), frequencies, 1.0, dtype)
             self._turns.append(tuple(table.view(*back_BT.shape, 1, -1) for table in tables))
-        hidden = batch.hidden_BTT.unsqueeze(1)
+        hidden = batch.hidden.unsqueeze(1)
         self._mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
     def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
         """What the queries see [N, H, d]; nothing is kept."""
-        size, columns = self._batch.tokens_BT.shape
+        size, columns = self._batch.tokens.shape
         q, k, v = (x.reshape(size, columns, *x.shape[1:]) for x in (q_NHd, k_NKd, v_NKd))
         group = q.shape[2] // k.shape[2]
         k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
         scores = []
-        for (cos, sin), keys in zip(self._turns, k.split(self._batch.widths_G, 2), strict=True):
+        for (cos, sin), keys in zip(self._turns, k.split(self._batch.widths, 2), strict=True):
             turned = rotate(q, cos.to(q.dtype), sin.to(q.dtype)).transpose(1, 2)
             scores.append(turned @ keys.transpose(2, 3))
         weights = torch.cat(scores, -1) * q.shape[-1] ** -0.5 + self._mask.to(q.dtype)
@@ -164,13 +165,13 @@ def scores_of(model: Transformer, batch: Streams) -> Tensor:
     dtype = model.weight.dtype
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-    x_ND = model.embed(batch.tokens_BT.reshape(-1)).to(dtype)
+    x_ND = model.embed(batch.tokens.reshape(-1)).to(dtype)
     mixer = _Mixer(model, batch, dtype)
-    hidden = model.finished(*model.through(x_ND, batch.places_BT.reshape(-1), mixer))
-    return model.logits(hidden).view(*batch.tokens_BT.shape, -1)
+    hidden = model.finished(*model.through(x_ND, batch.places.reshape(-1), mixer))
+    return model.logits(hidden).view(*batch.tokens.shape, -1)
 
 
 def loss_of(model: Transformer, batch: Streams) -> Tensor:
     """Mean cross-entropy of what the workers write, nats."""
     scores = scores_of(model, batch).flatten(0, 1).float()
-    return F.cross_entropy(scores, batch.targets_BT.reshape(-1))
+    return F.cross_entropy(scores, batch.targets.reshape(-1))

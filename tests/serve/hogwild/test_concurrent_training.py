@@ -47,8 +47,8 @@ def test_scores_are_those_of_the_server(random_model):
         batch = batch_of(texts)
         found = scores_of(model, batch)
         for row, text in enumerate(texts):
-            first = batch.widths_G[0]
-            for width, expected in zip(batch.widths_G[1:], served(model, text), strict=True):
+            first = batch.widths[0]
+            for width, expected in zip(batch.widths[1:], served(model, text), strict=True):
                 if expected:
                     got = found[row, first : first + len(expected)]
                     torch.testing.assert_close(got, torch.stack(expected), rtol=0, atol=1e-8)
@@ -58,7 +58,7 @@ def test_scores_are_those_of_the_server(random_model):
 def test_loss_is_of_what_workers_write_next(random_model):
     model = random_model("llama", dtype=torch.float64).requires_grad_(True)
     batch = batch_of(TEXTS[:1])
-    assert batch.targets_BT.tolist() == [[-100] * 4 + [11, 12, 13, -100] + [21, 22, -100]]
+    assert batch.targets.tolist() == [[-100] * 4 + [11, 12, 13, -100] + [21, 22, -100]]
     loss = loss_of(model, batch)
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

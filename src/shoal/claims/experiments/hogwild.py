@@ -41,7 +41,7 @@ _ONE = "one worker"
 _ISOLATED = "two isolated workers, their results together"
 _CONTEXT, _POSITIONS = 512, 4096
 # Steps before the first timed one: histories are as long as they get.
-_WARM = 100
+_WARM = 40
 
 
 @part
@@ -55,7 +55,7 @@ class HogwildClaim:
     """
 
     pairs: int = 21
-    steps: int = 12
+    steps: int = 6
     problems: int = 200
 
     rows: ClassVar[tuple[int, ...]] = (143,)
@@ -292,7 +292,7 @@ def _requests(
 class _Timing:
     """Engines with one, two and four workers, and the serving engine, on one model."""
 
-    def __init__(self, directory: str | None, seed: int) -> None:
+    def __init__(self, directory: str | None, seed: int, layout: str = "contiguous") -> None:
         from shoal.ir import ServeJob
         from shoal.model import huggingface
         from shoal.model.config import ModelConfig
@@ -308,7 +308,7 @@ class _Timing:
         )
         read = random(config, seed) if directory is None else huggingface.read(Path(directory))
         self._model = prepare(self._job, read)
-        self._seed = seed
+        self._seed, self._layout = seed, layout
         vocab = self._model.config.vocab_size
         source = generator(seed, purpose="hogwild prompt")
         self._prompt = tuple(source.integers(0, vocab, _CONTEXT).tolist())
@@ -357,7 +357,7 @@ class _Timing:
 
         return HogwildEngine(
             self._model,
-            Hogwild(workers=workers, probe_every=0),
+            Hogwild(workers=workers, layout=self._layout, probe_every=0),
             _words,
             kv_tokens=16384,
             max_position=_POSITIONS,

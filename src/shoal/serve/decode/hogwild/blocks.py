@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import ServeError, require
+from shoal.kernel.kv.common import writer
 from shoal.kernel.paged.views import turned
 from shoal.model.rope import tables_at
 from shoal.model.transformer import Transformer
@@ -80,6 +81,7 @@ class BlockStore:
         )
         weight = model.weight
         self.cache = PagedCache(model.config, capacity, 1, dtype=weight.dtype, device=weight.device)
+        self._put = writer(self.cache.device)
         self.capacity, self.longest = capacity, longest
         wide = torch.promote_types(weight.dtype, torch.float32)
         place = torch.arange(longest, device=weight.device)
@@ -147,15 +149,14 @@ class BlockStore:
         """Let a block go on with another, which is gone then; nothing is computed by the model."""
         start, stop = len(first), len(first) + len(second)
         moved = self.slots[second.number, : len(second)]
-        device = self.cache.device
-        slots_N = torch.from_numpy(moved.astype(np.int64)).to(device)
-        row_N = torch.arange(len(second), device=device)
-        by_N = torch.full_like(row_N, start)
+        slots_N = torch.from_numpy(moved.astype(np.int64)).to(self.cache.device)
+        by_N = torch.full_like(slots_N, start)
         for layer in range(len(self.cache.stores[0])):
             keys = self.cache.sides(layer)[0][0]
-            keys[slots_N] = turned(keys[slots_N], row_N, by_N, self.tables)
+            self._put(keys, slots_N, turned(keys, slots_N, by_N, self.tables))
         self.slots[first.number, start:stop] = moved
         first.tokens += second.tokens
+        first.writer = None
         self._numbers.append(second.number)
         second.tokens, second.writer = [], None
 

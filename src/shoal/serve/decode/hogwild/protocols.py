@@ -17,9 +17,9 @@ class Space:
     """The blocks of the workers of one request.
 
     Args:
-        prompt: what all have been given.
+        prompt: what all have been given, and then the finished steps of all.
         own: name of each worker -> the block it writes to.
-        history: finished steps of all, in the order in which they were finished.
+        history: steps that were finished just now, in the order in which they were.
         headers: blocks that say what follows: ``others`` and ``own``, where there are any.
     """
 

@@ -15,9 +15,6 @@ from shoal.serve.decode.hogwild.words import Reader, Words
 
 __all__ = ["Asked", "Session", "Worker"]
 
-# Finished steps that stand in the history one by one; older ones are joined.
-_STEPS = 4
-
 
 @dataclass(slots=True, eq=False)
 class Worker:
@@ -140,17 +137,17 @@ class Session:
         self.space: Space | None = None
 
     def _needed(self) -> int:
-        """Slots that it may take: all texts, and prefixes of steps of some sixteen tokens."""
+        """Slots that it may take: all texts, and prefixes of steps of four tokens."""
         fixed = len(self._unread) + sum(map(len, self._headers.values()))
         each = (
-            worker.left + len(worker.prefix) * (2 + worker.left // 16) for worker in self.workers
+            worker.left + len(worker.prefix) * (2 + worker.left // 4) for worker in self.workers
         )
         return fixed + sum(each)
 
     @property
     def num_blocks(self) -> int:
         """Most blocks that it has at a time."""
-        return 3 + 2 * len(self.workers) + _STEPS
+        return 3 + 2 * len(self.workers)
 
     @property
     def running(self) -> list[Worker]:
@@ -254,11 +251,12 @@ class Session:
             worker.moves = ended and self._layout.moves
 
     def settle(self) -> list[Output]:
-        """After a step: the early answer, older steps joined, and what is to be told."""
+        """After a step: history joined to the prompt, the early answer, and what is to be told."""
         assert self.space is not None
-        history = self.space.history
-        while len(history) > _STEPS:
-            self._store.join(history[0], history.pop(1))
+        for step in self.space.history:
+            # What never moves again needs no positions of its own: fewer blocks are seen faster.
+            self._store.join(self.space.prompt, step)
+        self.space.history.clear()
         for worker in self.running if self._answered else ():
             worker.finish = "stop"
         self._answer_early()
