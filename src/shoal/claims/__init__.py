@@ -15,6 +15,8 @@ CLAIMS = PartTable(
         "deep_optimizer_states": (
             "shoal.claims.experiments.deep_optimizer_states:DeepOptimizerStates"
         ),
+        "dovetail": "shoal.claims.experiments.dovetail:DovetailClaim",
+        "easyspec": "shoal.claims.experiments.easyspec:EasySpecClaim",
         "dissect": "shoal.claims.experiments.dissect:Dissect",
         "distserve": "shoal.claims.experiments.distserve:DistServe",
         "oneflow": "shoal.claims.experiments.oneflow:OneFlow",

@@ -126,6 +126,7 @@ class FeatureTrees:
             if state.last is None:
                 return None
             state.grown = self._grow(state.cache, state.tokens[-1], state.last)
+        assert state.grown is not None
         return state.grown.growing.tree(nodes)[0]
 
     def on(self, request: int, stop: Callable[[], bool]) -> None:

@@ -1,0 +1,146 @@
+"""What the claims of speculative decoding share: the target, its prompts, answers compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from shoal.claims.bench.decode import Answer, distinct_runs, held_out_prompts, kept
+from shoal.claims.protocols import Context, Paired
+from shoal.core.parts import Choice
+
+__all__ = [
+    "TARGET",
+    "agreement",
+    "corpus_of",
+    "peer_rates",
+    "prompts_of",
+    "seconds_per_token",
+    "target_of",
+    "told",
+]
+
+TARGET = "shoal-27m"
+
+
+def target_of(context: Context) -> Path:
+    """The directory of the target: the user's, or the mini-model, trained if it is not there."""
+    from shoal.train import zoo
+
+    def make() -> Path:
+        if context.model is not None:
+            return Path(context.model)
+        return zoo.trained(TARGET, lambda line: context.progress(line, 0.05))
+
+    return context.remember("target", make)
+
+
+def corpus_of(context: Context) -> Choice:
+    """The text that prompts are taken from."""
+    from shoal.train import zoo
+
+    if context.data is not None:
+        return Choice(name="text", options={"path": str(context.data)})
+    return zoo.corpus(TARGET) if context.model is None else Choice(name="stdlib")
+
+
+def prompts_of(context: Context, count: int, length: int, after: int) -> list[list[int]]:
+    """Held-out prompts for the target."""
+    return context.remember(
+        f"prompts {count} {length} {after}",
+        lambda: held_out_prompts(
+            target_of(context), corpus_of(context), count, length, after=after, seed=context.seed
+        ),
+    )
+
+
+def seconds_per_token(
+    method: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]]
+) -> tuple[Paired, list[int]]:
+    """Seconds a token of whole rounds, method and plain, loops left out; and who was kept."""
+    places = kept(plain[0])
+
+    def each(rounds: Sequence[Sequence[Answer]]) -> tuple[float, ...]:
+        return tuple(
+            sum(one[place].seconds for place in places) / sum(one[place].count for place in places)
+            for one in rounds
+        )
+
+    return Paired(method=each(method), baseline=each(plain)), places
+
+
+def told(answers: Sequence[Answer]) -> dict[str, float]:
+    """What answers of one method were like, over all of them."""
+    steps = sum(one.steps for one in answers)
+    return {
+        "tokens_per_step": sum(one.count - len(one.tokens) for one in answers) / max(1, steps),
+        "tokens_per_s": sum(one.count for one in answers) / sum(one.seconds for one in answers),
+        "nodes_per_step": sum(one.nodes for one in answers) / max(1, steps),
+        "distinct_4_grams": float(
+            np.mean([distinct_runs(tokens) for one in answers for tokens in one.tokens])
+        ),
+    }
+
+
+def agreement(found: Sequence[Answer], wanted: Sequence[Answer]) -> float:
+    """Share of tokens before the first that differs, over all answers; 1 where all are equal."""
+    same = total = 0
+    for one, other in zip(found, wanted, strict=True):
+        for mine, theirs in zip(one.tokens, other.tokens, strict=True):
+            total += len(theirs)
+            for a, b in zip(mine, theirs, strict=False):
+                if a != b:
+                    break
+                same += 1
+    return same / max(1, total)
+
+
+def peer_rates(
+    target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, ours: Callable[[int], float]
+) -> Paired:
+    """Tokens per s of plain greedy decoding by our engine and by transformers, prompt by prompt.
+
+    Args:
+        target: model directory.
+        prompts: token ids.
+        new_tokens: of each answer.
+        ours: place of a prompt -> seconds of our answer, taken now.
+    """
+    import time
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    peer = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
+
+    def theirs(prompt: Sequence[int]) -> float:
+        fed = torch.tensor([list(prompt)])
+        began = time.perf_counter()
+        with torch.no_grad():
+            peer.generate(
+                fed,
+                attention_mask=torch.ones_like(fed),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return time.perf_counter() - began
+
+    theirs(prompts[0])
+    pairs = [(ours(place), theirs(prompt)) for place, prompt in enumerate(prompts)]
+    return Paired(
+        method=tuple(new_tokens / mine for mine, _ in pairs),
+        baseline=tuple(new_tokens / other for _, other in pairs),
+    )
+
+
+def root_path(tokens: np.ndarray, parent: Sequence[int], row: int) -> list[int]:
+    """Tokens from the root's child down to a row of a tree."""
+    found: list[int] = []
+    while row > 0:
+        found.append(int(tokens[row]))
+        row = parent[row]
+    return found[::-1]
