@@ -17,6 +17,8 @@ from shoal.ir import Device, Link, Machine, MemoryTier, ServeJob, TrainJob
 
 # Requests made up for these tests, in the forms of the public traces.
 TRACES = Path(__file__).with_name("traces")
+# What plans read of drafters; their weights are no part of it.
+DRAFTERS = Path(__file__).with_name("drafters")
 
 # Options that a part cannot be built without. Complete: a test compares it with what
 # the parts ask for.
@@ -26,6 +28,10 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("corpus", "text"): {"path": "corpus.txt"},
     ("corpus", "jsonl"): {"path": "corpus.jsonl"},
     ("corpus", "parquet"): {"path": "corpus.parquet"},
+    ("speculative", "medusa"): {"path": str(DRAFTERS / "medusa")},
+    ("speculative", "dovetail"): {"path": str(DRAFTERS / "dovetail")},
+    ("speculative", "draft_model"): {"path": str(DRAFTERS / "draft")},
+    ("speculative", "easyspec"): {"path": str(DRAFTERS / "draft")},
     ("workload", "azure"): {"path": str(TRACES / "azure.csv")},
     ("workload", "mooncake"): {"path": str(TRACES / "mooncake.jsonl")},
     ("workload", "trace"): {"path": str(TRACES / "trace.jsonl")},
@@ -50,6 +56,9 @@ PROTOCOLS: dict[str, str] = {
     "preempt": "shoal.ir.engine:PreemptPart",
     "balancer": "shoal.plan.balance.protocols:BalancerPart",
     "memory": "shoal.serve.memory:MemoryPart",
+    "speculative": "shoal.serve.decode.protocols:Speculator",
+    "accept": "shoal.serve.decode.protocols:Acceptance",
+    "tree": "shoal.ir.decoding:TreePart",
     "kernel": "shoal.kernel.protocols:Kernel",
     "weight_format": "shoal.kernel.protocols:WeightFormat",
     "kv_format": "shoal.kernel.protocols:KVFormat",
@@ -105,6 +114,9 @@ REACHED: dict[str, str] = {
     "preempt": "ServeJob",
     "balancer": "ServeJob",
     "memory": "ServeJob",
+    "speculative": "ServeJob",
+    "accept": "ServeJob.speculative.accept",
+    "tree": "ServeJob.speculative.tree",
     "kv_format": "ServeJob",
     "family": "model directories of a Job, export of a Run",
     "attention_kernel": "bench attention --kernels",

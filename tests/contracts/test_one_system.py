@@ -51,7 +51,7 @@ def choices_of(job: type[Value]) -> dict[str, str]:
             perhaps = []
         for annotation in (*field.metadata, *perhaps):
             if isinstance(annotation, Kind) and (
-                annotation in field.metadata or REACHED[annotation.kind] == "TrainJob"
+                annotation in field.metadata or REACHED[annotation.kind] in ("TrainJob", "ServeJob")
             ):
                 found[name] = annotation.kind
         inner = field.annotation

@@ -76,7 +76,15 @@ class DovetailClaim:
             evidence="mechanism",
             quick=False,
         ),
-        Metric.counted("tiny_link_bytes", ">=", 100.0, _OFFLOAD, statistic="speedup", unit="x"),
+        Metric.counted(
+            "tiny_link_bytes",
+            ">=",
+            100.0,
+            _OFFLOAD,
+            statistic="speedup",
+            unit="x",
+            evidence="mechanism",
+        ),
         Metric.counted("uncounted_bytes", "<=", 0.0, "the formula", statistic="max"),
         Metric.counted("wrong_tokens", "<=", 0.0, "the target alone, in float64", statistic="max"),
     )

@@ -3,9 +3,9 @@
 Source: Wu et al., EasySpec: Layer-Parallel Speculative Decoding for Efficient Multi-GPU
 Utilization, 2025.
 
-A draft of eight layers guesses for a mini-model, once layer by layer and once by groups, by the same
-recorded kernels. In the A/A run every layer is a group of its own. Eight devices are simulated by
-what a published draft would read and exchange on them.
+A draft of eight layers guesses for a mini-model, once layer by layer and once by groups, by the
+same recorded kernels. In the A/A run every layer is a group of its own. Eight devices are simulated
+by what a published draft would read and exchange on them.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class EasySpecClaim:
             "groups": told(found["groups"][0]),
         }
         profile = (
-            f"{first['draft']:.3f} of the guesses accepted layer by layer, {first['groups']:.3f} by "
-            f"groups of {size}, {first['stale']:.3f} with stale keys and values kept"
+            f"of the guesses {first['draft']:.3f} accepted layer by layer, {first['groups']:.3f} "
+            f"by groups of {size}, {first['stale']:.3f} with stale keys and values kept"
         )
         return Samples(metrics=metrics, details=details, profile=profile)

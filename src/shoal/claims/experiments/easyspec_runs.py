@@ -41,7 +41,7 @@ class _Told(Always):
 def acceptance(
     bench: Bench, name: str, prompts: Sequence[Sequence[int]], new_tokens: int, depth: int
 ) -> tuple[float, float]:
-    """Share of guesses that are accepted, in all rounds and from the twentieth of each answer on."""
+    """Share of guesses that are accepted: in all rounds, and from the twentieth of answers on."""
     engine = bench.engines[name]
     before = engine.scheduler.drafting  # type: ignore[attr-defined]
     first: list[tuple[int, int]] = []
@@ -94,7 +94,7 @@ def eight_devices(group: int) -> tuple[float, float]:
 
     devices = 8
     shape, machine = shapes.find("Llama-3.1-8B"), load("H100")
-    read = machine.device.memory[0].read_bandwidth
+    read = next(tier.read_bandwidth for tier in machine.device.memory if tier.read_bandwidth)
     latency = machine.links[0].latency_s
     heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     attention_s = [2 * 2 * shape.hidden * heads / read] * shape.num_layers
