@@ -276,10 +276,12 @@ def test_catalogue_has_every_system_once() -> None:
         104: "falcon",
         130: "bipolar_int",
         132: "ksort",
+        133: "dovetail",
         134: "malloc_game",
         139: "gpipe",
         141: "superpipeline",
         143: "hogwild",
+        142: "easyspec",
     }
     assert all(row.parts and 1990 < row.year < 2030 for row in rows)
 

@@ -120,7 +120,7 @@ def test_recorded_groups_give_the_scores_of_others(random_model, deep, monkeypat
         return found
 
     quick.rows = both
-    serve_all(engine, prompts()[:2], max_tokens=12)
+    serve_all(engine, prompts()[:1], max_tokens=16)
     assert len(far) > 6
     assert max(far) < 2e-4
     tapes = quick.recorded.known

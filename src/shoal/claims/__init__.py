@@ -16,6 +16,8 @@ CLAIMS = PartTable(
             "shoal.claims.experiments.deep_optimizer_states:DeepOptimizerStates"
         ),
         "dinfer": "shoal.claims.experiments.dinfer:DInfer",
+        "dovetail": "shoal.claims.experiments.dovetail:DovetailClaim",
+        "easyspec": "shoal.claims.experiments.easyspec:EasySpecClaim",
         "dissect": "shoal.claims.experiments.dissect:Dissect",
         "distserve": "shoal.claims.experiments.distserve:DistServe",
         "oneflow": "shoal.claims.experiments.oneflow:OneFlow",

@@ -155,6 +155,8 @@ class DovetailDrafter:
         ServeError: it cannot be started.
 
     Attributes:
+        hidden: width of a hidden state.
+        itemsize: bytes of one of its numbers.
         expected_bytes: that must have crossed the way by the formula.
     """
 
@@ -173,7 +175,7 @@ class DovetailDrafter:
         from shoal.serve.spinning import spin_briefly
 
         self._nodes, self._bytes = nodes, nbytes
-        self._hidden, self._itemsize = told["hidden"], told["itemsize"]
+        self.hidden, self.itemsize = told["hidden"], told["itemsize"]
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._numbers = 0
         self.expected_bytes = HEAD_BYTES
@@ -269,7 +271,7 @@ class DovetailDrafter:
             with self._alive():
                 self.channel.send(head, body)
             known.length += len(tokens)
-            self.expected_bytes += verdict_bytes(len(tokens), self._hidden, self._itemsize)
+            self.expected_bytes += verdict_bytes(len(tokens), self.hidden, self.itemsize)
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""

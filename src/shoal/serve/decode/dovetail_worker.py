@@ -104,10 +104,11 @@ class FeatureTrees:
         if state is None or start == 0:
             # Trees take room behind the last token, twice with what is drafted ahead.
             room = self._limit + 2 * (self._breadth + 1) * (self._depth + 2)
-            cache = self._net.cache(1, room, self._embed.dtype)
+            like = self._embed
+            cache = KVCache(self._net.config, 1, room, dtype=like.dtype, device=like.device)
             state = self._states[request] = _State(cache)
         state.tokens[start:] = tokens if root is None else [*tokens, root]
-        state.pending.append(hidden_TD)
+        state.pending.append(hidden_TD.to(self._embed.device))
 
     def drop(self, request: int) -> None:
         """Forget a request."""
@@ -126,6 +127,7 @@ class FeatureTrees:
             if state.last is None:
                 return None
             state.grown = self._grow(state.cache, state.tokens[-1], state.last)
+        assert state.grown is not None
         return state.grown.growing.tree(nodes)[0]
 
     def on(self, request: int, stop: Callable[[], bool]) -> None:
@@ -184,7 +186,8 @@ class FeatureTrees:
             at = np.arange(start + count) - base + 1
             hidden = (at >= 0) & ((seen[:, None] >> at.clip(0)) & 1 == 0)
             mask = torch.zeros(count, start + count, dtype=x.dtype)
-            mask = mask.masked_fill_(torch.from_numpy(hidden & (at > 0)), float("-inf"))
+            unseen = torch.from_numpy(hidden & (at > 0)).to(x.device)
+            mask = mask.masked_fill_(unseen, float("-inf"))
         elif start and count > 1:
             mask = torch.full((count, start + count), float("-inf"), dtype=x.dtype)
             mask = mask.triu_(start + 1)
@@ -195,7 +198,7 @@ class FeatureTrees:
         """The best tokens behind each feature and the logs of their probabilities [W, K]."""
         logits = torch.nn.functional.linear(features_WD, self._head).float()
         best = logits.log_softmax(-1).topk(self._breadth)
-        return best.indices.numpy(), best.values.numpy()
+        return best.indices.cpu().numpy(), best.values.cpu().numpy()
 
     def _grow(
         self, cache: KVCache, root: int, last_D: Tensor, stop: Callable[[], bool] | None = None
@@ -252,6 +255,7 @@ def load_trees(told: dict[str, Any]) -> FeatureTrees:
     """
     dtype = getattr(torch, told["dtype"])
     device = torch.device(told["device"])
+    torch.set_default_device(device)  # of masks, places and rotations
     stored = files.read(Path(told["path"]))
     parameters = Parameters(Path(told["model"]), dtype)
     config = parameters.config

@@ -65,7 +65,7 @@ class Growing:
         for above, q_V in zip(self._expanded, q_WV, strict=True):
             self._drawn[above] = q_V
             left = q_V.double().cpu().numpy().copy()
-            for _ in range(min(count, np.count_nonzero(left))):
+            for _ in range(min(count, int(np.count_nonzero(left)))):
                 cumulative = left.cumsum()
                 token = int(cumulative.searchsorted(source.random() * cumulative[-1], "right"))
                 if token == len(left):  # by rounding

@@ -1,0 +1,196 @@
+"""[133] Dovetail: does a drafter on a device of its own pay, and what crosses the way to it?
+
+Source: Zhang et al., Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for LLM inference,
+2025.
+
+Target and drafter are two processes, each held to one core; the way between them is held up as one
+of 20 us and 8 GB/s would be. The baseline is the target alone on its core; of layer offloading over
+the same way the bytes are counted, which are the weights for every token. In the A/A run nothing
+guesses, and the weights cross the way.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any, ClassVar
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+__all__ = ["DovetailClaim"]
+
+_ALONE = "the target alone on one core"
+_OFFLOAD = "layer offloading over the same way"
+
+
+@part
+class DovetailClaim:
+    """A drafter in a process of its own beside the target alone.
+
+    Args:
+        prompts: held-out prompts.
+        prompt_tokens: tokens of each.
+        new_tokens: tokens of each answer.
+        rounds: times that all prompts are answered.
+        layers: drafters of so many layers are trained.
+        sweep: nodes of the trees that are tried for each of them.
+        link_s: s of a message on the way.
+        link_bytes_per_s: of the way.
+        overlap: the drafter goes on while the target verifies.
+    """
+
+    prompts: int = 24
+    prompt_tokens: int = 64
+    new_tokens: int = 96
+    rounds: int = 3
+    layers: tuple[int, ...] = (1, 2)
+    sweep: tuple[int, ...] = (3, 6, 10, 16)
+    link_s: float = 20e-6
+    link_bytes_per_s: float = 8e9
+    overlap: bool = True
+
+    rows: ClassVar[tuple[int, ...]] = (133,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.speedup(
+            "wall_clock", 1.25, _ALONE, evidence="mechanism", paper="2.77x for 7B in 3 GB"
+        ),
+        Metric.counted(
+            "link_bytes",
+            ">=",
+            100.0,
+            _OFFLOAD,
+            statistic="speedup",
+            unit="x",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric.counted(
+            "planned_over_best",
+            ">=",
+            0.9,
+            "the best of all trees and depths tried",
+            statistic="ratio",
+            unit="x",
+            evidence="mechanism",
+            quick=False,
+        ),
+        Metric.counted(
+            "tiny_link_bytes",
+            ">=",
+            100.0,
+            _OFFLOAD,
+            statistic="speedup",
+            unit="x",
+            evidence="mechanism",
+        ),
+        Metric.counted("uncounted_bytes", "<=", 0.0, "the formula", statistic="max"),
+        Metric.counted("wrong_tokens", "<=", 0.0, "the target alone, in float64", statistic="max"),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_tokens", "new_tokens", "rounds"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.dovetail.{name}", value, expected="1 or more")
+        for name in ("layers", "sweep"):
+            value = getattr(self, name)
+            require(bool(value) and min(value) >= 1, f"claim.dovetail.{name}", list(value),
+                    expected="one or more numbers, each 1 or more")  # fmt: skip
+
+    def refuses(self, context: Context) -> str | None:
+        """Models need torch, and two processes need two cores."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        if len(os.sched_getaffinity(0)) < 2:
+            return "one core; target and drafter are to have one each"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        from shoal.claims.experiments.dovetail_runs import tiny
+
+        context.progress("a tiny drafter in float64", 0.02)
+        counted = tiny(context.seed, offloads=as_baseline)
+        metrics = {
+            "tiny_link_bytes": Paired(method=(counted.link,), baseline=(counted.offload,)),
+            "uncounted_bytes": Paired(method=(counted.uncounted,)),
+            "wrong_tokens": Paired(method=(counted.wrong,)),
+        }
+        if quick:
+            return Samples(metrics=metrics)
+        return self._full(context, metrics, as_baseline)
+
+    def _full(self, context: Context, metrics: dict[str, Paired], as_baseline: bool) -> Samples:
+        from shoal.claims.bench.decode import PLAIN, Bench, kept
+        from shoal.claims.experiments.decoding import prompts_of, seconds_per_token, target_of, told
+        from shoal.claims.experiments.dovetail_runs import Sweep, held_to, weight_bytes
+        from shoal.train.zoo.drafters import drafter
+
+        target = target_of(context)
+        say = lambda line: context.progress(line, 0.1)  # noqa: E731
+        nets = {
+            count: context.remember(
+                f"net {count}",
+                lambda count=count: drafter("dovetail", target, say=say, layers=count),
+            )
+            for count in self.layers
+        }
+        asked = prompts_of(context, self.prompts, self.prompt_tokens, 0)
+        mine, theirs, *_ = sorted(os.sched_getaffinity(0))
+        shared: dict[str, Any] = {
+            "name": "dovetail",
+            "cores": [theirs],
+            "link_s": self.link_s,
+            "link_bytes_per_s": self.link_bytes_per_s,
+            "overlap": self.overlap,
+        }
+        methods: dict[str, Any] = {PLAIN: None}
+        for count, path in nets.items():
+            methods |= {
+                f"{count} {nodes}": {**shared, "path": str(path), "nodes": nodes}
+                for nodes in self.sweep
+            }
+        with held_to(mine):
+            bench = Bench(target, methods, threads=1)
+            sweep = Sweep(bench, self.layers, self.sweep)
+            context.progress("plain answers", 0.3)
+            places = kept([bench.answer(PLAIN, [prompt], self.new_tokens) for prompt in asked])
+            some = [asked[at] for at in places[:6]]
+            context.progress("all trees and depths", 0.4)
+            rates = sweep.rates(some, self.new_tokens)
+            planned = sweep.planned(self.link_s, self.link_bytes_per_s)
+            best = max(rates, key=rates.__getitem__)
+            context.progress("answers in turn", 0.6)
+            name = PLAIN if as_baseline else planned
+            found = bench.interleaved(
+                asked,
+                self.new_tokens,
+                rounds=self.rounds,
+                names=(PLAIN, planned),
+                seed=context.seed,
+            )
+            metrics["wall_clock"], _ = seconds_per_token(found[name], found[PLAIN])
+            crossed = sweep.link_bytes_per_token(planned, some, self.new_tokens)
+            sweep.close()
+        offloaded = float(weight_bytes(target))
+        metrics["link_bytes"] = Paired(
+            method=(offloaded if as_baseline else crossed,), baseline=(offloaded,)
+        )
+        metrics["planned_over_best"] = Paired(method=(rates[planned],), baseline=(rates[best],))
+        details: dict[str, Any] = {
+            "tokens_per_s": rates,
+            "planned": planned,
+            "best": best,
+            "link_bytes_per_token": crossed,
+            "kept": len(places),
+            "loops": len(asked) - len(places),
+            "plain": told(found[PLAIN][0]),
+            "dovetail": told(found[planned][0]),
+        }
+        profile = (
+            f"{details['dovetail']['tokens_per_step']:.2f} tokens a step of the target, "
+            f"{crossed:.0f} bytes a token on the way; {sweep.profile(planned)}"
+        )
+        return Samples(metrics=metrics, details=details, profile=profile)

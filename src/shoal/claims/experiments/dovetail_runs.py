@@ -1,0 +1,199 @@
+"""What the claim of Dovetail counts and times: bytes on the way, depths and trees, equal tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shoal.plan.heterogeneous import DraftOption, Heterogeneous
+from shoal.plan.trees.drafting import Always
+
+if TYPE_CHECKING:
+    from shoal.claims.bench.decode import Bench
+
+__all__ = ["Counted", "Sweep", "held_to", "tiny", "weight_bytes"]
+
+_DEPTH = 5
+
+
+class Counted(NamedTuple):
+    """What a tiny run counted.
+
+    Args:
+        link: bytes that crossed the way for a token.
+        offload: those that offloading the same target would send.
+        uncounted: bytes on the way beside those of the formula.
+        wrong: tokens that differ from the target's alone.
+    """
+
+    link: float
+    offload: float
+    uncounted: float
+    wrong: float
+
+
+def weight_bytes(target: Path) -> int:
+    """Bytes of a model's layers and head as they are stored: what offloading sends for a token."""
+    return sum(file.stat().st_size for file in target.glob("*.safetensors"))
+
+
+@contextlib.contextmanager
+def held_to(core: int) -> Iterator[None]:
+    """Hold this process to one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+class Sweep:
+    """Drafters of several depths with trees of several sizes, on one target.
+
+    Args:
+        bench: its engines are named ``LAYERS NODES``.
+        layers: of the drafters.
+        nodes: of the trees.
+    """
+
+    def __init__(self, bench: Bench, layers: Sequence[int], nodes: Sequence[int]) -> None:
+        self._bench, self._layers, self._nodes = bench, layers, nodes
+
+    def _drafter(self, name: str) -> Any:
+        return self._bench.engines[name].runner.drafter  # type: ignore[attr-defined]
+
+    def _costs(self, name: str) -> Any:
+        return self._bench.engines[name].scheduler.drafting.cost  # type: ignore[attr-defined]
+
+    def rates(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
+        """Tokens per s of every depth and tree, prompt by prompt in turn; trees always whole."""
+        names = [f"{count} {nodes}" for count in self._layers for nodes in self._nodes]
+        before = {name: self._bench.engines[name].scheduler.drafting for name in names}  # type: ignore[attr-defined]
+        for name in names:
+            size = int(name.split()[1])
+            self._bench.engines[name].scheduler.drafting = Always(size)  # type: ignore[attr-defined]
+        found = self._bench.interleaved(prompts, new_tokens, names=names)
+        for name in names:
+            self._bench.engines[name].scheduler.drafting = before[name]  # type: ignore[attr-defined]
+        return {
+            name: sum(one.count for one in answers[0]) / sum(one.seconds for one in answers[0])
+            for name, answers in found.items()
+        }
+
+    def planned(self, link_s: float, link_bytes_per_s: float) -> str:
+        """What the planner would take, by costs measured at the start and by calibration."""
+        from shoal.serve.decode.trained import config_of
+
+        options = []
+        for count in self._layers:
+            name = f"{count} {max(self._nodes)}"
+            costs = self._costs(name)
+            config = config_of("dovetail", Path(self._bench.methods[name]["path"]))  # type: ignore[index]
+            options.append(
+                DraftOption(
+                    layers=count,
+                    nbytes=self._drafter(name).memory_bytes(),
+                    level_s=costs.drafting_s(1) / _DEPTH,
+                    right=config.calibration[:_DEPTH],
+                )
+            )
+        drafter = self._drafter(f"{self._layers[0]} {max(self._nodes)}")
+        case = Heterogeneous(
+            verify=self._costs(f"{self._layers[0]} {max(self._nodes)}"),
+            hidden=drafter.hidden,
+            itemsize=drafter.itemsize,
+            memory_cap=1 << 40,
+            link_s=link_s,
+            link_bytes_per_s=link_bytes_per_s,
+        )
+        best = case.rank(options, self._nodes)[0]
+        return f"{best.layers} {best.nodes}"
+
+    def link_bytes_per_token(
+        self, name: str, prompts: Sequence[Sequence[int]], new_tokens: int
+    ) -> float:
+        """Bytes on the way for each token of an answer, its prompt's included."""
+        drafter = self._drafter(name)
+        before, tokens = drafter.link_bytes, 0
+        for prompt in prompts:
+            tokens += self._bench.answer(name, [prompt], new_tokens).count
+        return float(drafter.link_bytes - before) / tokens
+
+    def profile(self, name: str) -> str:
+        """Where the time of a round goes."""
+        costs, nodes = self._costs(name), int(name.split()[1])
+        return (
+            f"a step of one row takes {1e3 * costs.seconds(1):.2f} ms, of {1 + nodes} "
+            f"{1e3 * costs.seconds(1 + nodes):.2f}; guesses {1e3 * costs.drafting_s(1):.2f} ms"
+        )
+
+    def close(self) -> None:
+        """End the drafters."""
+        for count in self._layers:
+            for nodes in self._nodes:
+                self._drafter(f"{count} {nodes}").close()
+
+
+def tiny(seed: int, *, offloads: bool) -> Counted:
+    """Count bytes and tokens of a tiny target and an untrained drafter in float64.
+
+    Args:
+        seed: of both.
+        offloads: layers are sent for every token in the place of drafting.
+    """
+    import torch
+
+    from shoal.ir import Request, SamplingParams, ServeJob
+    from shoal.model import huggingface
+    from shoal.model.config import ModelConfig
+    from shoal.model.drafters import files
+    from shoal.model.drafters.fusion import FusionDrafter
+    from shoal.serve.build import engine_of
+    from shoal.train.zoo import random
+
+    config = ModelConfig(
+        name="tiny", vocab_size=97, hidden=64, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=16, ffn_hidden=96, max_position=256, initializer_range=0.12,
+    )  # fmt: skip
+    model = random(config, seed).requires_grad_(False)
+    net = FusionDrafter(config, 1)
+    source = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        parameter.data.normal_(0, 0.1, generator=source)
+    answers, link, uncounted = [], 0.0, 0.0
+    with TemporaryDirectory() as home:
+        place, drafts = Path(home) / "tiny", Path(home) / "drafter"
+        huggingface.write(place, model)
+        kept = files.DrafterConfig(
+            name="dovetail", options={"layers": 1}, target=files.fingerprint(place),
+            vocab_size=config.vocab_size, hidden=config.hidden, calibration=((0.5, 0.2),) * 3,
+        )  # fmt: skip
+        files.write(drafts, kept, net.state_dict())
+        target = model.to(torch.float64)
+        # Stored in fp32 and computed in fp64: offloading would send twice what is stored.
+        offload = 2.0 * weight_bytes(place)
+        method = None if offloads else {"name": "dovetail", "path": str(drafts), "depth": 3}
+        for speculative in (None, method):
+            told = {"model": str(place), "kv_tokens": 512, "threads": 1, "speculative": speculative}
+            engine = engine_of(ServeJob.model_validate(told), target)[0]
+            drafter: Any = None
+            if speculative is not None:
+                engine.scheduler.drafting = Always(6)  # type: ignore[attr-defined]
+                drafter = engine.runner.drafter  # type: ignore[attr-defined]
+            before = 0 if drafter is None else drafter.link_bytes
+            request = Request("tiny", list(range(20)), 20, SamplingParams(max_tokens=60))
+            engine.add(request)
+            while engine.busy:
+                engine.step()
+            answers.append(request.tokens)
+            if drafter is not None:
+                link = (drafter.link_bytes - before) / request.n_generated
+                uncounted = abs(float(drafter.link_bytes - drafter.expected_bytes))
+                drafter.close()
+    wrong = sum(one != two for one, two in zip(*answers, strict=True))
+    return Counted(offload if offloads else link, offload, uncounted, float(wrong))
