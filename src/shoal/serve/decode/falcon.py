@@ -46,6 +46,8 @@ class Falcon:
         k: tokens of a pass, where it must be so many; 0 for those that the net was trained for.
         forwards: passes of a tree; 0 for as many as were judged in training.
         tree: which guesses are verified together.
+        weights: format of the net's matrices, such as int8-g128; a coarser one guesses a little
+            worse, faster, and changes no token.
         accept: which guesses hold.
     """
 
@@ -53,6 +55,7 @@ class Falcon:
     k: int = 0
     forwards: int = 0
     tree: Annotated[Choice, Kind("tree")] = Choice(name="auto")
+    weights: str = "plain"
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
 
     def __post_init__(self) -> None:
@@ -76,7 +79,7 @@ class Falcon:
         layers = sum(name.startswith("lstm.weight_ih") for name in state)
         net = SemiAutoregressive(model.config, int(config.options.get("k", 2)), layers)
         net.load_state_dict(state)
-        return FalconDrafter(FastFalcon(net, model), spec, model)
+        return FalconDrafter(FastFalcon(net, model, self.weights), spec, model)
 
     def _spec(self, config: DrafterConfig) -> TreeSpec:
         k = int(config.options.get("k", 2))
