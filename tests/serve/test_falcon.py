@@ -143,9 +143,10 @@ def test_a_preempted_request_is_read_again(random_model, target, tmp_path, serve
     assert engine.stats()["preemptions_total"] > 0
 
 
-def test_kernels_of_inference_guess_the_same_mostly(target, tmp_path, serve_all):
+@pytest.mark.parametrize("weights", ["plain", "int8-g32"])
+def test_kernels_of_inference_guess_too(weights, target, tmp_path, serve_all):
     written(tmp_path / "net", target, 2)
-    job = job_of(target, tmp_path / "net").model_copy(update={"precision": "bf16"})
+    job = job_of(target, tmp_path / "net", weights=weights).model_copy(update={"precision": "bf16"})
     engine = engine_of(job, load_model(job))[0]
     engine.scheduler.drafting = Always(8)
     assert [len(one) for one in serve_all(engine, prompts(), max_tokens=8)] == [8, 8, 8]

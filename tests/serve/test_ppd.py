@@ -35,6 +35,7 @@ def written(place, target, model, ensemble, prompts=3):
     tokens.embeddings.data = torch.randn(tokens.embeddings.shape, generator=source)
     config = files.DrafterConfig(
         name="ppd",
+        options={"prompts": prompts, "ensemble": ensemble},
         target=files.fingerprint(target),
         vocab_size=model.config.vocab_size,
         hidden=model.config.hidden,

@@ -25,13 +25,14 @@ def measure(job: Path | None, out: Path | None, *, json: bool) -> None:
     from shoal.core.errors import ConfigError
     from shoal.ir import ServeJob
     from shoal.plan.trees.drafting import Paying, RowCosts
-    from shoal.serve.build import engine_of, load_model
 
     if job is None:
         raise ConfigError("probe decode: give --job, the YAML of a serving job with speculative")
     read = resolve(ServeJob, file=job, flags={}, sets=[]).value
     if read.speculative is None:
         raise ConfigError(f"{job}: speculative is not set; give the drafter whose guesses to time")
+    from shoal.serve.build import engine_of, load_model
+
     engine = engine_of(read, load_model(read))[0]
     paying = engine.scheduler.drafting  # type: ignore[attr-defined]
     assert isinstance(paying, Paying)

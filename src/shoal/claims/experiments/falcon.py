@@ -114,7 +114,8 @@ class FalconClaim:
         place, seconds = context.remember(
             key, lambda: drafter(context, model, chosen, self.train_tokens, seed)
         )
-        context.remember("trained", dict)[place.name] = seconds
+        trained: dict[str, float] = context.remember("trained", dict)
+        trained[place.name] = seconds
         return place
 
     def _decoded(

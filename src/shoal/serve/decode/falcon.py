@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.ir import TreePart, TreeSpec
+    from shoal.model.drafters.files import DrafterConfig
     from shoal.model.transformer import Transformer
     from shoal.serve.decode.fast_falcon import FastFalcon, State
     from shoal.serve.decode.featured import Kept
@@ -45,6 +46,8 @@ class Falcon:
         k: tokens of a pass, where it must be so many; 0 for those that the net was trained for.
         forwards: passes of a tree; 0 for as many as were judged in training.
         tree: which guesses are verified together.
+        weights: format of the net's matrices, such as int8-g128; a coarser one guesses a little
+            worse, faster, and changes no token.
         accept: which guesses hold.
     """
 
@@ -52,6 +55,7 @@ class Falcon:
     k: int = 0
     forwards: int = 0
     tree: Annotated[Choice, Kind("tree")] = Choice(name="auto")
+    weights: str = "plain"
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
 
     def __post_init__(self) -> None:
@@ -71,6 +75,13 @@ class Falcon:
         from shoal.serve.decode.trained import stored
 
         config, state = stored("falcon", Path(self.path), job)
+        spec = self._spec(config)
+        layers = sum(name.startswith("lstm.weight_ih") for name in state)
+        net = SemiAutoregressive(model.config, int(config.options.get("k", 2)), layers)
+        net.load_state_dict(state)
+        return FalconDrafter(FastFalcon(net, model, self.weights), spec, model)
+
+    def _spec(self, config: DrafterConfig) -> TreeSpec:
         k = int(config.options.get("k", 2))
         require(
             self.k in (0, k),
@@ -86,12 +97,8 @@ class Falcon:
             expected=f"at most {there}, the passes that were judged in training",
         )
         levels = k * (self.forwards or there)
-        layers = sum(name.startswith("lstm.weight_ih") for name in state)
-        net = SemiAutoregressive(model.config, k, layers)
-        net.load_state_dict(state)
         tree: TreePart = table("tree").build(self.tree, where="speculative.falcon.tree")
-        spec = tree.build(Calibration(config.calibration[:levels]))
-        return FalconDrafter(FastFalcon(net, model), spec, model)
+        return tree.build(Calibration(config.calibration[:levels]))
 
 
 class FalconDrafter:

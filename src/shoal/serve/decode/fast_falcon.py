@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.model.attention import attend
 from shoal.model.drafters.falcon import SemiAutoregressive
-from shoal.model.linear import DispatchedLinear
 from shoal.model.transformer import Transformer
+from shoal.serve.decode.fast_heads import ready_linear
 
 __all__ = ["FastFalcon", "Seeing", "State"]
 
@@ -59,9 +59,12 @@ class FastFalcon:
     Args:
         net: trained.
         target: for whom; gives dtype, device and head.
+        weights: format of the matrices.
     """
 
-    def __init__(self, net: SemiAutoregressive, target: Transformer) -> None:
+    def __init__(
+        self, net: SemiAutoregressive, target: Transformer, weights: str = "plain"
+    ) -> None:
         like = target.weight
         net = net.to(like.device, like.dtype).requires_grad_(False)
         self.nbytes = sum(one.numel() * one.element_size() for one in net.parameters())
@@ -69,14 +72,19 @@ class FastFalcon:
         self.layers = net.lstm.num_layers
         self.into, self.onto = [], []
         for layer in range(self.layers):
-            weights = [getattr(net.lstm, f"weight_{kind}_l{layer}") for kind in ("ih", "hh")]
+            into, onto = (getattr(net.lstm, f"weight_{kind}_l{layer}") for kind in ("ih", "hh"))
             bias = getattr(net.lstm, f"bias_ih_l{layer}") + getattr(net.lstm, f"bias_hh_l{layer}")
             # In, forget, out, cell: the three gates side by side.
-            self.into.append(DispatchedLinear(_gates(weights[0]), _gates(bias)))
-            self.onto.append(DispatchedLinear(_gates(weights[1])))
+            self.into.append(ready_linear(_gates(into), _gates(bias), weights))
+            self.onto.append(ready_linear(_gates(onto), None, weights))
         config = net.config.model_copy(update={"vocab_size": _NO_TOKENS, "tied": True})
         shell = Transformer(config).to(like.device, like.dtype).requires_grad_(False)
         shell.blocks[0] = net.block
+        if weights != "plain":
+            for module in list(net.block.modules()):
+                for name, child in list(module.named_children()):
+                    if isinstance(child, nn.Linear):
+                        setattr(module, name, ready_linear(child.weight, child.bias, weights))
         if target.head is not None:
             from shoal.model.accelerate import accelerate
 

@@ -18,10 +18,11 @@ from shoal.model.drafters.medusa import Head, MedusaHeads
 from shoal.model.linear import DispatchedLinear
 from shoal.model.lowbit import LowBitLinear
 
-__all__ = ["FastHeads"]
+__all__ = ["FastHeads", "ready_linear"]
 
 
-def _linear(weight_NK: Tensor, bias_N: Tensor | None, weights: str) -> nn.Module:
+def ready_linear(weight_NK: Tensor, bias_N: Tensor | None, weights: str) -> nn.Module:
+    """A layer by the kernels of inference, its weights in this format."""
     if weights == "plain":
         return DispatchedLinear(weight_NK, bias_N)
     return LowBitLinear.from_packed(weight_format(weights).quantize(weight_NK), bias_N)
@@ -42,8 +43,8 @@ class FastHeads:
         mix = torch.cat([head.mix.weight for head in found])
         bias = torch.cat([head.mix.bias for head in found])
         self._count = len(found)
-        self._mix = _linear(mix, bias, weights)
-        self._out = [_linear(head.out.weight, None, weights) for head in found]
+        self._mix = ready_linear(mix, bias, weights)
+        self._out = [ready_linear(head.out.weight, None, weights) for head in found]
         self.nbytes = sum(one.numel() * one.element_size() for one in heads.parameters())
 
     def __call__(self, hidden: Sequence[Tensor]) -> np.ndarray:

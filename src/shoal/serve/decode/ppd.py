@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.ir import Request
+    from shoal.model.drafters.files import DrafterConfig
     from shoal.model.transformer import Transformer
     from shoal.plan.trees.dynamic import AskingTree, DynamicTrees
     from shoal.serve.decode.protocols import (
@@ -73,13 +74,31 @@ class Ppd:
             ModelError: the drafter is of another kind, or was trained for another model.
             ConfigError: more prompt tokens than there are, or a tree that needs more.
         """
-        from shoal.plan.trees.dynamic import DynamicTrees
-        from shoal.plan.trees.hardware import Hardware
         from shoal.serve.decode.trained import stored
 
         config, state = stored("ppd", Path(self.path), job)
-        embeddings = state["embeddings"]
-        there = min(len(embeddings), len(config.calibration))
+        trees = self._trees(config)
+        if job.max_step_tokens < trees.fewest:
+            raise ConfigError(
+                f"max_step_tokens = {job.max_step_tokens}: a token and {trees.prompts} prompt "
+                f"tokens of {trees.ensemble} are {trees.fewest} rows; give more, or fewer prompts"
+            )
+        embeddings = state["embeddings"][: trees.prompts]
+        if embeddings.shape[:2] != (trees.prompts, trees.ensemble):
+            raise ModelError(
+                f"{self.path}: {len(embeddings)} prompt tokens of {embeddings.shape[1]}, and its "
+                f"config says {trees.prompts} of {trees.ensemble}; train it again"
+            )
+        weight = model.weight
+        return PpdDrafter(
+            embeddings.to(weight.device, weight.dtype), trees, model.config.vocab_size
+        )
+
+    def _trees(self, config: DrafterConfig) -> DynamicTrees:
+        from shoal.plan.trees.dynamic import DynamicTrees
+        from shoal.plan.trees.hardware import Hardware
+
+        there = len(config.calibration)
         if there < 1:
             raise ModelError(f"{self.path}: no prompt token; train at least one")
         require(
@@ -88,20 +107,10 @@ class Ppd:
             self.prompts,
             expected=f"at most {there}, those in {self.path}",
         )
-        used = self.prompts or there
         tree = table("tree").build(self.tree, where="speculative.ppd.tree")
         most = tree.rows if isinstance(tree, Hardware) else MAX_NODES + 1
-        calibration = Calibration(config.calibration[:used])
-        trees = DynamicTrees(calibration, tree, embeddings.shape[1], most)
-        if job.max_step_tokens < trees.fewest:
-            raise ConfigError(
-                f"max_step_tokens = {job.max_step_tokens}: a token and {used} prompt tokens of "
-                f"{trees.ensemble} are {trees.fewest} rows; give more, or fewer prompts"
-            )
-        weight = model.weight
-        return PpdDrafter(
-            embeddings[:used].to(weight.device, weight.dtype), trees, model.config.vocab_size
-        )
+        calibration = Calibration(config.calibration[: self.prompts or there])
+        return DynamicTrees(calibration, tree, int(config.options.get("ensemble", 1)), most)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
