@@ -352,13 +352,8 @@ def advice(rows: Sequence[Row]) -> str:
     best = max(rows, key=lambda row: row.speedup)
     if best.method == PLAIN or best.low <= 1.0:
         return "none pays here: decode one token a step, without speculative"
-    exact = (
-        ""
-        if best.agreement == 1
-        else (
-            f"; {100 * best.agreement:.1f} % of its tokens come before the first that rounding changes"
-        )
-    )
+    same = f"{100 * best.agreement:.1f} %"
+    exact = "" if best.agreement == 1 else f"; {same} of its tokens come before any that differs"
     return (
         f"{best.method} pays most: {best.speedup:.2f} times plain decoding "
         f"({best.low:.2f} to {best.high:.2f}) with {best.tokens_per_step:.2f} tokens a step{exact}"
