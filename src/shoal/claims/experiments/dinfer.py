@@ -53,6 +53,8 @@ _ARMS: dict[str, dict[str, Any]] = {
 }
 _MODEL, _OTHER = "shoal-mdlm-3m", "shoal-ar-3m"
 _BLOCK, _MOST = 32, 48
+# Of the quick run: blocks, masks, and prompts long enough for windows to leave some of them out.
+_SMALL, _FEW, _PROMPTS = 8, 12, (61, 70)
 # Below, an answer repeats itself; it says nothing about decoding.
 _DISTINCT = 0.5
 
@@ -228,10 +230,10 @@ class DInfer:
         model = zoo.random(_MODEL, context.seed).double().requires_grad_(False).eval()
         model.embed.weight.mul_(8.0)  # so that guesses differ
         random = generator(context.seed, purpose="dinfer prompts")
-        prompts = [random.integers(1, 250, size).tolist() for size in (7, 31, 18)]
+        prompts = [random.integers(1, 250, size).tolist() for size in _PROMPTS]
         computed = {}
         for arm in (_ONE, _FULL):
-            engine = _engine(model, _ARMS[_ONE if as_baseline else arm])
+            engine = _engine(model, _ARMS[_ONE if as_baseline else arm], _SMALL)
             _decode(engine, prompts)
             stats = engine.stats()
             computed[arm] = (
@@ -239,9 +241,9 @@ class DInfer:
             )
         differing = 0
         for arm, options in _ARMS.items():
-            together = _decode(_engine(model, options), prompts)
+            together = _decode(_engine(model, options, _SMALL), prompts)
             for prompt, found in zip(prompts, together, strict=True):
-                alone = _decode(_engine(model, options), [prompt])[0]
+                alone = _decode(_engine(model, options, _SMALL), [prompt])[0]
                 differing += sum(a != b for a, b in zip(alone, found, strict=True))
                 if arm == _ONE:
                     wanted = _published(model, prompt, torch)
@@ -255,9 +257,9 @@ class DInfer:
 def _published(model: Transformer, prompt: Sequence[int], torch: Any) -> list[int]:
     """Low-confidence decoding of whole sequences, one token a forward pass."""
     mask = model.config.mask_token_id
-    ids = torch.tensor([[*prompt, *[mask] * _MOST]])
-    for start in range(len(prompt), ids.shape[1], _BLOCK):
-        block = slice(start, min(start + _BLOCK, ids.shape[1]))
+    ids = torch.tensor([[*prompt, *[mask] * _FEW]])
+    for start in range(len(prompt), ids.shape[1], _SMALL):
+        block = slice(start, min(start + _SMALL, ids.shape[1]))
         while bool((ids[0, block] == mask).any()):
             logits = model(ids)[0, block]
             logits[:, mask] = -torch.inf
@@ -268,7 +270,8 @@ def _published(model: Transformer, prompt: Sequence[int], torch: Any) -> list[in
     return found
 
 
-def _job(model: str, decode: dict[str, Any] | None) -> ServeJob:
+def _job(model: str, decode: dict[str, Any] | None, block: int = _BLOCK) -> ServeJob:
+    diffusion = None if decode is None else {"name": "diffusion", "block": block, **decode}
     return ServeJob.model_validate(
         {
             "model": model,
@@ -277,26 +280,22 @@ def _job(model: str, decode: dict[str, Any] | None) -> ServeJob:
             "max_running": 4,
             "kv_tokens": 1024,
             "max_position": 96,
-            **({} if decode is None else {"decode": _with_block(decode)}),
+            "decode": diffusion or "autoregressive",
         }
     )
 
 
-def _with_block(decode: dict[str, Any]) -> dict[str, Any]:
-    return {"name": "diffusion", "block": _BLOCK, **decode}
-
-
-def _engine(model: Transformer, decode: dict[str, Any]) -> Engine:
+def _engine(model: Transformer, decode: dict[str, Any], block: int = _BLOCK) -> Engine:
     from shoal.serve.decode.diffusion.build import diffusion_engine
 
-    return diffusion_engine(_job("fresh", decode), model)[0]
+    return diffusion_engine(_job("fresh", decode, block), model)[0]
 
 
 def _decode(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """New tokens of prompts that are decoded together."""
     requests = []
     for number, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=_MOST)
+        params = SamplingParams(max_tokens=_FEW)
         requests.append(Request(str(number), list(prompt), len(prompt), params))
         engine.add(requests[-1])
     while engine.busy:
