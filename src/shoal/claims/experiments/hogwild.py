@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.serve.decode.hogwild.engine import HogwildEngine
     from shoal.serve.decode.hogwild.words import Words
+    from shoal.serve.engine import Engine
 
 __all__ = ["HogwildClaim"]
 
@@ -182,13 +183,13 @@ def _score_errors(seed: int, *, together: bool) -> tuple[float, ...]:
     model = random(config, seed).double().requires_grad_(False)
     store = BlockStore(model, 200, longest=200, num_blocks=4)
     forward = Forward(model, store)
-    prompt, a, b = store.open(None), store.open("a"), store.open("b")
+    prompt, a, b = store.open(None), store.open("Alice"), store.open("Bob")
     source = generator(seed, purpose="hogwild")
     forward([Feed(View((prompt,), None), source.integers(0, 96, 20).tolist())])
     errors = []
     for _ in range(25):
-        views = View((prompt, b, a), "a"), View((prompt, a, b), "b")
-        seen = views if together else (View((prompt, a), "a"), View((prompt, b), "b"))
+        views = View((prompt, b, a), "Alice"), View((prompt, a, b), "Bob")
+        seen = views if together else (View((prompt, a), "Alice"), View((prompt, b), "Bob"))
         tokens = source.integers(0, 96, 2).tolist()
         scores = forward([Feed(view, [token]) for view, token in zip(seen, tokens, strict=True)])
         for view, found in zip(views, scores, strict=True):
@@ -361,7 +362,7 @@ class _Timing:
             for _ in range(_WARM):
                 engine.step()
 
-            def steps(engine: HogwildEngine = engine, name: str = name) -> None:
+            def steps(engine: Engine | HogwildEngine = engine) -> None:
                 for _ in range(part.steps):
                     engine.step()
 

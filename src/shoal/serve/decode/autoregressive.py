@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from shoal.core.parts import part
 
 __all__ = ["Autoregressive"]
@@ -13,4 +11,6 @@ __all__ = ["Autoregressive"]
 class Autoregressive:
     """A step gives every request its next token."""
 
-    factory: ClassVar[str | None] = None
+    def factory(self) -> str | None:
+        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
+        return None

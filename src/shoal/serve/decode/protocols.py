@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 __all__ = ["DecodePart"]
 
 
 @runtime_checkable
 class DecodePart(Protocol):
-    """A part of kind ``decode``.
+    """A part of kind ``decode``."""
 
-    Attributes:
-        factory: ``module:function`` that builds the engine of a job that decodes so; None for
-            the engine of any other job.
-    """
+    def factory(self) -> str | None:
+        """``module:function`` that builds the engine of a job that decodes so.
 
-    factory: ClassVar[str | None]
+        Returns:
+            None: it is built as the rest of the job says.
+        """
+        ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Literal
+from typing import Literal
 
 from shoal.core.errors import require
 from shoal.core.parts import part, table
@@ -57,8 +57,6 @@ class Hogwild:
         answer_tokens: tokens that are kept for the answer then.
     """
 
-    factory: ClassVar[str | None] = "shoal.serve.decode.hogwild.engine:build_engine"
-
     workers: int = 2
     layout: str = "combined"
     realise: Literal["queries", "keys"] = "queries"
@@ -109,6 +107,10 @@ class Hogwild:
             require(
                 False, f"{where}.marker", self.marker, expected=f"a regular expression ({cause})"
             )
+
+    def factory(self) -> str | None:
+        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
+        return "shoal.serve.decode.hogwild.engine:build_engine"
 
     def name_of(self, worker: int) -> str:
         """What a worker is called."""
