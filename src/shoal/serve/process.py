@@ -54,8 +54,9 @@ DEFAULT_FACTORY = "shoal.serve.build:build_engine"
 def factory_of(job: ServeJob) -> str:
     """What builds the engine of a job: one that computes, or one made of several processes."""
     decode: DecodePart = table("decode").build(job.decode, where="decode")
-    if decode.factory is not None:
-        return decode.factory
+    factory = decode.factory()
+    if factory is not None:
+        return factory
     if job.parallel.world > 1:
         return "shoal.serve.workers:build_engine"
     if job.kv.name == "distributed":

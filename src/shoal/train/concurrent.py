@@ -152,11 +152,13 @@ class _Mixer:
         group = q.shape[2] // k.shape[2]
         k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
         scores = []
-        for (cos, sin), keys in zip(self._turns, k.split(self._batch.widths, 2), strict=True):
+        for (cos, sin), keys in zip(
+            self._turns, torch.split(k, self._batch.widths, 2), strict=True
+        ):
             turned = rotate(q, cos.to(q.dtype), sin.to(q.dtype)).transpose(1, 2)
             scores.append(turned @ keys.transpose(2, 3))
         weights = torch.cat(scores, -1) * q.shape[-1] ** -0.5 + self._mask.to(q.dtype)
-        out = weights.softmax(-1) @ v
+        out: Tensor = weights.softmax(-1) @ v
         return out.transpose(1, 2).reshape(q_NHd.shape)
 
 

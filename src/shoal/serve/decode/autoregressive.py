@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import part
@@ -17,7 +17,9 @@ __all__ = ["Autoregressive"]
 class Autoregressive:
     """The next token from all before it; for every model but those of masked diffusion."""
 
-    factory: ClassVar[str | None] = None
+    def factory(self) -> str | None:
+        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
+        return None
 
     def check(self, config: ModelConfig) -> None:
         """See :class:`~shoal.serve.decode.protocols.DecodePart`."""

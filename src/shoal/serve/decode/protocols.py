@@ -237,14 +237,15 @@ class Speculator(Protocol):
 
 
 class DecodePart(Protocol):
-    """A part of kind ``decode``.
+    """A part of kind ``decode``."""
 
-    Attributes:
-        factory: ``module:function`` that builds the engine of a job that decodes so; None for
-            the engine of any other job.
-    """
+    def factory(self) -> str | None:
+        """``module:function`` that builds the engine of a job that decodes so.
 
-    factory: ClassVar[str | None]
+        Returns:
+            None: it is built as the rest of the job says.
+        """
+        ...
 
     def check(self, config: ModelConfig) -> None:
         """Refuse a model that cannot be decoded in this way.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import Choice, part, table
@@ -28,8 +28,6 @@ class Diffusion:
             own in ``/metrics``. With ``unmask`` fixed it follows from that.
     """
 
-    factory: ClassVar[str | None] = None
-
     unmask: Choice = Choice(name="threshold")
     refresh: Choice = Choice(name="dual")
     iteration: Choice = Choice(name="hard")
@@ -48,6 +46,10 @@ class Diffusion:
         )
         for kind in ("unmask", "refresh", "iteration"):
             table(kind).build(getattr(self, kind), where=f"decode.diffusion.{kind}")
+
+    def factory(self) -> str | None:
+        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
+        return None
 
     def passes(self, size: int) -> int:
         """Iterations that a block of so many places is taken to need."""

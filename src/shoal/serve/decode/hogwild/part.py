@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import part, table
@@ -60,8 +60,6 @@ class Hogwild:
         answer_tokens: tokens that are kept for the answer then.
     """
 
-    factory: ClassVar[str | None] = "shoal.serve.decode.hogwild.engine:build_engine"
-
     workers: int = 2
     layout: str = "combined"
     realise: Literal["queries", "keys"] = "queries"
@@ -112,6 +110,10 @@ class Hogwild:
             require(
                 False, f"{where}.marker", self.marker, expected=f"a regular expression ({cause})"
             )
+
+    def factory(self) -> str | None:
+        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
+        return "shoal.serve.decode.hogwild.engine:build_engine"
 
     def check(self, config: ModelConfig) -> None:
         """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
