@@ -188,7 +188,8 @@ def probabilities(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor
     ).T.unsqueeze(-1)
     scores_RV = logits_RV.double() / temperature_R1
     if all(not one.top_k and not one.min_p and one.top_p == 1 for one in params):
-        return scores_RV.softmax(-1)
+        every_RV: Tensor = scores_RV.softmax(-1)
+        return every_RV
     scores_RV, order_RV = scores_RV.sort(dim=-1, descending=True, stable=True)
     floor_R1 = torch.tensor(
         [[math.log(one.min_p) if one.min_p else -math.inf] for one in params],
