@@ -171,6 +171,9 @@ def test_chains_and_fewer_rows_are_trees_too():
     assert [len(tree.spec) for tree in chain.of(64).trees] == [0, 1, 2, 3]
     assert Hardware(rows=4).build(Calibration(RIGHT)) == Auto(nodes=3).build(Calibration(RIGHT))
     assert len(DynamicTrees(Calibration(RIGHT), Hardware(), 1, 9).expected()) == 9
+    expected = chain.expected()
+    assert expected[15] == chain.of(16).tokens
+    assert expected[16] == expected[17] == expected[15]  # nobody looks at these
 
 
 def test_best_rows_are_those_of_most_tokens_per_second():

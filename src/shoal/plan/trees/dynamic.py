@@ -36,6 +36,9 @@ __all__ = [
 # What comes later counts so little less that values of states are defined whatever the chain.
 _DISCOUNT = 1 - 1e-6
 
+# Numbers of rows that are looked at.
+_SIZES = (4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+
 # The choice of all trees at once settles in a few rounds.
 _ROUNDS = 20
 
@@ -225,10 +228,16 @@ class DynamicTrees:
         return self._known[rows]
 
     def expected(self) -> tuple[float, ...]:
-        """Tokens of a step with 0, 1, ... rows beside the root."""
-        few = (1.0,) * (self.fewest - 1)
-        many = range(self.fewest, self.most + 1)
-        return (*few, *(max(1.0, self.of(rows).tokens) for rows in many))
+        """Tokens of a step with 0, 1, ... rows beside the root.
+
+        A number between two of those that are looked at has the tokens of the smaller one, so it
+        is never worth its rows: every number that is used is a kind of step to be made ready.
+        """
+        sizes = {self.fewest, self.most, *_SIZES}
+        found = [1.0] * (self.fewest - 1)
+        for rows in range(self.fewest, self.most + 1):
+            found.append(max(found[-1], self.of(rows).tokens) if rows in sizes else found[-1])
+        return tuple(found)
 
     def _best(self, rows: int) -> Dynamic:
         """Choose trees by the values of states, and values by the trees, until both stay.
