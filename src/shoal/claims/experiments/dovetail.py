@@ -130,11 +130,12 @@ class DovetailClaim:
 
         target = target_of(context)
         say = lambda line: context.progress(line, 0.1)  # noqa: E731
+
+        def net(count: int) -> Path:
+            return drafter("dovetail", target, say=say, layers=count)
+
         nets = {
-            count: context.remember(
-                f"net {count}",
-                lambda count=count: drafter("dovetail", target, say=say, layers=count),
-            )
+            count: context.remember(f"net {count}", functools.partial(net, count))
             for count in self.layers
         }
         asked = prompts_of(context, self.prompts, self.prompt_tokens, 0)
