@@ -43,7 +43,9 @@ class _Work:
 class _Batch:
     """What iterations change, for requests that stay together."""
 
-    def __init__(self, work: list[_Work], vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, work: list[_Work], vocab: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.work = work
         self.keys = [(id(one.request), one.block) for one in work]
         sizes = [one.block[1] - one.block[0] for one in work]
