@@ -99,6 +99,7 @@ class DuoFFN(SwiGLU):
         weight = hard + soft - soft.detach()
         self.shares = torch.softmax(logits, -1).flatten(0, -2).mean(0)
         big, small = super().forward(x), self.small(x)
+        weight = weight.to(big.dtype)
         mixed: Tensor = weight[..., BIG : BIG + 1] * big + weight[..., SMALL : SMALL + 1] * small
         return mixed
 
