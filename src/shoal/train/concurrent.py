@@ -153,7 +153,7 @@ class _Mixer:
         k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
         scores = []
         for (cos, sin), keys in zip(
-            self._turns, torch.split(k, self._batch.widths, 2), strict=True
+            self._turns, torch.split(k, [*self._batch.widths], 2), strict=True
         ):
             turned = rotate(q, cos.to(q.dtype), sin.to(q.dtype)).transpose(1, 2)
             scores.append(turned @ keys.transpose(2, 3))
