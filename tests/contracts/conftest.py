@@ -29,6 +29,8 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("corpus", "jsonl"): {"path": "corpus.jsonl"},
     ("corpus", "parquet"): {"path": "corpus.parquet"},
     ("speculative", "medusa"): {"path": str(DRAFTERS / "medusa")},
+    ("speculative", "ppd"): {"path": str(DRAFTERS / "ppd")},
+    ("speculative", "falcon"): {"path": str(DRAFTERS / "falcon")},
     ("corpus", "mixed"): {"sources": {"code": "stdlib"}},
     ("speculative", "dovetail"): {"path": str(DRAFTERS / "dovetail")},
     ("speculative", "draft_model"): {"path": str(DRAFTERS / "draft")},

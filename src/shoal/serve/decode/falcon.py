@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
-from shoal.ir import Calibration, ServeJob
+from shoal.ir import Calibration, Expectation, ServeJob
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,6 +62,21 @@ class Falcon:
         for name in ("k", "forwards"):
             value = getattr(self, name)
             require(value >= 0, f"speculative.falcon.{name}", value, expected="0 or more")
+
+    def expects(self) -> Expectation:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`; weights as if in bf16."""
+        from shoal.serve.decode.trained import config_of
+
+        config = config_of("falcon", Path(self.path))
+        spec, square = self._spec(config), 2.0 * config.hidden**2
+        # An LSTM of twelve and eight squares, a block of some twelve, and the target's head.
+        passes = -(-spec.depth // int(config.options.get("k", 2)))
+        return Expectation(
+            tokens=spec.expected(),
+            weight_bytes=32 * square + 2.0 * config.hidden * config.vocab_size,
+            reads=passes,
+            request_bytes=6.0 * config.hidden,
+        )
 
     def drafter(self, job: ServeJob, model: Transformer) -> FalconDrafter:
         """See :class:`~shoal.serve.decode.protocols.Speculator`.
@@ -230,10 +245,6 @@ class FalconDrafter:
         for one, kept in zip(seen, self._known.of([one.request for one in seen]), strict=True):
             assert one.hidden is not None
             kept.learn(one)
-
-    def expected(self) -> tuple[float, ...]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
-        return self.spec.expected()
 
     def memory_bytes(self) -> int:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""

@@ -24,7 +24,7 @@ import numpy as np
 from shoal.core.config import Kind
 from shoal.core.errors import ConfigError, ModelError, require
 from shoal.core.parts import Choice, part, table
-from shoal.ir import MAX_NODES, Calibration, ServeJob
+from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +66,13 @@ class Ppd:
         require(
             self.prompts >= 0, "speculative.ppd.prompts", self.prompts, expected="0 (all) or more"
         )
+
+    def expects(self) -> Expectation:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`; rows are all that guesses take."""
+        from shoal.serve.decode.trained import config_of
+
+        trees = self._trees(config_of("ppd", Path(self.path)))
+        return Expectation(tokens=trees.expected(), reads=0)
 
     def drafter(self, job: ServeJob, model: Transformer) -> PpdDrafter:
         """See :class:`~shoal.serve.decode.protocols.Speculator`.
@@ -213,10 +220,6 @@ class PpdDrafter:
             branches(tuple(parent)),
             Asking(torch.cat(inputs), tuple(below)),
         )
-
-    def expected(self) -> tuple[float, ...]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
-        return self.trees.expected()
 
     def memory_bytes(self) -> int:
         """See :class:`~shoal.serve.decode.protocols.Drafter`: the embeddings alone."""
