@@ -11,8 +11,10 @@ guesses, and the weights cross the way.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any, ClassVar
 
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
