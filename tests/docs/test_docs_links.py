@@ -56,6 +56,7 @@ def test_named_files_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_the_manner_of_the_house(page: Path) -> None:
     text = CODE.sub("", prose(page))
-    assert not re.search(r"\w!(\s|$)", text), "an exclamation mark"
+    named = text.replace("Hogwild!", "Hogwild")  # a paper is called so
+    assert not re.search(r"\w!(\s|$)", named), "an exclamation mark"
     found = re.search(r"\b(TODO|FIXME|TBD|XXX|lorem)\b", text)
     assert not found, f"unfinished: {found}"

@@ -178,7 +178,7 @@ def test_recorded_steps_give_the_same_tokens(served, serve_all):
         found.append(serve_all(engine, prompts(), max_tokens=30))
     assert found[0] == found[1]
     assert not recorded.reasons
-    assert any(one is not None and one.tape for one in recorded._known.values())
+    assert any(one is not None and one.tape for one in recorded.known.values())
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_every_model_has_a_shape_and_a_recipe():
     for name in zoo.names():
         config, job = zoo.config(name), zoo.recipe(name)
         assert config.shape().num_layers == shapes.find(name).num_layers
-        assert config.tied == (job.data.name == "stdlib")
+        assert config.tied == (job.data.name in ("stdlib", "tasks"))
         assert job.model == name
         assert job.seq_len <= config.max_position
         assert job.tokens is not None

@@ -265,12 +265,12 @@ def plan_serve(
     shape = resolve(job.model)
     precision = precision_of(job)
     check_split(job, shape, machine)
-    wanted = "diffusion" if shape.family == "mdlm" else "autoregressive"
+    masked = shape.family == "mdlm"
     require(
-        job.decode.name == wanted,
+        (job.decode.name == "diffusion") == masked,
         "decode",
         job.decode.name,
-        expected=f"{wanted} for {shape.name}",
+        expected=f"{'diffusion' if masked else 'autoregressive'} for {shape.name}",
         hint="models of family mdlm are decoded by diffusion, and no others",
         error=PlanError,
     )

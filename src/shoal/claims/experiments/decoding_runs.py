@@ -19,7 +19,7 @@ import numpy as np
 
 from shoal.claims.protocols import Context
 from shoal.core.errors import DataError
-from shoal.core.files import shoal_home
+from shoal.core.files import shoal_home, write_json
 from shoal.core.parts import Choice
 from shoal.ir import Drafting, Request, SamplingParams, ServeJob
 
@@ -89,7 +89,7 @@ def drafter(
         began = time.perf_counter()
         execute(plan_drafter(job, machine), run_dir)
         taken = time.perf_counter() - began
-        (run_dir / "drafter" / "seconds.json").write_text(json.dumps(taken))
+        write_json(run_dir / "drafter" / "seconds.json", taken)
         (run_dir / "drafter").rename(place)
         shutil.rmtree(run_dir, ignore_errors=True)
     return place, float(json.loads((place / "seconds.json").read_text()))
