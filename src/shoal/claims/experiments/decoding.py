@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,7 @@ __all__ = [
     "TARGET",
     "agreement",
     "corpus_of",
+    "drafter_of",
     "peer_rates",
     "prompts_of",
     "seconds_per_token",
@@ -69,6 +72,33 @@ def seconds_per_token(
         )
 
     return Paired(method=each(method), baseline=each(plain)), places
+
+
+def drafter_of(
+    context: Context, kind: str, *, tokens: int | None = None, seed: int = 0, **options: Any
+) -> tuple[Path, float | None]:
+    """The directory of a drafter for the target, and the s that its training took, if known.
+
+    It is trained if it is not there.
+    """
+    from shoal.train.zoo.drafters import drafter
+
+    def make() -> tuple[Path, float | None]:
+        place = drafter(
+            kind,
+            target_of(context),
+            tokens=tokens,
+            seed=seed,
+            say=lambda line: context.progress(line, 0.1),
+            **options,
+        )
+        try:
+            said = json.loads((place / "training.json").read_bytes())["seconds"]
+        except FileNotFoundError:
+            said = None
+        return place, said
+
+    return context.remember(f"drafter {kind} {tokens} {seed} {sorted(options.items())}", make)
 
 
 def told(answers: Sequence[Answer]) -> dict[str, float]:

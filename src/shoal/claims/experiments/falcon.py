@@ -19,14 +19,13 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.experiments.decoding_runs import (
-    Answer,
-    Server,
-    distinct,
-    drafter,
-    kept,
-    prompts,
-    target,
+from shoal.claims.experiments.decoding import (
+    agreement,
+    drafter_of,
+    prompts_of,
+    seconds_per_token,
+    target_of,
+    told,
 )
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
@@ -52,6 +51,7 @@ class FalconClaim:
         train_tokens: of each drafter's training.
         seeds: of the nets that glancing is judged by.
         texts: held-out prompts that are continued.
+        rounds: times that all are continued.
         new: tokens of an answer.
         nodes: of the trees by which accepted lengths are compared.
         exact_texts: prompts whose tokens are compared in fp64.
@@ -62,7 +62,8 @@ class FalconClaim:
     forwards: int = 2
     train_tokens: int = 600_000
     seeds: int = 3
-    texts: int = 60
+    texts: int = 40
+    rounds: int = 5
     new: int = 96
     nodes: int = 16
     exact_texts: int = 4
@@ -81,7 +82,7 @@ class FalconClaim:
     attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
-        for name in ("forwards", "train_tokens", "seeds", "texts", "exact_texts"):
+        for name in ("forwards", "train_tokens", "seeds", "texts", "rounds", "exact_texts"):
             value = getattr(self, name)
             require(value >= 1, f"claim.falcon.{name}", value, expected="1 or more")
         require(self.k >= 2, "claim.falcon.k", self.k, expected="2 or more: 1 is the baseline")
@@ -107,77 +108,62 @@ class FalconClaim:
             return Samples(metrics=metrics)
         return self._decoded(context, metrics, as_baseline=as_baseline)
 
-    def _net(self, context: Context, model: Path, seed: int = 0, **options: Any) -> Path:
+    def _net(self, context: Context, seed: int = 0, **options: Any) -> Path:
         """The directory of a net over features."""
-        chosen = {"name": "falcon", "k": self.k, "forwards": self.forwards, **options}
-        key = f"{sorted(chosen.items())} {seed}"
-        place, seconds = context.remember(
-            key, lambda: drafter(context, model, chosen, self.train_tokens, seed)
+        chosen = {"k": self.k, "forwards": self.forwards, **options}
+        place, seconds = drafter_of(
+            context, "falcon", tokens=self.train_tokens, seed=seed, **chosen
         )
-        trained: dict[str, float] = context.remember("trained", dict)
+        trained: dict[str, float | None] = context.remember("trained", dict)
         trained[place.name] = seconds
         return place
 
     def _decoded(
         self, context: Context, metrics: dict[str, Paired], *, as_baseline: bool
     ) -> Samples:
+        from shoal.claims.bench.decode import PLAIN, Bench
+        from shoal.claims.experiments.medusa_runs import equal_answers
+        from shoal.core.measure import num_cores
         from shoal.model.drafters.files import read_config
         from shoal.plan.trees.drafting import Always
 
-        model = context.remember("target", lambda: target(context))
-        medusa = context.remember(
-            "medusa", lambda: drafter(context, model, {"name": "medusa"}, self.train_tokens)[0]
-        )
-        levels = self.k * self.forwards
-        single = self._net(context, model, k=1, forwards=levels)
+        target = target_of(context)
+        medusa, _ = drafter_of(context, "medusa")
+        single = self._net(context, k=1, forwards=self.k * self.forwards)
         gains: list[float] = []
         for seed in range(self.seeds):
-            without = self._net(context, model, seed, glance_from=0.0, glance_to=0.0)
-            glanced = without if as_baseline else self._net(context, model, seed)
+            without = self._net(context, seed, glance_from=0.0, glance_to=0.0)
+            glanced = without if as_baseline else self._net(context, seed)
             right = [read_config(one).calibration[1][0] for one in (glanced, without)]
             gains.append(right[0] - right[1])
         metrics["second_token_gain"] = Paired(method=tuple(gains))
-        falcon = {"name": "falcon", "path": str(self._net(context, model))}
+        falcon = {"name": "falcon", "path": str(self._net(context))}
         one_a_pass = {"name": "falcon", "path": str(single)}
         method = one_a_pass if as_baseline else falcon
-        asked = context.remember("texts", lambda: prompts(model, self.texts))
+        asked = prompts_of(context, self.texts, 64, 0)
         context.progress("tokens in fp64", 0.5)
-        true = Server(model, precision="fp64", threads=self.threads)
-        exact = Server(model, method, precision="fp64", threads=self.threads)
-        exact.drafting = Always(self.nodes)
-        wrong = [
-            float(exact.answer(text, self.new).tokens != true.answer(text, self.new).tokens)
-            for text in asked[: self.exact_texts]
-        ]
-        metrics["wrong_tokens"] = Paired(method=tuple(wrong))
+        same = equal_answers(target, method, asked[: self.exact_texts], self.new // 2)
+        metrics["wrong_tokens"] = Paired(method=tuple(1 - one for one in same))
         context.progress("decoding", 0.6)
-        chosen: dict[str, dict[str, Any] | None] = {
-            "plain": None,
+        arms: dict[str, dict[str, Any] | None] = {
+            PLAIN: None,
             "medusa": {"name": "medusa", "path": str(medusa)},
             "single": one_a_pass,
             "falcon": None if as_baseline else falcon,
         }
-        servers = {name: Server(model, one, threads=self.threads) for name, one in chosen.items()}
-        found: dict[str, list[Answer]] = {name: [] for name in servers}
-        for server in servers.values():  # the first answers prepare kernels and record steps
-            server.answer(asked[0], self.new)
-        for number, text in enumerate(asked):
-            names = list(servers)
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                found[name].append(servers[name].answer(text, self.new))
-        good = kept(found["plain"])
-        require(bool(good), "claim.falcon", len(good), expected="an answer that is no loop")
-        seconds = {name: [of[number].seconds for number in good] for name, of in found.items()}
-        metrics["over_plain"] = Paired(
-            method=tuple(seconds["falcon"]), baseline=tuple(seconds["plain"])
-        )
+        bench = Bench(target, arms, threads=self.threads or num_cores())
+        found = bench.interleaved(asked, self.new, rounds=self.rounds, seed=context.seed)
+        timed = {name: seconds_per_token(found[name], found[PLAIN]) for name in arms}
+        metrics["over_plain"], places = timed["falcon"]
+        require(bool(places), "claim.falcon", len(places), expected="an answer that is no loop")
         context.progress("accepted tokens", 0.9)
-        lengths: dict[str, list[float]] = {"single": [], "method": []}
-        for name, speculative in (("single", one_a_pass), ("method", method)):
-            server = Server(model, speculative, threads=self.threads)
-            server.drafting = Always(self.nodes)
-            for number in good:
-                lengths[name].append(server.answer(asked[number], self.new).per_step)
+        lengths: dict[str, list[float]] = {}
+        other = Bench(target, {"single": one_a_pass, "method": method}, threads=bench.threads)
+        for name, engine in other.engines.items():
+            engine.scheduler.drafting = Always(self.nodes)  # type: ignore[attr-defined]
+            lengths[name] = [
+                other.answer(name, [asked[place]], self.new).tokens_per_step for place in places
+            ]
         metrics["accepted_of_single"] = Paired(
             method=tuple(lengths["method"]), baseline=tuple(lengths["single"])
         )
@@ -185,29 +171,25 @@ class FalconClaim:
             "trained_s": dict(context.remember("trained", dict)),
             "second_token_gains": list(gains),
             "over_plain": {
-                name: statistics.median(a / b for a, b in zip(seconds["plain"], of, strict=True))
-                for name, of in seconds.items()
-            },
-            "tokens_per_step": {
-                name: statistics.mean(of[number].per_step for number in good)
-                for name, of in found.items()
-            },
-            "same_in_bf16": {
-                name: statistics.mean(
-                    float(of[number].tokens == found["plain"][number].tokens) for number in good
+                name: statistics.median(
+                    plain / own for own, plain in zip(one.method, one.baseline, strict=True)
                 )
-                for name, of in found.items()
+                for name, (one, _) in timed.items()
+            },
+            "answers": {
+                name: dict(told([of[0][place] for place in places])) for name, of in found.items()
+            },
+            "bf16_agreement": {
+                name: agreement(of[0], found[PLAIN][0]) for name, of in found.items()
             },
             "right_by_level": {
                 "falcon": [row[0] for row in read_config(Path(falcon["path"])).calibration],
                 "single": [row[0] for row in read_config(single).calibration],
             },
-            "distinct_4grams": statistics.mean(
-                distinct(found["plain"][number].tokens) for number in good
-            ),
-            "loops_left_out": len(asked) - len(good),
+            "loops": len(asked) - len(places),
         }
         profile = ", ".join(
-            f"{name} {1e3 * statistics.median(of):.0f} ms an answer" for name, of in seconds.items()
+            f"{name} {1e3 * statistics.median(one.method):.3f} ms a token"
+            for name, (one, _) in timed.items()
         )
         return Samples(metrics=metrics, details=details, profile=profile)

@@ -4,9 +4,10 @@ Source: Chen et al., Hardware-Aware Parallel Prompt Decoding for Memory-Efficien
 LLM Inference, 2024.
 
 One target of 27 million parameters, or the user's, decodes held-out prompts plainly and with
-prompt tokens, prompt by prompt in turn. The baseline of bytes are Medusa's four heads for the same
-target. The rows that the measured step costs choose are held against a sweep over all sizes. The
-A/A run decodes plainly in both arms, and stores Medusa's heads.
+prompt tokens, prompt by prompt in turn; a sample is the time of a whole round of them. The baseline
+of bytes are Medusa's four heads for the same target. The rows that the measured step costs choose
+are held against a sweep over all sizes. The A/A run decodes plainly in both arms, and stores
+Medusa's heads.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.experiments.decoding_runs import (
-    Answer,
-    Server,
-    distinct,
-    drafter,
-    kept,
-    prompts,
-    target,
+from shoal.claims.experiments.decoding import (
+    agreement,
+    drafter_of,
+    prompts_of,
+    seconds_per_token,
+    target_of,
+    told,
 )
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
@@ -48,6 +48,7 @@ class PpdClaim:
         train_tokens: of the drafter's training.
         texts: held-out prompts that are continued.
         new: tokens of an answer.
+        rounds: times that all are continued.
         sweep_texts: prompts at every size of the sweep.
         sizes: rows N of the sweep.
         exact_texts: prompts whose tokens are compared in fp64.
@@ -57,7 +58,8 @@ class PpdClaim:
     prompts: int = 3
     ensemble: int = 1
     train_tokens: int = 600_000
-    texts: int = 60
+    texts: int = 40
+    rounds: int = 5
     new: int = 96
     sweep_texts: int = 8
     sizes: tuple[int, ...] = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64)
@@ -81,7 +83,9 @@ class PpdClaim:
     attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "ensemble", "train_tokens", "texts", "sweep_texts", "exact_texts"):
+        for name in (
+            "prompts", "ensemble", "train_tokens", "texts", "rounds", "sweep_texts", "exact_texts"
+        ):  # fmt: skip
             value = getattr(self, name)
             require(value >= 1, f"claim.ppd.{name}", value, expected="1 or more")
         require(self.new >= 8, "claim.ppd.new", self.new, expected="8 or more")
@@ -111,74 +115,50 @@ class PpdClaim:
     def _decoded(
         self, context: Context, metrics: dict[str, Paired], *, as_baseline: bool
     ) -> Samples:
-        from shoal.plan.trees.drafting import Always, Paying
+        from shoal.claims.bench.decode import PLAIN, Bench
+        from shoal.claims.experiments.medusa_runs import equal_answers
+        from shoal.core.measure import num_cores
+        from shoal.plan.trees.drafting import Paying
 
-        model = context.remember("target", lambda: target(context))
-        options = {"name": "ppd", "prompts": self.prompts, "ensemble": self.ensemble}
-        path, trained_s = context.remember(
-            "prompt tokens", lambda: drafter(context, model, options, self.train_tokens)
+        target = target_of(context)
+        path, trained_s = drafter_of(
+            context, "ppd", tokens=self.train_tokens, prompts=self.prompts, ensemble=self.ensemble
         )
-        asked = context.remember("texts", lambda: prompts(model, self.texts))
-        guessing: dict[str, Any] = {"name": "ppd", "path": str(path)}
+        asked = prompts_of(context, self.texts, 64, 0)
+        method: dict[str, Any] | None = {"name": "ppd", "path": str(path)}
+        method = None if as_baseline else method
         context.progress("tokens in fp64", 0.3)
-        true = Server(model, precision="fp64", threads=self.threads)
-        exact = true
-        if not as_baseline:
-            exact = Server(model, guessing, precision="fp64", threads=self.threads)
-            exact.drafting = Always(max(self.sizes) // 2 - 1)
-        wrong = [
-            float(exact.answer(text, self.new).tokens != true.answer(text, self.new).tokens)
-            for text in asked[: self.exact_texts]
-        ]
-        metrics["wrong_tokens"] = Paired(method=tuple(wrong))
+        same = equal_answers(target, method, asked[: self.exact_texts], self.new // 2)
+        metrics["wrong_tokens"] = Paired(method=tuple(1 - one for one in same))
         context.progress("decoding", 0.5)
-        plain = Server(model, threads=self.threads)
-        method = Server(model, None if as_baseline else guessing, threads=self.threads)
-        for server in (plain, method):  # the first answers prepare kernels and record steps
-            server.answer(asked[0], self.new)
-        found: list[tuple[Answer, Answer]] = []
-        for number, text in enumerate(asked):
-            order = (plain, method) if number % 2 else (method, plain)
-            given = {server: server.answer(text, self.new) for server in order}
-            found.append((given[plain], given[method]))
-        good = kept([one for one, _ in found])
-        require(bool(good), "claim.ppd", len(good), expected="an answer that is no loop")
-        pairs = [found[number] for number in good]
-        metrics["over_plain"] = Paired(
-            method=tuple(ours.seconds for _, ours in pairs),
-            baseline=tuple(theirs.seconds for theirs, _ in pairs),
+        bench = Bench(target, {PLAIN: None, "ppd": method}, threads=self.threads or num_cores())
+        found = bench.interleaved(asked, self.new, rounds=self.rounds, seed=context.seed)
+        metrics["over_plain"], places = seconds_per_token(found["ppd"], found[PLAIN])
+        timed = metrics["over_plain"]
+        measured = statistics.median(
+            plain / ours for ours, plain in zip(timed.method, timed.baseline, strict=True)
         )
-        measured = statistics.median(theirs.seconds / ours.seconds for theirs, ours in pairs)
         details: dict[str, JsonValue] = {
             "trained_s": trained_s,
-            "tokens_per_step": statistics.mean(ours.per_step for _, ours in pairs),
-            "same_in_bf16": statistics.mean(
-                float(theirs.tokens == ours.tokens) for theirs, ours in pairs
-            ),
-            "distinct_4grams": statistics.mean(distinct(theirs.tokens) for theirs, _ in pairs),
-            "loops_left_out": len(found) - len(good),
+            "ppd": dict(told([found["ppd"][0][place] for place in places])),
+            "bf16_agreement": agreement(found["ppd"][0], found[PLAIN][0]),
+            "loops": len(asked) - len(places),
         }
         if as_baseline:
             metrics["predicted_speedup"] = Paired(method=(1.0,), baseline=(measured,))
             metrics["rate_of_best"] = Paired(method=(1.0,), baseline=(1.0,))
             return Samples(metrics=metrics, details=details)
-        paying = method.drafting
+        paying = bench.engines["ppd"].scheduler.drafting  # type: ignore[attr-defined]
         assert isinstance(paying, Paying)
-        best = Paying(paying.expected, paying.cost).best(1)
-        predicted = Paying(paying.expected, paying.cost).table()[best][2]
-        metrics["predicted_speedup"] = Paired(method=(predicted,), baseline=(measured,))
+        fresh = Paying(paying.expected, paying.cost)
+        best = fresh.best(1)
+        metrics["predicted_speedup"] = Paired(
+            method=(fresh.table()[best][2],), baseline=(measured,)
+        )
         context.progress("sweep over rows", 0.8)
-        sizes = sorted({*self.sizes, best + 1})
-        seconds: dict[int, list[float]] = {rows: [] for rows in sizes}
-        texts = [asked[number] for number in good[: self.sweep_texts]]
-        for turn, text in enumerate([texts[0], *texts]):  # the first one prepares
-            for rows in sizes if turn % 2 else reversed(sizes):
-                method.drafting = Always(rows - 1)
-                taken = method.answer(text, self.new).seconds
-                if turn:
-                    seconds[rows].append(taken)
-        medians = {rows: statistics.median(of) for rows, of in seconds.items()}
-        fastest = min(medians, key=lambda rows: medians[rows])
+        texts = [asked[place] for place in places[: self.sweep_texts]]
+        seconds = self._sweep(bench, texts, sorted({*self.sizes, best + 1}))
+        fastest = min(seconds, key=lambda rows: statistics.median(seconds[rows]))
         metrics["rate_of_best"] = Paired(
             method=tuple(1 / one for one in seconds[best + 1]),
             baseline=tuple(1 / one for one in seconds[fastest]),
@@ -186,14 +166,30 @@ class PpdClaim:
         details |= {
             "chosen_rows": best + 1,
             "fastest_rows": fastest,
-            "sweep_s": {str(rows): value for rows, value in medians.items()},
+            "sweep_s": {str(rows): statistics.median(of) for rows, of in seconds.items()},
             "expected_tokens": list(paying.expected),
-            "step_s": {str(rows): paying.cost.seconds(rows) for rows in sizes},
+            "step_s": {str(rows): paying.cost.seconds(rows) for rows in seconds},
+            "guesses_s": paying.cost.drafting_s(1, best),
         }
         profile = f"plain step {1e3 * paying.cost.seconds(1):.2f} ms; " + ", ".join(
-            f"{rows} rows {1e3 * paying.cost.seconds(rows):.2f} ms" for rows in sizes
+            f"{rows} rows {1e3 * paying.cost.seconds(rows):.2f} ms" for rows in seconds
         )
-        bound = max(paying.expected[rows - 1] for rows in sizes)
+        bound = max(paying.expected[rows - 1] for rows in seconds if rows <= len(paying.expected))
         return Samples(
             metrics=metrics, details=details, profile=profile, bounds={"over_plain": bound}
         )
+
+    def _sweep(
+        self, bench: Any, texts: list[list[int]], sizes: list[int]
+    ) -> dict[int, list[float]]:
+        """Rows -> s of all texts together, some rounds; the first round prepares."""
+        from shoal.plan.trees.drafting import Always
+
+        seconds: dict[int, list[float]] = {rows: [] for rows in sizes}
+        for turn in range(self.rounds + 1):
+            for rows in sizes if turn % 2 else reversed(sizes):
+                bench.engines["ppd"].scheduler.drafting = Always(rows - 1)
+                taken = sum(bench.answer("ppd", [text], self.new).seconds for text in texts)
+                if turn:
+                    seconds[rows].append(taken)
+        return seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,21 +22,9 @@ def config_of(name: str, directory: Path) -> DrafterConfig:
     Raises:
         ModelError: there is none, or it is of another kind.
     """
-    from shoal.core.config import parse
-    from shoal.core.errors import ConfigError
     from shoal.model.drafters import files
 
-    path = directory / files.CONFIG
-    try:
-        config = parse(files.DrafterConfig, json.loads(path.read_bytes()), where=str(path))
-    except FileNotFoundError:
-        raise ModelError(
-            f"{path}: missing; give the directory of a drafter: shoal train writes it for a job "
-            "with job: drafter"
-        ) from None
-    except (OSError, ValueError, RecursionError, ConfigError) as cause:
-        raise ModelError(f"{path}: cannot be read ({cause}); train it again") from cause
-    return _of_kind(config, name, directory)
+    return _of_kind(files.read_config(directory), name, directory)
 
 
 def stored(name: str, directory: Path, job: ServeJob) -> tuple[DrafterConfig, dict[str, Tensor]]:

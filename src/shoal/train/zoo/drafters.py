@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ModelError, ShoalError, nearest
-from shoal.core.files import shoal_home
+from shoal.core.files import shoal_home, write_json
 from shoal.core.parts import Choice
 from shoal.ir import DrafterJob
 
@@ -35,7 +35,13 @@ def drafters() -> tuple[str, ...]:
 
 
 def drafter_recipe(
-    kind: str, target: Path, *, data: Choice | None = None, **options: Any
+    kind: str,
+    target: Path,
+    *,
+    data: Choice | None = None,
+    tokens: int | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> DrafterJob:
     """How a drafter is trained: on its target's text, all kinds on the same of its states.
 
@@ -44,6 +50,8 @@ def drafter_recipe(
         target: a model directory.
         data: the text; of a model of the zoo, its own corpus, if not given, and of others, none:
             the target writes it.
+        tokens: of training, in the place of the recipe's.
+        seed: of the training.
         options: of the drafter, in the place of the recipe's.
 
     Raises:
@@ -55,14 +63,16 @@ def drafter_recipe(
             f"drafter = {kind!r}: expected one of {', '.join(_RECIPES)}"
             + (f"; {hint}" if hint else "")
         )
-    own, tokens, text = _RECIPES[kind]
+    own, usual, text = _RECIPES[kind]
+    told: dict[str, Any] = {"seed": seed} if seed else {}
     return DrafterJob(
         name=kind,
         model=str(target),
         drafter=Choice(name=kind, options={**own, **options}),
         data=data or _corpus(target),
-        tokens=tokens,
+        tokens=tokens or usual,
         read_tokens=text,
+        **told,
     )
 
 
@@ -80,6 +90,8 @@ def drafter(
     target: Path,
     *,
     data: Choice | None = None,
+    tokens: int | None = None,
+    seed: int = 0,
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Path:
@@ -89,7 +101,9 @@ def drafter(
         kind: of drafter.
         target: a model directory.
         data: see :func:`drafter_recipe`.
-        say: told how long training took.
+        tokens: of training, in the place of the recipe's.
+        seed: of the training.
+        say: told how long training took, which ``training.json`` beside the weights says too.
         options: of the drafter, in the place of the recipe's.
 
     Raises:
@@ -102,7 +116,7 @@ def drafter(
     from shoal.plan.drafting import plan_drafter
     from shoal.train.drafters.execute import execute
 
-    job = drafter_recipe(kind, target, data=data, **options)
+    job = drafter_recipe(kind, target, data=data, tokens=tokens, seed=seed, **options)
     told = job.model_dump(mode="json", exclude={"model", "name", "threads"}, exclude_unset=True)
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
     home = shoal_home() / "drafters"
@@ -116,8 +130,10 @@ def drafter(
         home.mkdir(parents=True, exist_ok=True)
         begun = time.perf_counter()
         execute(plan_drafter(job, machine), run_dir)
+        took = time.perf_counter() - begun
         if say is not None:
-            say(f"{kind}: trained in {time.perf_counter() - begun:.0f} s")
+            say(f"{kind}: trained in {took:.0f} s")
+        write_json(run_dir / "drafter" / "training.json", {"seconds": took})
         (run_dir / "drafter").rename(place)
     except OSError as cause:
         if (place / "drafter.json").is_file():  # another process was first
