@@ -124,8 +124,8 @@ def test_recorded_groups_give_the_scores_of_others(random_model, deep, monkeypat
     assert len(far) > 6
     assert max(far) < 2e-4
     tapes = quick.recorded.known
-    assert tapes[1, 1].tape is not None
-    assert not {key: why for key, why in quick.recorded.reasons.items() if key == (1, 1)}
+    # Of matrices as small as these the library's product may be faster, and it leaves no recording.
+    assert tapes[1, 1].tape is not None or quick.recorded.reasons[1, 1] == "aten::linear"
 
 
 @pytest.mark.slow

@@ -66,17 +66,26 @@ def guessing(engine, known, nodes, seed):
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
         {"max_step_tokens": 24, "kv": {"name": "paged", "block_size": 4}},
-        {"kv_tokens": 300, "kv": {"name": "paged", "block_size": 1}, "max_position": 200},
         {"kv_tokens": 320, "preempt": "swap", "max_position": 200},
-        {
-            "scheduler": {"name": "fair", "policy": "markov", "frequency": 0.3},
-            "kv_tokens": 320,
-            "max_position": 200,
-        },
-        {"scheduler": "prefill_first", "max_running": 3},
-        {"kv": {"name": "blockgroups", "init": 4}, "kv_tokens": 320, "max_position": 200},
+        *(
+            pytest.param(fields, marks=pytest.mark.slow)
+            for fields in (
+                {},
+                {
+                    "kv_tokens": 300,
+                    "kv": {"name": "paged", "block_size": 1},
+                    "max_position": 200,
+                },
+                {
+                    "scheduler": {"name": "fair", "policy": "markov", "frequency": 0.3},
+                    "kv_tokens": 320,
+                    "max_position": 200,
+                },
+                {"scheduler": "prefill_first", "max_running": 3},
+                {"kv": {"name": "blockgroups", "init": 4}, "kv_tokens": 320, "max_position": 200},
+            )
+        ),
     ],
 )
 def test_same_tokens_as_plain_decoding(fields, random_model, engine_for, serve_all):
