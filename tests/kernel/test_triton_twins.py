@@ -157,10 +157,17 @@ def check_paged(
             sides.append(tuple(placed(*kv_format(form).encode(x))))
     q = torch.randn(count, call.heads, d, generator=source).to(DTYPES[dtype])
     q, blocks, seen, requests = placed(q, blocks.int(), torch.tensor(lengths), requests)
-    wanted, found = (
-        run(q, *sides, blocks, seen, requests) for run in twins("paged_attention", call)
-    )
-    close(found, wanted, TOLERANCE[dtype])
+    # The last tokens of every row as branches of a tree: some of them, the very last always.
+    roots = [max(0, length - 20) for length in lengths]
+    bits = torch.randint(0, 1 << 20, (count,), generator=source).tolist()
+    ends = [1 << (length - root - 1) for length, root in zip(lengths, roots, strict=True)]
+    marked = [one & (2 * end - 1) | end for one, end in zip(bits, ends, strict=True)]
+    (tree,) = placed(torch.tensor([roots, marked]))
+    for more in ((), (tree,)):
+        wanted, found = (
+            run(q, *sides, blocks, seen, requests, *more) for run in twins("paged_attention", call)
+        )
+        close(found, wanted, TOLERANCE[dtype])
 
 
 def cases(check: Callable[..., None], **drawn: Any) -> Any:

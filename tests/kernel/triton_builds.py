@@ -67,9 +67,10 @@ def main(*, small: bool) -> None:
         codes, scales = cached
         build(
             paged.chunks,
-            f"*bf16 {codes} {codes} {scales} {scales} *i32 *i64 *i64 *fp32 *fp32 *fp32 fp32 "
+            f"*bf16 {codes} {codes} {scales} {scales} *i32 *i64 *i64 *i64 *fp32 *fp32 *fp32 fp32 "
             + "i32 " * 12,
             **sizes, SIZE=16, STEP=min(64, wide), FORM=form, BLOCK=32 if form == 2 else 1,
+            TREE=form == 0,
         )  # fmt: skip
     tile = {"BM": 32, "BN": 32 if small else 64, "BK": max(32, wide)}
     for bits, long in ((2, False), (8, True)):
