@@ -80,7 +80,19 @@ class PpdClaim:
             "rate_of_best", ">=", 0.9, "the best of the sweep", statistic="ratio", quick=False
         ),
     )  # fmt: skip
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="over_plain",
+            tried="80,000 tokens of training, rows by measured costs, 10 texts of 64 tokens on a "
+            "busy machine: first guesses were right at 33, 22 and 17 % of the places",
+            value=0.90,
+        ),
+        Attempt(
+            metric="over_plain",
+            tried="the same prompt tokens with 8 rows in every step, 5 texts of 64 tokens",
+            value=1.11,
+        ),
+    )
 
     def __post_init__(self) -> None:
         for name in (
