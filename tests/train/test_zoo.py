@@ -6,10 +6,11 @@ import importlib
 import math
 import subprocess
 import sys
+from threading import Barrier
 
 import pytest
 
-from shoal.core.errors import ModelError
+from shoal.core.errors import ModelError, ShoalError
 from shoal.cost import shapes
 from shoal.train import zoo
 
@@ -55,6 +56,42 @@ def test_random_depends_on_the_seed_alone():
     assert zoo.random(zoo.config("shoal-0.3m")).config.hidden == 64
 
 
+def test_two_who_ask_at_once_have_it_made_once(tmp_path, monkeypatch):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from shoal.train.zoo.places import kept
+
+    probing = importlib.import_module("shoal.machine.probing")
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    monkeypatch.setattr(probing, "probe", lambda fast: "probed")
+    place, runs, both = tmp_path / "zoo" / "made", [], Barrier(2)
+
+    def make(run_dir, machine):
+        assert machine == "probed"
+        assert not run_dir.exists()  # what an interruption left is gone
+        run_dir.mkdir()
+        (run_dir / "mark").write_text("whole")
+        runs.append(run_dir)
+        return run_dir
+
+    def ask():
+        both.wait()
+        return kept(place, "mark", make)
+
+    (tmp_path / "zoo" / ".made.run").mkdir(parents=True)
+    with ThreadPoolExecutor(2) as pool:
+        assert [one.result() for one in (pool.submit(ask), pool.submit(ask))] == [place, place]
+    assert len(runs) == 1
+
+    def fails(run_dir, machine):
+        run_dir.mkdir()
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ShoalError, match="SHOAL_HOME"):
+        kept(tmp_path / "zoo" / "other", "mark", fails)
+    assert not (tmp_path / "zoo" / ".other.run").exists()
+
+
 def test_trained_is_cached_by_recipe(tmp_path, monkeypatch):
     run = importlib.import_module("shoal.train.run")
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
@@ -74,7 +111,8 @@ def test_trained_is_cached_by_recipe(tmp_path, monkeypatch):
     assert place.name.startswith("shoal-0.3m-")
     assert zoo.trained("shoal-0.3m") == place
     assert runs == [(zoo.recipe("shoal-0.3m"), 1)]
-    assert [path.name for path in (tmp_path / "zoo").iterdir()] == [place.name]
+    left = [path.name for path in (tmp_path / "zoo").iterdir()]
+    assert sorted(left) == [f".{place.name}.lock", place.name]
     monkeypatch.setitem(zoo._RECIPES, "shoal-0.3m", (1000, 128, 16, 1e-3))
     assert zoo.trained("shoal-0.3m") != place
 

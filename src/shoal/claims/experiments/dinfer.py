@@ -52,7 +52,7 @@ _ARMS: dict[str, dict[str, Any]] = {
     },
 }
 _MODEL, _OTHER = "shoal-mdlm-3m", "shoal-ar-3m"
-_BLOCK, _MOST = 32, 48
+_BLOCK, _MOST = 32, 32
 # Of the quick run: blocks, masks, and prompts long enough for windows to leave some of them out.
 _SMALL, _FEW, _PROMPTS = 8, 12, (61, 70)
 # Below, an answer repeats itself; it says nothing about decoding.

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.core.errors import ModelError, ShoalError, nearest
+from shoal.core.errors import ModelError, nearest
 from shoal.core.files import shoal_home, write_json
 from shoal.core.parts import Choice
 from shoal.cost import shapes
-from shoal.ir import TrainJob
+from shoal.ir import Machine, TrainJob
 from shoal.ir.job import Evaluation
 from shoal.model.config import ModelConfig
+from shoal.train.zoo.places import kept
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
@@ -46,8 +45,8 @@ _RECIPES: dict[str, tuple[int, int, int, float]] = {
     "shoal-draft-8l": (2_500_000, 512, 4, 3e-3),
     "shoal-draft-4m": (2_500_000, 512, 4, 3e-3),
     "shoal-27m": (3_000_000, 512, 4, 1.2e-3),
-    "shoal-mdlm-3m": (4_500_000, 80, 64, 3e-3),
-    "shoal-ar-3m": (4_500_000, 80, 64, 3e-3),
+    "shoal-mdlm-3m": (5_000_000, 64, 64, 3e-3),
+    "shoal-ar-3m": (5_000_000, 64, 64, 3e-3),
 }
 
 # Half source code, half text whose next words can be known from those before them: the models
@@ -187,16 +186,15 @@ def found(name: str) -> Path | None:
     Raises:
         ModelError: there is no such model in the zoo.
     """
-    place = shoal_home() / "zoo" / f"{name}-{_digest(recipe(name))}"
+    place = _place(name)
     return place if (place / "config.json").is_file() else None
 
 
 def trained(name: str, say: Callable[[str], None] | None = None) -> Path:
     """The Hugging Face directory of a trained mini-model; trains it if it is not there yet.
 
-    Training is planned for the saved probe of this machine; where there is none, a fast
-    probe is made for the purpose, and not saved. Of a model that is there to be decoded,
-    ``heldout.json`` beside its weights says what it has learned, source by source.
+    Of a model that is there to be decoded, ``heldout.json`` beside its weights says what it has
+    learned, source by source.
 
     Args:
         name: of the model.
@@ -206,36 +204,18 @@ def trained(name: str, say: Callable[[str], None] | None = None) -> Path:
         ModelError: there is no such model in the zoo.
         ShoalError: its training failed, or the target of decoding has learned too little.
     """
-    job = recipe(name)
-    home = shoal_home() / "zoo"
-    place = home / f"{name}-{_digest(job)}"
-    if (place / "config.json").is_file():
-        return place
-    from shoal.machine.described import load
-    from shoal.machine.probing import probe, saved_path
     from shoal.train.run import train
 
-    machine = load("local") if saved_path().is_file() else probe(fast=True)
-    run_dir = home / f".{place.name}.run"
-    try:
-        # What an interrupted training left is not continued: another process may own it
-        # no longer, and the recipe takes minutes at most.
-        shutil.rmtree(run_dir, ignore_errors=True)
-        home.mkdir(parents=True, exist_ok=True)
-        begun = time.perf_counter()
+    job = recipe(name)
+
+    def make(run_dir: Path, machine: Machine) -> Path:
         train(job, run_dir, ranks=1, machine=machine)
-        if say is not None:
-            say(f"{name}: trained in {time.perf_counter() - begun:.0f} s")
         if name in _DECODED:
             judge(name, run_dir / "export", say)
-        (run_dir / "export").rename(place)
-    except OSError as cause:
-        if (place / "config.json").is_file():  # another process was first
-            return place
-        raise ShoalError(
-            f"{place}: cannot be written ({cause.strerror or cause}); free some space or set "
-            "SHOAL_HOME to another place"
-        ) from cause
-    finally:
-        shutil.rmtree(run_dir, ignore_errors=True)
-    return place
+        return run_dir / "export"
+
+    return kept(_place(name), "config.json", make, say)
+
+
+def _place(name: str) -> Path:
+    return shoal_home() / "zoo" / f"{name}-{_digest(recipe(name))}"

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ModelError, ShoalError, nearest
+from shoal.core.errors import ModelError, nearest
 from shoal.core.files import shoal_home, write_json
 from shoal.core.parts import Choice
-from shoal.ir import DrafterJob
+from shoal.ir import DrafterJob, Machine
+from shoal.train.zoo.places import kept
 
 __all__ = ["drafter", "drafter_recipe", "drafters"]
 
@@ -110,8 +110,6 @@ def drafter(
         ModelError: there is no recipe for this kind, or the target cannot be read.
         ShoalError: its training failed.
     """
-    from shoal.machine.described import load
-    from shoal.machine.probing import probe, saved_path
     from shoal.model.drafters.files import fingerprint
     from shoal.plan.drafting import plan_drafter
     from shoal.train.drafters.execute import execute
@@ -119,29 +117,13 @@ def drafter(
     job = drafter_recipe(kind, target, data=data, tokens=tokens, seed=seed, **options)
     told = job.model_dump(mode="json", exclude={"model", "name", "threads"}, exclude_unset=True)
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
-    home = shoal_home() / "drafters"
-    place = home / f"{kind}-{fingerprint(target)}-{digest}"
-    if (place / "drafter.json").is_file():
-        return place
-    machine = load("local") if saved_path().is_file() else probe(fast=True)
-    run_dir = home / f".{place.name}.run"
-    try:
-        shutil.rmtree(run_dir, ignore_errors=True)
-        home.mkdir(parents=True, exist_ok=True)
+    place = shoal_home() / "drafters" / f"{kind}-{fingerprint(target)}-{digest}"
+
+    def make(run_dir: Path, machine: Machine) -> Path:
         begun = time.perf_counter()
         execute(plan_drafter(job, machine), run_dir)
         took = time.perf_counter() - begun
-        if say is not None:
-            say(f"{kind}: trained in {took:.0f} s")
         write_json(run_dir / "drafter" / "training.json", {"seconds": took})
-        (run_dir / "drafter").rename(place)
-    except OSError as cause:
-        if (place / "drafter.json").is_file():  # another process was first
-            return place
-        raise ShoalError(
-            f"{place}: cannot be written ({cause.strerror or cause}); free some space or set "
-            "SHOAL_HOME to another place"
-        ) from cause
-    finally:
-        shutil.rmtree(run_dir, ignore_errors=True)
-    return place
+        return run_dir / "drafter"
+
+    return kept(place, "drafter.json", make, say)
