@@ -67,6 +67,7 @@ ROUTES: tuple[tuple[str, str], ...] = (
     ("GET", "/openapi.json"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
+    ("GET", "/v1/workers"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/embeddings"),
@@ -115,6 +116,7 @@ def create_app(
         ("GET", "/openapi.json"): service.openapi,
         ("GET", "/v1/models"): service.models,
         ("GET", "/v1/models/{model}"): service.model,
+        ("GET", "/v1/workers"): service.workers,
         ("POST", "/v1/completions"): service.completions,
         ("POST", "/v1/chat/completions"): service.chat_completions,
         ("POST", "/v1/embeddings"): service.embeddings,
@@ -267,6 +269,10 @@ class _Service:
                 code="model_not_found",
             )
         return JSONResponse(self._card(model))
+
+    async def workers(self) -> Response:
+        """What the concurrent workers of each request see now; nothing where there are none."""
+        return JSONResponse({"object": "list", "data": await self._client.views()})
 
     @property
     def _served(self) -> tuple[str, ...]:

@@ -121,7 +121,7 @@ class _Link:
         self.decoder = Decoder()
         self.answered = False
         self.asked: dict[int, tuple[float, asyncio.Future[dict[str, float]]]] = {}
-        self.loading: dict[int, asyncio.Future[str | None]] = {}
+        self.questions: dict[int, asyncio.Future[Any]] = {}
 
 
 class EngineClient:
@@ -187,19 +187,7 @@ class EngineClient:
             EngineDownError: the engine is not there, or died meanwhile.
             RefusedError: the engine cannot; says why.
         """
-        link = self._alive()
-        self._next_ping += 1
-        number = self._next_ping
-        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        link.loading[number] = answer
-        message = {"kind": "adapter", "number": number, "do": what, "name": name, "path": path}
-        link.writer.write(encode(message))
-        try:
-            error = await answer
-        except asyncio.CancelledError:
-            if self._link is link:
-                raise  # whoever asked has gone
-            raise EngineDownError(self._reason or "the engine died") from None
+        error = await self._ask({"kind": "adapter", "do": what, "name": name, "path": path})
         if error is not None:
             raise RefusedError(error)
         if what not in ("load", "unload"):
@@ -209,6 +197,29 @@ class EngineClient:
             kept[name] = path
         room = self._job.room_for_adapters
         self._job = self._job.model_copy(update={"adapters": kept, "max_adapters": room})
+
+    async def views(self) -> list[dict[str, Any]]:
+        """What concurrent workers see now, by request; see ``views`` of the engine that has them.
+
+        Raises:
+            EngineDownError: the engine is not there, or died meanwhile.
+        """
+        found: list[dict[str, Any]] = await self._ask({"kind": "views"})
+        return found
+
+    async def _ask(self, message: Mapping[str, Any]) -> Any:
+        """The engine's answer to a question, which it gives between two steps."""
+        link = self._alive()
+        self._next_ping += 1
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        link.questions[self._next_ping] = answer
+        link.writer.write(encode({**message, "number": self._next_ping}))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._link is link:
+                raise  # whoever asked has gone
+            raise EngineDownError(self._reason or "the engine died") from None
 
     @property
     def pid(self) -> int | None:
@@ -545,10 +556,10 @@ class EngineClient:
             stream = self._streams.pop(message["id"], None)
             if stream is not None:
                 stream.fail(RefusedError(message["message"]))
-        elif kind == "adapter":
-            waiting = link.loading.pop(message["number"])
+        elif kind == "answer":
+            waiting = link.questions.pop(message["number"])
             if not waiting.done():
-                waiting.set_result(message["error"])
+                waiting.set_result(message["answer"])
         elif kind == "pong":
             self.last_stats = message["stats"]
             _, answer = link.asked.pop(message["number"])
@@ -576,7 +587,7 @@ class EngineClient:
         link.writer.close()
         for _, answer in link.asked.values():
             answer.cancel()
-        for waiting in link.loading.values():
+        for waiting in link.questions.values():
             waiting.cancel()
         link.launched.process.kill()
         await link.words.finish()

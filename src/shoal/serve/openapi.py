@@ -230,6 +230,7 @@ _SUMMARIES = {
     "/openapi.json": "This document.",
     "/v1/models": "What is served.",
     "/v1/models/{model}": "What is served under a name.",
+    "/v1/workers": "What concurrent workers see now.",
     "/v1/completions": "Continue texts or tokens.",
     "/v1/chat/completions": "Answer the messages of a chat.",
     "/v1/embeddings": "Vectors of texts.",

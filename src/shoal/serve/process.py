@@ -7,7 +7,8 @@ its parent does.
 
 Messages in: ``start`` (factory, job), ``add`` (id, tokens, params, priority, adapter, salt,
 fork_of), ``abort`` (id), ``adapter`` (number, do, name, path: load, unload, merge or unmerge it),
-``ping`` (number). Messages out: ``adapter`` (number, error), ``ready`` (what the model is),
+``views`` (number: what concurrent workers see), ``ping`` (number). Messages out: ``answer`` (number,
+answer: to ``views``, or what went wrong with an adapter), ``ready`` (what the model is),
 ``outputs``, ``refused`` (a request that cannot be served, with the reason), ``vector`` (of a
 text), ``began`` (ids, and when their first step began), ``pong`` (number, stats), ``failed`` (why
 the process ends).
@@ -22,7 +23,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -214,9 +215,14 @@ def _handle(engine: EngineLike, message: Mapping[str, Any], parent: Connection) 
         parent.send({"kind": "pong", "number": message["number"], "stats": dict(engine.stats())})
     elif kind == "adapter":
         error = _adapter(engine, message["do"], message["name"], message["path"])
-        parent.send({"kind": "adapter", "number": message["number"], "error": error})
+        parent.send({"kind": "answer", "number": message["number"], "answer": error})
+    elif kind == "views":
+        views: Callable[[], list[dict[str, Any]]] = getattr(engine, "views", list)
+        parent.send({"kind": "answer", "number": message["number"], "answer": views()})
     else:
-        raise ServeError(f"message to the engine = {kind!r}: expected add, abort, adapter or ping")
+        raise ServeError(
+            f"message to the engine = {kind!r}: expected add, abort, adapter, views or ping"
+        )
 
 
 def _adapter(engine: EngineLike, what: str, name: str, path: str) -> str | None:

@@ -1,8 +1,9 @@
-"""Concurrent workers over HTTP: choices of one answer, each tagged by its worker."""
+"""Concurrent workers over HTTP: choices of one answer, each tagged by its worker, and their views."""
 
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -77,3 +78,49 @@ def test_workers_of_a_chat(write_model, caller):
         call = caller(server.url)
         status, error = call.error("POST", "/v1/chat/completions", {**body, "workers": 2})
         assert (status, error["param"]) == (400, "workers")
+
+
+@pytest.mark.slow
+def test_views_of_workers(write_model, caller):
+    from shoal.app.dash.upstream import Upstream
+    from shoal.app.dash.workers import inspect, read
+
+    decode = {"name": "hogwild", "workers": 2, "rules": "Together:", "early_answer": ""}
+    job = ServeJob.model_validate({"model": str(write_model(1024)), "threads": 1, "decode": decode})
+    with running(job, ServerOptions(port=0, factory=factory_of(job))) as server:
+        call = caller(server.url)
+
+        def views():
+            status, data = call("GET", "/v1/workers")
+            assert status == 200
+            return json.loads(data)["data"]
+
+        assert views() == []
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 300,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        asking = threading.Thread(target=call, args=("POST", "/v1/chat/completions", body))
+        asking.start()
+        found = []
+        while [len(session["workers"]) for session in found] != [2]:
+            assert asking.is_alive()
+            found = views()
+        upstream = Upstream(server.url)
+        told = inspect(upstream)
+        asking.join()
+        assert views() == []
+        (session,) = found
+        for worker in session["workers"]:
+            kinds = [block["what"] for block in worker["blocks"]]
+            assert kinds[0] == "prompt" and set(kinds) <= {"prompt", "header", "work", "step"}
+            # One behind the other, up to the length of the view.
+            ends = [block["offset"] + block["length"] for block in worker["blocks"]]
+            assert [0, *ends[:-1]] == [block["offset"] for block in worker["blocks"]]
+            assert ends[-1] == worker["length"]
+            assert worker["blocks"][0]["shared"] and worker["blocks"][0]["owner"] is None
+        assert [w["name"] for w in session["workers"]] == ["Alice", "Bob"]
+        assert not told["error"] and read(upstream.workers()) == ()

@@ -27,6 +27,7 @@ from shoal.app.dash.runs import FILES, Found, Runs, open_inside
 from shoal.app.dash.timeline import timeline
 from shoal.app.dash.upstream import Piece, Upstream
 from shoal.app.dash.watch import Watch
+from shoal.app.dash.workers import inspect
 from shoal.claims.catalogue import catalogue
 from shoal.claims.gallery.pages import render_index, render_row
 from shoal.core.errors import ConfigError, ServeError, ShoalError, StoreError
@@ -271,6 +272,21 @@ def create_app(settings: Settings) -> FastAPI:
             raise HTTPException(404, _NO_SERVER)
         answer = page("server_live.html", server=settings.server, **views.server(watch))
         answer.headers["x-run-state"] = "running"  # a server that is gone may come back
+        return answer
+
+    def inspected(template: str) -> HTMLResponse:
+        if settings.server is None:
+            raise HTTPException(404, _NO_SERVER)
+        return page(template, "/server", **inspect(settings.server))
+
+    @get("/server/workers")
+    def workers() -> HTMLResponse:
+        return inspected("workers.html")
+
+    @get("/server/workers/live")
+    def workers_live() -> HTMLResponse:
+        answer = inspected("workers_live.html")
+        answer.headers["x-run-state"] = "running"
         return answer
 
     @app.post(CHAT, include_in_schema=False)

@@ -172,6 +172,17 @@ class Upstream:
             return Health(answers=True, ready=False, told=told), None
         return Health(True, health.ready, health.told, metrics=_in_words(page)), page
 
+    def workers(self, timeout_s: float = 1.0) -> str:
+        """What its concurrent workers see now, as it says it.
+
+        Raises:
+            ServeError: the server refuses or does not answer.
+        """
+        status, text = self._get("/v1/workers", timeout_s)
+        if status != 200:
+            raise ServeError(self._complaint(status, text))
+        return text
+
     def stream(self, model: str, messages: list[dict[str, str]]) -> Iterator[Piece]:
         """Pieces of the answer as they come.
 

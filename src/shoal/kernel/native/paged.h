@@ -186,12 +186,13 @@ inline void put(__m512 y, float* out) {
   }
 }
 
-// Scores [M, kStep] of a step, `F::dots` at a time.
+// Scores [M, kStep] of the tokens [first, last) of a step, `F::dots` at a time.
 template <class F>
-inline void scores(const Problem& p, const Step& now, const Step& next, int64_t g, int64_t M,
-                   const char* q, int64_t q_bytes, float* out) {
+inline void scores(const Problem& p, const Step& now, const Step& next, int64_t first,
+                   int64_t last, int64_t g, int64_t M, const char* q, int64_t q_bytes,
+                   float* out) {
   const __m512 scale = _mm512_set1_ps(p.scale * F::unit);
-  for (int64_t t = 0; t < now.n; t += 16) {
+  for (int64_t t = first; t < last; t += 16) {
     int64_t m = 0;
     for (; m + 4 <= M; m += 4)
       for (int64_t i = t; i < t + 16; i += 4) {
@@ -524,7 +525,8 @@ struct Run : Work {
       const Step &here = steps[now], &next = more ? steps[1 - now] : after ? *after : here;
       for (int64_t g = item.first; g < item.last; g++) {
         float* records = to + (g - item.first) * M * record;
-        scores<F>(p, here, next, g, M, q + (g - item.first) * M * q_bytes, q_bytes, s);
+        scores<F>(p, here, next, 0, here.n, g, M, q + (g - item.first) * M * q_bytes, q_bytes,
+                  s);
         const float* value_scales = F::value_scales(p, here, g, scales);
         for (int64_t m = 0; m < M; m++)
           worth[m] = weigh<P>(s + m * kStep, visible(p, tile.row + m / p.group, first),

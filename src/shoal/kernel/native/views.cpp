@@ -1,9 +1,5 @@
-// Queries turned once for each block of a context that they see, and what they see in all blocks
-// put together; the loops are plain, for the compiler to make vectors of.
+// Rows turned on by some places; the loops are plain, for the compiler to make vectors of.
 #include "simd.h"
-
-#include <algorithm>
-#include <cmath>
 
 namespace {
 
@@ -32,39 +28,6 @@ void turn(const T* x, T* out, const int64_t* row, const int64_t* place, const fl
   }
 }
 
-// out[N, heads, d]: records [P, heads, d + 2] (sums, largest score, sum of weights) of the parts
-// [N, M] of each row, -1 for none.
-template <class T>
-void merge(const float* records, const int64_t* parts, T* out, int64_t rows, int64_t most,
-           int64_t heads, int64_t d) {
-  const int64_t width = d + 2;
-#pragma omp parallel for if (rows * most * heads * d > kSmall)
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t h = 0; h < heads; h++) {
-      const int64_t* mine = parts + n * most;
-      float top = -INFINITY, total = 0;
-      for (int64_t m = 0; m < most; m++)
-        if (mine[m] >= 0) top = std::max(top, records[(mine[m] * heads + h) * width + d]);
-      T* to = out + (n * heads + h) * d;
-      constexpr int64_t kPiece = 64;
-      float sum[kPiece];
-      for (int64_t first = 0; first < d; first += kPiece) {
-        const int64_t size = std::min(kPiece, d - first);
-        std::fill(sum, sum + kPiece, 0.0f);
-        total = 0;
-        for (int64_t m = 0; m < most; m++) {
-          if (mine[m] < 0) continue;
-          const float* record = records + (mine[m] * heads + h) * width;
-          const float worth = std::exp2(record[d] - top);
-          total += worth * record[d + 1];
-          for (int64_t j = 0; j < size; j++) sum[j] += worth * record[first + j];
-        }
-        const float by = 1.0f / total;
-        for (int64_t j = 0; j < size; j++) store(to + first + j, sum[j] * by);
-      }
-    }
-}
-
 }  // namespace
 
 #define VIEWS(NAME, T)                                                                        \
@@ -72,10 +35,6 @@ void merge(const float* records, const int64_t* parts, T* out, int64_t rows, int
                                    const int64_t* place, const float* cos, const float* sin,  \
                                    int64_t pairs, int64_t stride, int64_t heads, int64_t d) { \
     turn(x, out, row, place, cos, sin, pairs, stride, heads, d);                              \
-  }                                                                                           \
-  extern "C" void view_merge_##NAME(const float* records, const int64_t* parts, T* out,       \
-                                    int64_t rows, int64_t most, int64_t heads, int64_t d) {   \
-    merge(records, parts, out, rows, most, heads, d);                                         \
   }
 
 VIEWS(fp32, float)

@@ -1,8 +1,8 @@
 """Attention of workers over the blocks of their views.
 
 By queries (the default), each query is turned once for every block it sees, to stand as far behind
-the block's first token as it does in its view; one call of a kernel answers all pairs of query and
-block, and the records of a query become one softmax. By keys, the keys of a view are turned to
+the block's first token as it does in its view, and its scores over all of them are one softmax: in
+one call of a kernel, or block by block where there is none. By keys, the keys of a view are turned to
 their places instead: the definition, and slower, for every reader turns every key.
 
 Shapes: N tokens of a step, P pairs, M most blocks of a token, S tokens of a view, H query heads,
@@ -23,8 +23,7 @@ from torch import Tensor
 
 from shoal.core.errors import ServeError, require
 from shoal.kernel.paged.partial import attend_part
-from shoal.kernel.paged.views import merged, turned
-from shoal.kernel.protocols import Ready
+from shoal.kernel.paged.views import Attend, merged, turned
 from shoal.model.attention import Mixer, attend
 from shoal.serve.decode.hogwild.blocks import BlockStore
 from shoal.serve.decode.hogwild.views import Feed
@@ -111,7 +110,7 @@ class ByQueries:
         tokens: as :class:`Pairs` has them, where the model computes.
         pairs: the same.
         parts: the same.
-        kernel: of ``paged_attention``, giving records; blocks are taken one by one without.
+        kernel: for all blocks at once; they are taken one by one without.
     """
 
     def __init__(
@@ -120,23 +119,23 @@ class ByQueries:
         tokens: Tensor,
         pairs: Tensor,
         parts: Tensor,
-        kernel: Ready | None = None,
+        kernel: Attend | None = None,
     ) -> None:
         self._store, self._kernel = store, kernel
-        self._slots_N, self._parts_NM = tokens[2], parts
-        self._row_P, self._block_P, self._seen_P, self._back_P = pairs
+        self._slots_N, self._parts_NM, self._pairs = tokens[2], parts, pairs
         self._table = store.table()
         self._each = [] if kernel is not None else list(self._blocks())
 
     def _blocks(self) -> list[tuple[slice, Tensor, Tensor]]:
         """Pairs of each block, the slots of its tokens, and what of them is not seen."""
         found = []
-        numbers, counts = torch.unique_consecutive(self._block_P, return_counts=True)
+        _, block_P, seen_P, _ = self._pairs
+        numbers, counts = torch.unique_consecutive(block_P, return_counts=True)
         first = 0
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             pairs = slice(first, first + count)
             first += count
-            seen_p = self._seen_P[pairs]
+            seen_p = seen_P[pairs]
             slots_S = self._table[number, : int(seen_p.max())].long().to(self._slots_N.device)
             place_S = torch.arange(len(slots_S), device=slots_S.device)
             found.append((pairs, slots_S, place_S >= seen_p.unsqueeze(1)))
@@ -146,17 +145,16 @@ class ByQueries:
         """Store the new keys and values; what the queries see [N, H, d]."""
         cache = self._store.cache
         cache.write(layer, self._slots_N, k_NKd, v_NKd)
-        q_PHd = turned(q_NHd, self._row_P, self._back_P, self._store.tables)
-        keys, values = cache.sides(layer)
+        (keys,), (values,) = cache.sides(layer)
         if self._kernel is not None:
-            records = self._kernel(q_PHd, keys, values, self._table, self._seen_P, self._block_P)
-        else:
-            records = torch.cat(
-                [
-                    attend_part(q_PHd[pairs], keys[0][slots_S], values[0][slots_S], hidden)
-                    for pairs, slots_S, hidden in self._each
-                ]
-            )
+            return self._kernel(q_NHd, keys, values, self._table, self._pairs, self._parts_NM)
+        q_PHd = turned(q_NHd, self._pairs[0], self._pairs[3], self._store.tables)
+        records = torch.cat(
+            [
+                attend_part(q_PHd[pairs], keys[slots_S], values[slots_S], hidden)
+                for pairs, slots_S, hidden in self._each
+            ]
+        )
         return merged(records, self._parts_NM, q_NHd.dtype)
 
 
@@ -197,7 +195,7 @@ class ByKeys:
 
 
 def mixer(
-    realise: Realise, store: BlockStore, pairs: Pairs, kernel: Ready | None
+    realise: Realise, store: BlockStore, pairs: Pairs, kernel: Attend | None
 ) -> tuple[Tensor, Mixer]:
     """The tokens of a step [4, N], and what mixes them."""
     device = store.cache.device

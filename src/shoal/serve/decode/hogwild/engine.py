@@ -22,6 +22,7 @@ from shoal.model.transformer import Transformer
 from shoal.serve.adjust import Adjuster
 from shoal.serve.decode.hogwild.blocks import BlockStore
 from shoal.serve.decode.hogwild.forward import Forward
+from shoal.serve.decode.hogwild.inspect import inspected
 from shoal.serve.decode.hogwild.part import Hogwild
 from shoal.serve.decode.hogwild.protocols import HogwildLayout
 from shoal.serve.decode.hogwild.session import Asked, Session, Worker
@@ -231,6 +232,10 @@ class HogwildEngine:
         """Messages ``refused`` and ``began`` of the last steps."""
         told, self._told = self._told, []
         return told
+
+    def views(self) -> list[dict[str, Any]]:
+        """What the workers of each session see now; see :func:`inspected`."""
+        return [inspected(session) for session in self.sessions]
 
     def stats(self) -> Mapping[str, float]:
         """Gauges of now, and counters since the start, for metrics."""

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.kernel.calls import PagedAttention
-from shoal.kernel.dispatch import dispatch
-from shoal.kernel.protocols import Ready
+from shoal.kernel.paged.views import view_attention
 from shoal.kernel.tape import Tape, record
-from shoal.kernel.tensors import name_of
 from shoal.model.transformer import Transformer
 from shoal.serve.decode.hogwild.attention import ByQueries, Pairs, Realise, mixer, pairs_of
 from shoal.serve.decode.hogwild.blocks import BlockStore
@@ -61,7 +58,12 @@ class Forward:
     ) -> None:
         self._model, self._store, self._realise = model, store, realise
         self._weight = model.weight
-        self._kernel = _kernel(model) if realise == "queries" else None
+        config = model.config
+        self._kernel = None
+        if realise == "queries":
+            self._kernel = view_attention(
+                config.num_heads, config.num_kv_heads, config.head_dim, model.weight, store.tables
+            )
         self._seen: set[_Shape] = set()
         self._tapes: dict[_Shape, tuple[_Inputs, Tape]] = {}
         self.reasons: dict[_Shape, str] = {}  # why passes of this shape are not recorded
@@ -123,21 +125,3 @@ class Forward:
             self.reasons[shape] = "a kernel that is not seen"
         return computed
 
-
-def _kernel(model: Transformer) -> Ready | None:
-    """The kernel that gives records of pairs; None where blocks are taken one by one."""
-    config, weight = model.config, model.weight
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    call = PagedAttention(
-        batch=8,
-        context=512,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=1,
-        dtype=name_of(weight.dtype),
-        partial=True,
-    )
-    kernel = dispatch(call)
-    return None if kernel.backend == "reference" else kernel.prepare(call)
