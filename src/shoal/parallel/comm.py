@@ -67,6 +67,16 @@ class _Guarded:
             self._then = None
 
 
+class _Beside:
+    """What is under way in memory of the communicator's own; see :meth:`TorchComm._beside`."""
+
+    def __init__(self, comm: TorchComm, call: Callable[[], None]) -> None:
+        self._comm, self._call = comm, call
+
+    def wait(self) -> None:
+        self._comm._beside(self._call)
+
+
 class TorchComm:
     """torch.distributed behind :class:`~shoal.parallel.protocols.Comm`.
 
@@ -196,6 +206,12 @@ class TorchComm:
         self.wire.ring("all_reduce", ring_all_reduce_bytes(x.nbytes, self.world), tag)
         shared = self._shared() if op == "sum" and x.is_contiguous() else None
         if shared is not None:
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            with _disable_current_modes():
+                posted = self._start(lambda: shared.post(x))
+            if posted is not None:
+                return _Beside(self, posted.wait)
             self._beside(lambda: shared.all_reduce(x))
             return _Done()
         how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX

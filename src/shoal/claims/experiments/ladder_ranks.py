@@ -145,8 +145,8 @@ class Decoding:
         for engine in self._engines.values():
             engine.close()
 
-    def open(self, name: str, kind: str, latency_s: float) -> None:
-        """Start two ranks whose sums take so long."""
+    def open(self, name: str, kind: str, **emulated: Any) -> None:
+        """Start two ranks; ``latency_s`` and ``sums`` as of their runner."""
         from shoal.model import huggingface
         from shoal.serve.workers import ranked_engine
         from shoal.train.zoo import random
@@ -164,9 +164,8 @@ class Decoding:
                 "kv": {"name": "paged", "prefix_reuse": False},
             }
         )
-        self._engines[name] = ranked_engine(
-            job, huggingface.read_config(directory), latency_s=latency_s
-        )
+        config = huggingface.read_config(directory)
+        self._engines[name] = ranked_engine(job, config, **emulated)
         self.run(name)
 
     def run(self, name: str) -> None:
