@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
 from shoal.model.norm import RMSNorm
-from shoal.model.parscale import before
+from shoal.model.parscale import before, spread
 from shoal.model.rope import rotate, rotate_split
 
 __all__ = ["Attention", "KVCache", "Mixer", "Turn", "attend", "document_mask"]
@@ -33,6 +33,8 @@ _QUERY_BLOCK = 128
 
 class KVCache:
     """Keys and values of the tokens seen so far, in buffers of a fixed size.
+
+    Those of virtual tokens, which a model with streams has, lie before them and are not counted.
 
     Args:
         config: the model.
@@ -51,33 +53,43 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        batch *= config.architecture.streams.num
-        size = (config.num_layers, 2, batch, capacity, config.num_kv_heads, config.head_dim)
+        streams = config.architecture.streams
+        batch *= streams.num
+        self._virtual = streams.prefix if streams.num > 1 else 0
+        rows = self._virtual + capacity
+        size = (config.num_layers, 2, batch, rows, config.num_kv_heads, config.head_dim)
         self._store = torch.empty(size, dtype=dtype, device=device)
         self.capacity = capacity
         self.length = 0
 
-    def append(self, layer: int, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor]:
+    def append(
+        self, layer: int, k_BTKd: Tensor, v_BTKd: Tensor, prefix_2PMKd: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Store the new tokens of one layer; returns all of its keys and values [B, S, K, d].
 
-        :attr:`length` is moved on by the model, once for all layers.
+        :attr:`length` is moved on by the model, once for all layers. With the first tokens the
+        layer's prefix is stored, which comes first in what is returned.
         """
         stop = self.length + k_BTKd.shape[1]
         if stop > self.capacity:
             raise ValueError(f"{stop} tokens in a cache for {self.capacity}")
         keys, values = self._store[layer]
-        keys[:, self.length : stop] = k_BTKd
-        values[:, self.length : stop] = v_BTKd
+        if prefix_2PMKd is not None and not self.length:
+            for side, first in zip((keys, values), spread(prefix_2PMKd, len(keys)), strict=True):
+                side[:, : self._virtual] = first
+        start, stop = self._virtual + self.length, self._virtual + stop
+        keys[:, start:stop] = k_BTKd
+        values[:, start:stop] = v_BTKd
         return keys[:, :stop], values[:, :stop]
 
     def held(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values of one layer so far, [B, length, K, d]."""
-        keys, values = self._store[layer]
-        return keys[:, : self.length], values[:, : self.length]
+        keys, values = self._store[layer, :, :, self._virtual : self._virtual + self.length]
+        return keys, values
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [B, length, K, d] of every layer."""
-        return [(k[:, : self.length], v[:, : self.length]) for k, v in self._store.unbind(0)]
+        return [self.held(layer) for layer in range(len(self._store))]
 
 
 class Mixer(Protocol):
@@ -275,8 +287,8 @@ class Attention(nn.Module):
         batch, length, _ = x_BTD.shape
         q, k, v = self._project(x_BTD, cos, sin)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        if self.prefix is not None:
+            k, v = cache.append(self.layer, k, v, self.prefix)
+        elif self.prefix is not None:
             k, v = before(self.prefix, k, v)
         out = attend(
             q.transpose(1, 2),

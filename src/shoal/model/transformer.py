@@ -224,7 +224,8 @@ class Transformer(nn.Module):
         streams = config.architecture.streams
         if self.aggregate is not None:
             mask = parscale.causal(mask, streams.prefix, length, start, x_BTD)
-            mask = parscale.repeated(mask, streams.num) if mask.dim() == 4 else mask
+            if mask is not None and mask.dim() == 4:
+                mask = parscale.repeated(mask, streams.num)
             x_BTD = parscale.repeated(x_BTD, streams.num)
         if self.routes:
             duo.begin(self, tokens_BT, torch.arange(start, start + length, device=x_BTD.device))
