@@ -43,6 +43,7 @@ _LINE = 64  # bytes of a cache line: counters of different ranks must not share 
 _COUNT, _PROCESS, _POSTED, _TAKEN = range(4)
 _PART = 2**19  # bytes of a part of a sum that begins without waiting
 _PARTS = 4  # of those under way at once
+_SHAPES = 1024  # whose views are kept
 SPINS = 2000  # polls, about 0.2 ms, before a waiting rank gives its core away
 NAP_S = 5e-5
 _FOLDER = Path("/dev/shm")  # noqa: S108 - opened by mkstemp, and nameless at once
@@ -95,6 +96,8 @@ class SharedMemory:
                 self._map, dtype=torch.uint8, offset=begin, count=2 * _PARTS * _PART
             )
             self._parts = parts.view(_PARTS, 2, _PART)
+            # Views of these; making them takes as long as the sum of a few tokens.
+            self._places: dict[tuple[int, torch.Size, torch.dtype], list[Tensor]] = {}
         self._lines[rank, _PROCESS] = os.getpid()
 
     @classmethod
@@ -152,11 +155,17 @@ class SharedMemory:
         self._posted += 1
         # The other may still read what was in this place.
         self._until(1 - self.rank, _TAKEN, self._posted - _PARTS)
-        flat = x.view(-1)
-        place = self._parts[self._posted % _PARTS, :, : x.nbytes].view(x.dtype)
-        place[self.rank].copy_(flat)
+        place = self._posted % _PARTS, x.shape, x.dtype
+        if place not in self._places:
+            if len(self._places) == _SHAPES:
+                self._places.clear()
+            self._places[place] = [
+                part[: x.nbytes].view(x.dtype).view(x.shape) for part in self._parts[place[0]]
+            ]
+        both = self._places[place]
+        both[self.rank].copy_(x)
         self._lines[self.rank, _POSTED] = self._posted
-        posted = Posted(self, self._posted, flat, place[1 - self.rank])
+        posted = Posted(self, self._posted, x, both[1 - self.rank])
         self._under_way.append(posted)
         return posted
 

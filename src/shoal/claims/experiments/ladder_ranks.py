@@ -146,7 +146,13 @@ class Decoding:
             engine.close()
 
     def open(self, name: str, kind: str, **emulated: Any) -> None:
-        """Start two ranks; ``latency_s`` and ``sums`` as of their runner."""
+        """Start two ranks, in the place of those that had the name.
+
+        Args:
+            name: of these.
+            kind: ``ladder``, ``standard`` or ``parallel``.
+            emulated: ``latency_s`` and ``sums`` of their runner.
+        """
         from shoal.model import huggingface
         from shoal.serve.workers import ranked_engine
         from shoal.train.zoo import random
@@ -165,6 +171,8 @@ class Decoding:
             }
         )
         config = huggingface.read_config(directory)
+        if name in self._engines:
+            self._engines.pop(name).close()
         self._engines[name] = ranked_engine(job, config, **emulated)
         self.run(name)
 
