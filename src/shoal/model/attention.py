@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
+from shoal.model.desync import own, shared
 from shoal.model.norm import RMSNorm
 from shoal.model.parscale import before, spread
 from shoal.model.rope import rotate, rotate_split
@@ -260,6 +261,7 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.causal = config.causal
+        self.apart = config.architecture.residual.apart
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = nn.Linear(config.hidden, rows, bias=config.attention_bias)
         self.o_proj = nn.Linear(
@@ -284,7 +286,7 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """Mix each token with those it sees: those before it, or those that ``mask`` says."""
-        batch, length, _ = x_BTD.shape
+        length = x_BTD.shape[1]
         q, k, v = self._project(x_BTD, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v, self.prefix)
@@ -297,17 +299,23 @@ class Attention(nn.Module):
             mask,
             causal=self.causal and (mask is not None or length > 1),
         )
-        mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        seen = out.transpose(1, 2).reshape(len(q), length, -1)
+        mixed: Tensor = self.o_proj(shared(seen, self.apart))
         return mixed
 
     def flat(self, x_ND: Tensor, turn: Turn, mixer: Mixer) -> Tensor:
         """What tokens of any sequences see [N, H d], before ``o_proj``; ``mixer`` knows it."""
-        q, k, v = turn(self, self.qkv_proj(x_ND))
-        return mixer(self.layer, q, k, v).reshape(len(x_ND), -1)
+        q, k, v = turn(self, self._own(x_ND))
+        return mixer(self.layer, q, k, v).reshape(len(q), -1)
 
     def _project(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values."""
-        return self.rotated(self.qkv_proj(x_BTD), cos, sin)
+        return self.rotated(self._own(x_BTD), cos, sin)
+
+    def _own(self, x: Tensor) -> Tensor:
+        """Queries, keys and values; of streams that are apart, each gives those of its heads."""
+        keys = self.num_kv_heads * self.head_dim
+        return own(self.qkv_proj(x), self.apart, (self.num_heads * self.head_dim, keys, keys))
 
     def rotated(self, qkv_BTR: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, T, H, d] and keys, and values [B, T, K, d], of projected tokens."""
