@@ -17,6 +17,7 @@ from shoal.parallel.shared_memory import SharedMemory
 # Small slots, so that a tensor takes several turns of both sets; and small rings, so that
 # messages meet their ends, fill them, and are too large for them.
 shared_memory._CHUNK = 4096
+shared_memory._PART = 4096
 mailboxes._RING = 8192
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -70,6 +71,32 @@ def check(comm: TorchComm, *, exact: bool = True) -> None:
         one = torch.ones(2000)
         comm.all_reduce(one, tag="test").wait()
         assert bool((one == WORLD).all())
+
+
+def begun(comm: TorchComm) -> None:
+    """Sums that two ranks begin and wait for later, in any order, and more than there is room."""
+    for early in (1, 2, 3, 9):
+        sums = [part(RANK, 10 + number, torch.float32) for number in range(early)]
+        pending = [comm.all_reduce(one, tag="test") for one in sums]
+        gathered = torch.empty(WORLD * 5)  # another collective in between
+        comm.all_gather(gathered, torch.full((5,), float(RANK)), tag="test").wait()
+        for work in reversed(pending):
+            work.wait()
+        for number, one in enumerate(sums):
+            total = part(0, 10 + number, torch.float32)
+            for rank in range(1, WORLD):
+                total += part(rank, 10 + number, torch.float32)
+            assert torch.equal(one, total), (early, number)
+    if WORLD == 2 and RANK == 0:  # nobody is waited for at the beginning
+        one = torch.ones(3)
+        work = comm.all_reduce(one, tag="test")
+        assert one.tolist() == [1.0] * 3
+        comm.send(one, 1, tag="go").wait()
+        work.wait()
+        assert one.tolist() == [2.0] * 3
+    elif WORLD == 2:
+        comm.receive(torch.empty(3), 0, tag="go").wait()
+        comm.all_reduce(torch.ones(3), tag="test").wait()
 
 
 def ring_and_gloo(comm: TorchComm) -> None:
@@ -148,6 +175,7 @@ def main() -> None:
         assert mapped
         assert all(row.endswith("(deleted)") for row in mapped), "it has no name any more"
         check(comm)
+        begun(comm)
         assert comm.mailboxes is not None
         ring_and_gloo(comm)
         refused(comm)

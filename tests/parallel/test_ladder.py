@@ -1,4 +1,4 @@
-"""Ladder residual under tensor parallelism: equal to one process, with as many sums."""
+"""Ladder residual and desync under tensor parallelism: equal to one process, by their sums."""
 
 from __future__ import annotations
 
@@ -37,6 +37,23 @@ def test_every_split_equals_one_process(
     assert found.same, found
 
 
+@pytest.mark.parametrize(
+    ("every", "parallel", "more"),
+    [
+        (4, {"tp": 2}, {}),
+        pytest.param(3, {"dp": 2, "tp": 2}, {"shard": "zero2"}, marks=pytest.mark.slow),
+        pytest.param(2, {"tp": 2}, {"recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param(3, {"dp": 2}, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_are_apart_equal_one_process(
+    every: int, parallel: dict[str, Any], more: dict[str, Any]
+) -> None:
+    model = config(architecture={"residual": {"name": "desync", "every": every}})
+    found = same_as_one(job(parallel, **more), model)
+    assert found.same, found
+
+
 class _Log:
     """A communicator that notes when a sum begins and when it is waited for."""
 
@@ -58,9 +75,9 @@ class _Log:
         return type("Pending", (), {"wait": staticmethod(wait)})()
 
 
-def _forward(comm: Any, name: str) -> tuple[list[str], torch.Tensor]:
+def _forward(comm: Any, residual: Any) -> tuple[list[str], torch.Tensor]:
     """The sums of four blocks on one of two ranks, and the stream behind them."""
-    model = config(num_layers=4, architecture={"residual": name})
+    model = config(num_layers=4, architecture={"residual": residual})
     fresh = Fresh(model, dtype=torch.float64)
     log: Any = _Log(comm)
     every = slices(model, Parallel(tp=2), comm.rank)
@@ -83,6 +100,10 @@ def test_as_many_sums_as_standard_and_each_waited_for_one_sub_layer_later() -> N
     assert torch.equal(x, other)
     assert ladder.count("begin") == standard.count("begin") == 8
     assert standard == [word for n in range(8) for word in ("begin", f"wait {n}")]
+    desync = {"name": "desync", "every": 3}
+    some, y = run_ranks(2, lambda comm: _forward(comm, desync))[0]
+    assert some == [word for n in range(3) for word in ("begin", f"wait {n}")]
+    assert not torch.allclose(x, y)
     # The sum of sub-layer i is waited for when i + 1 has begun its own, never before.
     late = ["begin", "begin", *(w for n in range(6) for w in (f"wait {n}", "begin"))]
     assert ladder == [*late, "wait 6", "wait 7"]
@@ -105,3 +126,12 @@ def test_what_cannot_run_it_refuses_it(
     shape = config(architecture={"residual": "ladder"}).shape()
     with pytest.raises(PlanError, match=named):
         check_split(job(parallel, **more), shape)
+
+
+def test_other_ranks_than_the_model_has_are_refused() -> None:
+    made = {"name": "desync", "ranks": 4}
+    shape = config(num_heads=4, num_kv_heads=4, architecture={"residual": made}).shape()
+    with pytest.raises(PlanError, match=r"parallel\.tp = 2.*1 or 4"):
+        check_split(job({"tp": 2}), shape)
+    with pytest.raises(PlanError, match="dropout"):
+        check_split(job({"tp": 4}, dropout=0.1), shape)

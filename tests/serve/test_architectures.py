@@ -48,6 +48,7 @@ OPTIONS = (
             {"name": "ladder"},
             {"name": "ladder", "layers": "upper_half"},
             {"name": "ladder", "layers": (0,)},
+            {"name": "desync", "every": 3},
         )
     ),
 )
@@ -64,9 +65,17 @@ def test_an_engine_gives_the_tokens_of_plain_generation(
     assert plain != want
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
-def test_two_ranks_of_a_ladder_give_the_tokens_of_one(family, random_model, engine_for, serve_all):
-    config = changed(family, residual={"name": "ladder"})
+@pytest.mark.parametrize(
+    ("family", "residual"),
+    [
+        ("llama", {"name": "ladder"}),
+        ("qwen3", {"name": "ladder"}),
+        ("mixtral", {"name": "ladder"}),
+        ("qwen3", {"name": "desync", "every": 3}),
+    ],
+)
+def test_two_ranks_give_the_tokens_of_one(family, residual, random_model, engine_for, serve_all):
+    config = changed(family, residual=residual)
     want = serve_all(engine_for(random_model(config)), prompts(), max_tokens=12)
     engine, ranks = thread_engine(job(parallel={"tp": 2}), random_model(config))
     assert serve_all(engine, prompts(), max_tokens=12) == want
@@ -74,7 +83,12 @@ def test_two_ranks_of_a_ladder_give_the_tokens_of_one(family, random_model, engi
 
 
 @pytest.mark.parametrize(
-    ("option", "parallel"), [({"residual": "ladder"}, {"pp": 2}), ({"streams": 2}, {"tp": 2})]
+    ("option", "parallel"),
+    [
+        ({"residual": "ladder"}, {"pp": 2}),
+        ({"streams": 2}, {"tp": 2}),
+        ({"residual": "desync"}, {"tp": 4}),
+    ],
 )
 def test_what_ranks_cannot_share_is_refused(option, parallel, random_model):
     with pytest.raises(ServeError, match=r"parallel\."):

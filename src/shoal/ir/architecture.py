@@ -25,14 +25,19 @@ class Residual(Value):
 
     Args:
         name: ``standard``, at once; ``ladder``, one sub-layer late, so that its sum over
-            tensor-parallel ranks travels while the next one computes.
+            tensor-parallel ranks travels while the next one computes; ``desync``, of all ranks
+            now and then, and between that each rank adds what it has to a stream of its own.
         layers: of the ladder: all, the upper half, or numbers of blocks; the others are standard.
-        rewire: of a ladder: its weights may come from a model that was trained otherwise; said
-            once, not written to directories.
+        every: of desync: one sum in so many sub-layers (two a block), and the last.
+        ranks: of desync: streams. Tensor parallelism is over as many ranks or none.
+        rewire: of a ladder or desync: its weights may come from a model that was trained
+            otherwise; said once, not written to directories.
     """
 
-    name: Literal["standard", "ladder"] = "standard"
+    name: Literal["standard", "ladder", "desync"] = "standard"
     layers: Literal["all", "upper_half"] | tuple[int, ...] = "all"
+    every: PositiveInt = 2
+    ranks: PositiveInt = 2
     rewire: bool = False
 
     @model_validator(mode="before")
@@ -49,12 +54,46 @@ class Residual(Value):
         first = 0 if self.layers == "all" else num_layers // 2
         return tuple(layer >= first for layer in range(num_layers))
 
+    @property
+    def apart(self) -> int:
+        """Streams that a device which computes all of the model has."""
+        return self.ranks if self.name == "desync" else 1
+
+    def sums(self, num_layers: int) -> tuple[tuple[bool, bool], ...]:
+        """Of every block, whether attention and feed-forward layer sum over the ranks."""
+        every, last = self.every if self.name == "desync" else 1, 2 * num_layers
+        kept = [place % every == 0 or place == last for place in range(1, last + 1)]
+        return tuple(zip(kept[::2], kept[1::2], strict=True))
+
     def check(self, num_layers: int) -> None:
         """Refuse numbers that no model of so many blocks has.
 
         Raises:
             ModelError: names them.
         """
+        for option, given in (("every", self.every), ("ranks", self.ranks)):
+            require(
+                self.name == "desync" or given == type(self).model_fields[option].default,
+                f"residual.{option}",
+                given,
+                expected="desync in residual.name",
+                error=ModelError,
+            )
+        if self.name == "desync":
+            require(
+                self.every <= 2 * num_layers,
+                "residual.every",
+                self.every,
+                expected=f"at most {2 * num_layers}, the sub-layers of {num_layers} blocks",
+                error=ModelError,
+            )
+            require(
+                self.layers == "all",
+                "residual.layers",
+                self.layers,
+                expected="all in a model with desync",
+                error=ModelError,
+            )
         if isinstance(self.layers, tuple):
             require(
                 bool(self.layers) and all(0 <= layer < num_layers for layer in self.layers),

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
+from shoal.model.desync import own, shared
 from shoal.model.norm import RMSNorm
-from shoal.model.parscale import before
+from shoal.model.parscale import before, spread
 from shoal.model.rope import rotate, rotate_split
 
 __all__ = ["Attention", "KVCache", "Mixer", "Turn", "attend", "document_mask"]
@@ -33,6 +34,8 @@ _QUERY_BLOCK = 128
 
 class KVCache:
     """Keys and values of the tokens seen so far, in buffers of a fixed size.
+
+    Those of virtual tokens, which a model with streams has, lie before them and are not counted.
 
     Args:
         config: the model.
@@ -51,33 +54,43 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        batch *= config.architecture.streams.num
-        size = (config.num_layers, 2, batch, capacity, config.num_kv_heads, config.head_dim)
+        streams = config.architecture.streams
+        batch *= streams.num
+        self._virtual = streams.prefix if streams.num > 1 else 0
+        rows = self._virtual + capacity
+        size = (config.num_layers, 2, batch, rows, config.num_kv_heads, config.head_dim)
         self._store = torch.empty(size, dtype=dtype, device=device)
         self.capacity = capacity
         self.length = 0
 
-    def append(self, layer: int, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor]:
+    def append(
+        self, layer: int, k_BTKd: Tensor, v_BTKd: Tensor, prefix_2PMKd: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Store the new tokens of one layer; returns all of its keys and values [B, S, K, d].
 
-        :attr:`length` is moved on by the model, once for all layers.
+        :attr:`length` is moved on by the model, once for all layers. With the first tokens the
+        layer's prefix is stored, which comes first in what is returned.
         """
         stop = self.length + k_BTKd.shape[1]
         if stop > self.capacity:
             raise ValueError(f"{stop} tokens in a cache for {self.capacity}")
         keys, values = self._store[layer]
-        keys[:, self.length : stop] = k_BTKd
-        values[:, self.length : stop] = v_BTKd
+        if prefix_2PMKd is not None and not self.length:
+            for side, first in zip((keys, values), spread(prefix_2PMKd, len(keys)), strict=True):
+                side[:, : self._virtual] = first
+        start, stop = self._virtual + self.length, self._virtual + stop
+        keys[:, start:stop] = k_BTKd
+        values[:, start:stop] = v_BTKd
         return keys[:, :stop], values[:, :stop]
 
     def held(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values of one layer so far, [B, length, K, d]."""
-        keys, values = self._store[layer]
-        return keys[:, : self.length], values[:, : self.length]
+        keys, values = self._store[layer, :, :, self._virtual : self._virtual + self.length]
+        return keys, values
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [B, length, K, d] of every layer."""
-        return [(k[:, : self.length], v[:, : self.length]) for k, v in self._store.unbind(0)]
+        return [self.held(layer) for layer in range(len(self._store))]
 
 
 class Mixer(Protocol):
@@ -248,6 +261,7 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.causal = config.causal
+        self.apart = config.architecture.residual.apart
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = nn.Linear(config.hidden, rows, bias=config.attention_bias)
         self.o_proj = nn.Linear(
@@ -272,11 +286,11 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """Mix each token with those it sees: those before it, or those that ``mask`` says."""
-        batch, length, _ = x_BTD.shape
+        length = x_BTD.shape[1]
         q, k, v = self._project(x_BTD, cos, sin)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        if self.prefix is not None:
+            k, v = cache.append(self.layer, k, v, self.prefix)
+        elif self.prefix is not None:
             k, v = before(self.prefix, k, v)
         out = attend(
             q.transpose(1, 2),
@@ -285,17 +299,23 @@ class Attention(nn.Module):
             mask,
             causal=self.causal and (mask is not None or length > 1),
         )
-        mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        seen = out.transpose(1, 2).reshape(len(q), length, -1)
+        mixed: Tensor = self.o_proj(shared(seen, self.apart))
         return mixed
 
     def flat(self, x_ND: Tensor, turn: Turn, mixer: Mixer) -> Tensor:
         """What tokens of any sequences see [N, H d], before ``o_proj``; ``mixer`` knows it."""
-        q, k, v = turn(self, self.qkv_proj(x_ND))
-        return mixer(self.layer, q, k, v).reshape(len(x_ND), -1)
+        q, k, v = turn(self, self._own(x_ND))
+        return mixer(self.layer, q, k, v).reshape(len(q), -1)
 
     def _project(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values."""
-        return self.rotated(self.qkv_proj(x_BTD), cos, sin)
+        return self.rotated(self._own(x_BTD), cos, sin)
+
+    def _own(self, x: Tensor) -> Tensor:
+        """Queries, keys and values; of streams that are apart, each gives those of its heads."""
+        keys = self.num_kv_heads * self.head_dim
+        return own(self.qkv_proj(x), self.apart, (self.num_heads * self.head_dim, keys, keys))
 
     def rotated(self, qkv_BTR: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, T, H, d] and keys, and values [B, T, K, d], of projected tokens."""

@@ -206,6 +206,22 @@ class ModelConfig(Value):
             expected="a plain model in the family parallel, which has one sub-layer a block",
             error=ModelError,
         )
+        ranks = self.architecture.residual.apart
+        counts = (self.num_heads, self.num_kv_heads, self.ffn_hidden)
+        require(
+            all(count % ranks == 0 for count in counts),
+            "residual.ranks",
+            ranks,
+            expected=f"a divisor of num_heads, num_kv_heads and ffn_hidden = {counts}",
+            error=ModelError,
+        )
+        require(
+            ranks == 1 or not (self.num_experts or self.ffn_bias or self.output_bias),
+            "residual",
+            "desync",
+            expected="standard or ladder in a model with experts, or with biases behind its sums",
+            error=ModelError,
+        )
         require(
             self.architecture.ffn.name == "plain" or not (self.num_experts or self.ffn_bias),
             "architecture.ffn",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shoal.kernel.fused.torch_training import gate
 from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
+from shoal.model.desync import own, shared
 
 __all__ = ["Experts", "SwiGLU", "gate"]
 
@@ -29,11 +30,13 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden, 2 * config.ffn_hidden, bias=config.ffn_bias)
         self.down_proj = nn.Linear(config.ffn_hidden, config.hidden, bias=config.ffn_bias)
+        self.width, self.apart = config.ffn_hidden, config.architecture.residual.apart
         self.kernel: Ready | None = None  # see shoal.model.accelerate and shoal.model.trained
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Each token by itself."""
-        out: Tensor = self.down_proj((self.kernel or gate)(self.gate_up_proj(x_BTD)))
+        gates = own(self.gate_up_proj(x_BTD), self.apart, (self.width, self.width))
+        out: Tensor = self.down_proj(shared((self.kernel or gate)(gates), self.apart))
         return out
 
 

@@ -7,7 +7,7 @@ weighed token by token::
     w = softmax(down(silu(up([h_1, ..., h_P])))),  w <- (1 - eps) w + eps / P,  h = sum_p w_p h_p
 
 Streams lie on the batch axis, stream by stream; in a paged cache, where a token has one place, they
-are more heads of it. Prefixes are parameters: no cache holds them.
+are more heads of it. Prefixes are parameters, which a cache may hold beside the tokens.
 
 Shapes: P streams, M virtual tokens, B sequences, N tokens, K key/value heads, d head_dim, D hidden.
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
-__all__ = ["Aggregate", "before", "causal", "flat", "heads_of", "paged", "prefixes", "repeated"]
+__all__ = ["Aggregate", "before", "causal", "flat", "heads_of", "paged", "prefixes", "repeated", "spread"]
 
 
 class Aggregate(nn.Module):
@@ -58,15 +58,23 @@ def repeated(x: Tensor, num: int) -> Tensor:
     return x.repeat(num, *[1] * (x.dim() - 1)) if num > 1 else x
 
 
+def spread(prefix_2PMKd: Tensor, rows: int) -> Tensor:
+    """The prefix [2, P * B, M, K, d] of every row of the batch axis, stream by stream."""
+    return prefix_2PMKd.repeat_interleave(rows // prefix_2PMKd.shape[1], 1)
+
+
 def before(prefix_2PMKd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [P * B, M + S, K, d] behind the prefix of each stream."""
-    rows = len(k_BSKd) // prefix_2PMKd.shape[1]
-    first = prefix_2PMKd.to(k_BSKd.dtype).repeat_interleave(rows, 1)
+    first = spread(prefix_2PMKd.to(k_BSKd.dtype), len(k_BSKd))
     return torch.cat([first[0], k_BSKd], 1), torch.cat([first[1], v_BSKd], 1)
 
 
-def causal(mask: Tensor | None, virtual: int, length: int, start: int, like: Tensor) -> Tensor:
+def causal(
+    mask: Tensor | None, virtual: int, length: int, start: int, like: Tensor
+) -> Tensor | None:
     """Additive mask of ``length`` queries over the prefix, which all see, and the real tokens.
+
+    None where a single query sees all of them.
 
     Args:
         mask: of the real tokens; None for a causal one.
@@ -76,6 +84,8 @@ def causal(mask: Tensor | None, virtual: int, length: int, start: int, like: Ten
         like: of the dtype and device.
     """
     if mask is None:
+        if length == 1:
+            return None
         mask = torch.full((length, start + length), float("-inf"), dtype=like.dtype)
         mask = mask.to(like.device).triu_(start + 1)
     return F.pad(mask, (virtual, 0))

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError, require
 from shoal.kernel.protocols import Ready
-from shoal.model import duo, ladder, parscale
+from shoal.model import desync, duo, ladder, parscale
 from shoal.model.attention import Attention, KVCache, Mixer, Turn, document_mask
 from shoal.model.config import ModelConfig
 from shoal.model.dropout import ATTENTION, FEED_FORWARD, Drop, StepDropout
@@ -47,6 +47,10 @@ class Block(nn.Module):
         residual = config.architecture.residual
         self.ladder = residual.name == "ladder"
         self.late = residual.late(config.num_layers)[layer]
+        self.desync = residual.name == "desync"
+        self.sums = residual.sums(config.num_layers)[layer]
+        self.last = layer == config.num_layers - 1
+        self.join = desync.averaged(residual.apart)
         if not self.parallel:
             self.mlp_norm = RMSNorm(config.hidden, config.rms_norm_eps)
         dense = duo.DuoFFN if config.architecture.ffn.name == "duo" else SwiGLU
@@ -77,6 +81,8 @@ class Block(nn.Module):
         """The residual stream through both branches; with :mod:`shoal.model.ladder` its state."""
         if self.ladder:
             return ladder.wired(self, x, attend, feed, drop)
+        if self.desync:
+            return desync.wired(self, x, attend, feed)
         normed = self.attention_norm(x)
         x = self.residual(x, attend(normed), drop, ATTENTION)
         if not self.parallel:
@@ -224,7 +230,8 @@ class Transformer(nn.Module):
         streams = config.architecture.streams
         if self.aggregate is not None:
             mask = parscale.causal(mask, streams.prefix, length, start, x_BTD)
-            mask = parscale.repeated(mask, streams.num) if mask.dim() == 4 else mask
+            if mask is not None and mask.dim() == 4:
+                mask = parscale.repeated(mask, streams.num)
             x_BTD = parscale.repeated(x_BTD, streams.num)
         if self.routes:
             duo.begin(self, tokens_BT, torch.arange(start, start + length, device=x_BTD.device))
@@ -232,6 +239,7 @@ class Transformer(nn.Module):
         if dropout is not None and self.training:
             positions_T = torch.arange(start, start + length, device=x_BTD.device)
             drop = dropout.over(positions_T, length, len(tokens_BT))
+        x_BTD = desync.apart(x_BTD, config.architecture.residual.apart)
         again = recompute if isinstance(recompute, Collection) else range(len(self.blocks))
         for layer, block in enumerate(self.blocks):
             if recompute and layer in again and torch.is_grad_enabled():
@@ -240,6 +248,7 @@ class Transformer(nn.Module):
                 x_BTD = block(x_BTD, cos, sin, mask, cache, drop)
         if cache is not None:
             cache.length += length
+        x_BTD = desync.together(x_BTD, config.architecture.residual.apart)
         normed: Tensor = self.norm(ladder.settled(x_BTD, config.num_layers, drop))
         return self.aggregated(normed)
 
@@ -281,6 +290,8 @@ class Transformer(nn.Module):
         """
         if self.config.architecture.residual.name == "ladder":
             return ladder.through(self, x_ND, position_N, mixer, rows_R)
+        if self.config.architecture.residual.name == "desync":
+            return desync.through(self, x_ND, position_N, mixer, rows_R)
         branch_ND: Tensor | None = None
         turn = self.turn(position_N, x_ND.dtype)
         last = len(self.blocks) - 1

@@ -19,7 +19,7 @@ from shoal.model.dropout import Drop
 from shoal.model.feedforward import Experts, SwiGLU, gate
 from shoal.model.transformer import Block
 from shoal.parallel.linear import ColumnLinear, LateRowLinear, Linear, RowLinear, grouped
-from shoal.parallel.operators import enter, leave
+from shoal.parallel.operators import enter, leave, synced
 
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
@@ -31,9 +31,14 @@ Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def local_config(config: ModelConfig, tp: int) -> ModelConfig:
-    """The configuration of one tp rank's blocks."""
+    """The configuration of one tp rank's blocks; of streams that are apart it has one."""
+    architecture = config.architecture
+    if tp > 1 and architecture.residual.apart > 1:
+        one = architecture.residual.model_copy(update={"ranks": 1})
+        architecture = architecture.model_copy(update={"residual": one})
     return config.model_copy(
         update={
+            "architecture": architecture,
             "num_heads": config.num_heads // tp,
             # Fewer than ranks: several hold the same one.
             "num_kv_heads": max(1, config.num_kv_heads // tp),
@@ -76,12 +81,18 @@ class WholeBlock(Block):
         super().__init__(config, layer)
         attention = self.attention
         how: dict[str, Any] = {"sp": sp, "overlap": overlap}
-        # What a ladder adds late may be on its way.
-        row = LateRowLinear if self.ladder else RowLinear
-        attention.qkv_proj = ColumnLinear.of(attention.qkv_proj, comm, **how)
+        # What a ladder adds late may be on its way; ranks that are apart add what they have.
+        column, row = (
+            (Linear, Linear)
+            if self.desync
+            else (ColumnLinear, LateRowLinear if self.ladder else RowLinear)
+        )
+        if self.desync and comm.world > 1:
+            self.join = synced(comm)
+        attention.qkv_proj = column.of(attention.qkv_proj, comm, **how)
         attention.o_proj = row.of(attention.o_proj, comm, **how)
         if isinstance(self.mlp, SwiGLU):
-            self.mlp.gate_up_proj = ColumnLinear.of(self.mlp.gate_up_proj, comm, **how)
+            self.mlp.gate_up_proj = column.of(self.mlp.gate_up_proj, comm, **how)
             self.mlp.down_proj = row.of(self.mlp.down_proj, comm, **how)
         else:
             self.mlp = _Experts(config, comm, sp=sp)

@@ -12,6 +12,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -65,6 +66,16 @@ class _Guarded:
         if self._then is not None:
             self._then()
             self._then = None
+
+
+class _Beside:
+    """What is under way in memory of the communicator's own; see :meth:`TorchComm._beside`."""
+
+    def __init__(self, comm: TorchComm, call: Callable[[], None]) -> None:
+        self._comm, self._call = comm, call
+
+    def wait(self) -> None:
+        self._comm._beside(self._call)
 
 
 class TorchComm:
@@ -196,6 +207,10 @@ class TorchComm:
         self.wire.ring("all_reduce", ring_all_reduce_bytes(x.nbytes, self.world), tag)
         shared = self._shared() if op == "sum" and x.is_contiguous() else None
         if shared is not None:
+            with _undisturbed():
+                posted = self._start(lambda: shared.post(x))
+            if posted is not None:
+                return _Beside(self, posted.wait)
             self._beside(lambda: shared.all_reduce(x))
             return _Done()
         how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -352,9 +367,7 @@ class TorchComm:
 
         It belongs to no device, so whoever counts what operators use of one does not see it.
         """
-        from torch.utils._python_dispatch import _disable_current_modes
-
-        with _disable_current_modes():
+        with _undisturbed():
             self.guard(call)
 
     def close(self) -> None:
@@ -425,6 +438,14 @@ class TorchComm:
             return ""
         worst = blame(present)
         return f" waiting for rank {worst.rank} (step {worst.step}, silent {worst.age_s:.0f} s)"
+
+
+def _undisturbed() -> AbstractContextManager[object]:
+    """A context without torch's dispatch modes; leaving none costs nothing."""
+    from torch._C import _len_torch_dispatch_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -34,7 +34,10 @@ def check_architecture(job: TrainJob, shape: ModelShape) -> None:
         "compile": (job.compile, False),
     }
     if name != "ladder":
-        refused |= {"parallel.tp": (p.tp, 1), "dropout": (job.dropout, 0.0)}
+        refused["dropout"] = (job.dropout, 0.0)
+    ranks = shape.architecture.residual.apart
+    if name != "ladder" and not (p.tp == ranks or p.tp == 1):
+        refused["parallel.tp"] = (p.tp, 1 if ranks == 1 else f"1 or {ranks}")
     for option, (given, wanted) in refused.items():
         if given != wanted:
             raise PlanError(

@@ -12,6 +12,7 @@ function            forward                  backward
 ``gather_tokens``   all-gather               reduce-scatter
 ``reduce_scatter``  reduce-scatter           all-gather
 ``scatter_tokens``  own rows                 all-gather
+``synced``          all-reduce               all-reduce
 ==================  =======================  ====================
 
 Source: Shoeybi et al., Megatron-LM, 2019 (f and g); Korthikanti et al., Reducing Activation
@@ -20,6 +21,7 @@ Recomputation in Large Transformer Models, 2022.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +46,7 @@ __all__ = [
     "reduced",
     "scatter_tokens",
     "scattered",
+    "synced",
 ]
 
 # Under this tag the meter counts the activations of tensor parallelism and their gradients.
@@ -146,6 +149,30 @@ class _ScatterTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor, None]:
         return gathered(grad_nD, ctx.comm, ctx.total), None
+
+
+class _Synced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, last: bool) -> Tensor:
+        ctx.comm, ctx.last = comm, last
+        return reduced(x.clone(memory_format=torch.contiguous_format), comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.last:  # all ranks compute the same from it, and so the whole gradient
+            return grad, None, None
+        return reduced(grad.clone(memory_format=torch.contiguous_format), ctx.comm), None, None
+
+
+def synced(comm: Comm) -> Callable[[Tensor, Tensor, bool], Tensor]:
+    """The :data:`~shoal.model.desync.Join` of ranks that have a stream each."""
+
+    def join(x: Tensor, output: Tensor, last: bool) -> Tensor:
+        out: Tensor = _Synced.apply(x / comm.world + output, comm, last)  # type: ignore[no-untyped-call]
+        return out
+
+    return join
 
 
 def copy_to(x: Tensor, comm: Comm) -> Tensor:

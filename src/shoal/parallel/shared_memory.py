@@ -10,6 +10,9 @@ A part goes through in chunks that stay in the caches. Two sets of slots take tu
 that nobody writes where a slower rank still reads: between two uses of a set lies a
 barrier of the other one.
 
+Two ranks can also begin a sum and go on: each puts its part where the other finds it, and adds
+the other's when it waits. That has slots of its own, so that several are under way at once.
+
 Source: the direct reduce-scatter and all-gather of Thakur, Rabenseifner and Gropp,
 Optimization of Collective Communication Operations in MPICH, 2005.
 """
@@ -21,6 +24,7 @@ import os
 import platform
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +35,34 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["NAP_S", "SPINS", "SharedMemory", "join_file", "runs"]
+__all__ = ["NAP_S", "SPINS", "Posted", "SharedMemory", "join_file", "runs"]
 
 _CHUNK = 2 * 2**20  # bytes of a slot: two ranks' slots fit in the caches of a core
 _LINE = 64  # bytes of a cache line: counters of different ranks must not share one
+# What the line of a rank holds: barriers, its process, sums begun, sums of which it has read.
+_COUNT, _PROCESS, _POSTED, _TAKEN = range(4)
+_PART = 2**19  # bytes of a part of a sum that begins without waiting
+_PARTS = 4  # of those under way at once
+_SHAPES = 1024  # whose views are kept
 SPINS = 2000  # polls, about 0.2 ms, before a waiting rank gives its core away
 NAP_S = 5e-5
 _FOLDER = Path("/dev/shm")  # noqa: S108 - opened by mkstemp, and nameless at once
+
+
+class Posted:
+    """A sum of two ranks that has begun; made by :meth:`SharedMemory.post`."""
+
+    def __init__(self, shared: SharedMemory, number: int, part: Tensor, other: Tensor) -> None:
+        self._shared, self.number = shared, number
+        self.part, self.other = part, other
+
+    def wait(self) -> None:
+        """Return when the sum is there; costs no more than the addition if the other was first.
+
+        Raises:
+            RuntimeError: the other rank is gone, or did not come in time.
+        """
+        self._shared.finish(self.number)
 
 
 class SharedMemory:
@@ -63,7 +88,17 @@ class SharedMemory:
         self._typed: dict[torch.dtype, Tensor] = {torch.uint8: self._slots}
         self._turn = 0
         self._count = 0
-        self._lines[rank, 1] = os.getpid()
+        self._under_way: deque[Posted] = deque()
+        self._posted = 0
+        if world == 2:
+            begin = _header(world) + slots.nbytes
+            parts = torch.frombuffer(
+                self._map, dtype=torch.uint8, offset=begin, count=2 * _PARTS * _PART
+            )
+            self._parts = parts.view(_PARTS, 2, _PART)
+            # Views of these; making them takes as long as the sum of a few tokens.
+            self._places: dict[tuple[int, torch.Size, torch.dtype], list[Tensor]] = {}
+        self._lines[rank, _PROCESS] = os.getpid()
 
     @classmethod
     def join(
@@ -103,6 +138,49 @@ class SharedMemory:
                 total.add_(at[other, low:high])
             self.barrier()
             part.copy_(at[0, :count])
+
+    def post(self, x: Tensor) -> Posted | None:
+        """Begin to sum a contiguous tensor in place and wait for nobody; None if it cannot be so.
+
+        It can be with two ranks and a tensor of at most 512 KiB. Each rank adds what the other
+        has, so both have the same bits. Both begin their sums in the same order.
+
+        Raises:
+            RuntimeError: the other rank is gone, or did not come in time.
+        """
+        if self.world != 2 or x.nbytes > _PART:
+            return None
+        if len(self._under_way) == _PARTS:
+            self.finish(self._under_way[0].number)
+        self._posted += 1
+        # The other may still read what was in this place.
+        self._until(1 - self.rank, _TAKEN, self._posted - _PARTS)
+        place = self._posted % _PARTS, x.shape, x.dtype
+        if place not in self._places:
+            if len(self._places) == _SHAPES:
+                self._places.clear()
+            self._places[place] = [
+                part[: x.nbytes].view(x.dtype).view(x.shape) for part in self._parts[place[0]]
+            ]
+        both = self._places[place]
+        both[self.rank].copy_(x)
+        self._lines[self.rank, _POSTED] = self._posted
+        posted = Posted(self, self._posted, x, both[1 - self.rank])
+        self._under_way.append(posted)
+        return posted
+
+    def finish(self, number: int) -> None:
+        """Make the sums that were begun, up to one of them.
+
+        Raises:
+            RuntimeError: the other rank is gone, or did not come in time.
+        """
+        while self._under_way and self._under_way[0].number <= number:
+            first = self._under_way[0]
+            self._until(1 - self.rank, _POSTED, first.number)
+            first.part.add_(first.other)
+            self._lines[self.rank, _TAKEN] = first.number
+            self._under_way.popleft()
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Every rank's ``x`` [n] into ``out`` [world * n], both contiguous.
@@ -166,25 +244,24 @@ class SharedMemory:
             RuntimeError: a rank is gone, or did not come in time.
         """
         self._count += 1
-        counters = self._lines[:, 0]
         # x86 keeps the order of stores: who sees the count sees what was written before.
-        counters[self.rank] = self._count
+        self._lines[self.rank, _COUNT] = self._count
         for other in range(self.world):
-            for _ in range(SPINS):
-                if counters[other] >= self._count:
-                    break
-            else:
-                self._wait_for(other)
+            self._until(other, _COUNT, self._count)
 
-    def _wait_for(self, other: int) -> None:
-        counters = self._lines[:, 0]
+    def _until(self, other: int, what: int, number: int) -> None:
+        """Wait until a rank has counted so far."""
+        counters = self._lines[:, what]
+        for _ in range(SPINS):
+            if counters[other] >= number:
+                return
         begin = looked = time.monotonic()
-        while counters[other] < self._count:
+        while counters[other] < number:
             time.sleep(NAP_S)
             now = time.monotonic()
             if now - looked > 0.1:
                 looked = now
-                if not runs(int(self._lines[other, 1])) and counters[other] < self._count:
+                if not runs(int(self._lines[other, _PROCESS])) and counters[other] < number:
                     raise RuntimeError(f"rank {other} has ended")
                 if now - begin > self.timeout_s:
                     raise RuntimeError(f"rank {other} did not come in {self.timeout_s:g} s")
@@ -241,7 +318,8 @@ def _header(world: int) -> int:
 
 
 def _size(world: int) -> int:
-    return _header(world) + 2 * world * _CHUNK
+    parts = 2 * _PARTS * _PART if world == 2 else 0
+    return _header(world) + 2 * world * _CHUNK + parts
 
 
 def _namespace() -> str:

@@ -237,9 +237,11 @@ def _slices(
         dim = len(shape) - 1
         return _cut(shape, dim, (shape[dim],), (tp,), (rank,))
     # What is left is whole. A gradient is partial where a rank sees some of the heads or
-    # tokens, or a share of the experts' outputs by which the router's choices are weighed.
+    # tokens, or a share of the experts' outputs by which the router's choices are weighed, or has
+    # a stream of its own.
     heads = leaf.endswith(("q_norm.weight", "k_norm.weight"))
-    partial = heads or parallel.sp or leaf == "mlp.router.weight"
+    apart = config.architecture.residual.apart > 1 and name.startswith("blocks.")
+    partial = heads or apart or parallel.sp or leaf == "mlp.router.weight"
     return Slices(shape, (Box.whole(shape),), partial=partial, replicated=True)
 
 

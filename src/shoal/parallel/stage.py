@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.core.errors import ConfigError, ModelError, require
 from shoal.ir.mask import Mask
 from shoal.model.attention import attend, document_mask
+from shoal.model.desync import apart, together
 from shoal.model.ladder import settled
 from shoal.model.loss import IGNORE, token_loss_sum
 from shoal.model.norm import RMSNorm
@@ -136,6 +137,9 @@ class Stage(nn.Module):
             mask = None if mb.documents is None else document_mask(mb.documents, x.dtype)
             rest = (mask, None, drop)
             x = x.view(batch, share, -1)
+        ranks = self.config.architecture.residual.apart
+        if ranks > 1:
+            x = copy_to(x, self.tp) if self.split else apart(x, ranks)
         for layer, block in zip(self.layers, self.blocks.values(), strict=True):
             if (recompute or layer in self.recomputed) and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, *rest, use_reentrant=False)
@@ -143,6 +147,8 @@ class Stage(nn.Module):
                 x = block(x, cos, sin, *rest)
         if self.config.architecture.residual.name == "ladder":
             x = settled(x, self.config.num_layers, drop)
+        if not self.split:
+            x = together(x, ranks)
         hidden: Tensor = x if self.split else x.view(batch * share, -1)
         return self._end(hidden, mb) if self.last else hidden
 

@@ -291,7 +291,7 @@ class PagedAttention:
                 keys.transpose(1, 2),
                 values.transpose(1, 2),
                 mask,
-                causal=mask is None,
+                causal=mask is None and length > 1,
             )
             parts.append(out[0].transpose(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -321,9 +321,7 @@ class PagedAttention:
             return keys, values, mask
         prefix = self._prefix(layer).to(keys.dtype)
         keys, values = before(prefix.unsqueeze(1), keys, values)
-        if mask is not None or length > 1:
-            mask = causal(mask, prefix.shape[1], length, 0, keys)
-        return keys, values, mask
+        return keys, values, causal(mask, prefix.shape[1], length, 0, keys)
 
 
 def _single(q_BHd: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

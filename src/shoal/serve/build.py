@@ -139,7 +139,8 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
             positions=positions(job, model.config),
             exact=job.exact,
             pack=job.memory.name == "resident",
-            gates=not job.room_for_adapters,
+            # Between gates and what they gate, streams that are apart give up what is not theirs.
+            gates=not job.room_for_adapters and model.config.architecture.residual.apart == 1,
         )
     memory.apply(model)
     return model
@@ -354,8 +355,8 @@ def engine_of(
     kernel = attention_kernel(job, model, cache)
     # What is recorded has addresses of weights in it: they must stay where they are.
     here = runner_type is LocalRunner and job.memory.name != "superpipeline"
-    # Nor does it see which tokens take which route.
-    here = here and config.architecture.name != "duo"
+    # Nor does it see which tokens take which route, or know streams that are apart.
+    here = here and config.architecture.name not in ("duo", "desync")
     recordable = kernel if cache.device.type == "cpu" and here else None
     options: dict[str, Any] = {
         "attention": kernel,

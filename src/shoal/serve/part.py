@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import Parallel, ServeJob
-from shoal.model import ladder
+from shoal.model import desync, ladder
 from shoal.model.attention import Mixer
 from shoal.model.feedforward import SwiGLU
 from shoal.model.transformer import Block, Transformer
@@ -70,7 +70,7 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
         ("preempt", job.preempt.name, job.preempt.name == "recompute" or swaps),
         ("weights", job.weights, job.weights == "plain"),
         ("parallel.pp", parallel.pp, parallel.pp == 1 or not config.architecture.name),
-        ("parallel.tp", parallel.tp, config.architecture.name in ("", "ladder")),
+        ("parallel.tp", parallel.tp, parallel.tp in _ranks(config, parallel.tp)),
         (
             "kv_format",
             str(job.kv_format),
@@ -83,10 +83,18 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
             wanted,
             expected="with parallel.tp or parallel.pp above 1: no instances for phases, preempt = "
             "recompute (or swap, with one step under way), weights = plain, a kv_format that does "
-            "not sort channels; and no architecture but a family's own or, with tp, a ladder",
+            "not sort channels; and no architecture but a family's own or, with tp, a ladder, or as "
+            "many ranks as a model with desync has",
             hint="leave it out, or serve with one process",
             error=ServeError,
         )
+
+
+def _ranks(config: ModelConfig, wanted: int) -> tuple[int, ...]:
+    """How many ranks can share the heads of a model, if it is not only one."""
+    if config.architecture.name in ("", "ladder"):
+        return (wanted,)
+    return (config.architecture.residual.apart,)
 
 
 class _Summed(nn.Module):
@@ -139,10 +147,10 @@ class PartModel:
             local.output = None
         self._load(local, parameters, layers)
         self._biases = [self._without_bias(block) for block in local.blocks]
-        self._ladder = config.architecture.residual.name == "ladder"
+        self._residual = config.architecture.residual.name
         self.local = prepare(job, local)
         self._table.weight = nn.Parameter(local.embed.weight, requires_grad=False)
-        if tp.world > 1 and not self._ladder:
+        if tp.world > 1 and self._residual == "standard":
             for block, (mixed, fed) in zip(self.local.blocks, self._biases, strict=True):
                 block.attention.o_proj = _Summed(block.attention.o_proj, tp, mixed)  # type: ignore[union-attr,arg-type]
                 block.mlp = _Summed(block.mlp, tp, fed)  # type: ignore[arg-type]
@@ -161,8 +169,11 @@ class PartModel:
         else:
             x_ND = self.boundary.take(self.ticket, len(tokens_N))
         needed = rows_R if self.boundary.last else None
-        if self._ladder:
+        if self._residual == "ladder":
             joined = ladder.through(self.local, x_ND, position_N, mixer, needed, self._join)
+            return self.local.finished(*joined)
+        if self._residual == "desync":
+            joined = desync.through(self.local, x_ND, position_N, mixer, needed, self._synced)
             return self.local.finished(*joined)
         x_ND, branch_ND = self.local.through(x_ND, position_N, mixer, needed)
         if not self.boundary.last:
@@ -192,6 +203,12 @@ class PartModel:
             return out
 
         return landed
+
+    def _synced(self, x: Tensor, output: Tensor, last: bool) -> Tensor:
+        """The mean of the ranks' streams, and all of an output."""
+        both = x / self.tp.world + output
+        self.tp.all_reduce(both, tag=_SUM).wait()
+        return both
 
     def _load(self, local: Transformer, parameters: Parameters, layers: range) -> None:
         parallel = Parallel(tp=self.tp.world)

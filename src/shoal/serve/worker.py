@@ -47,6 +47,7 @@ class Rank:
         parameters: of the whole model.
         blocking: of :class:`~shoal.serve.boundary.Boundary`.
         latency_s: of the same, and of a sum over the ranks of a stage.
+        sums: False leaves those out, to time the computation alone; the tokens are then wrong.
 
     Raises:
         ShoalError: the model cannot be split so, or cannot be read.
@@ -60,10 +61,11 @@ class Rank:
         *,
         blocking: bool = False,
         latency_s: float = 0.0,
+        sums: bool = True,
     ) -> None:
         from shoal.serve.build import DTYPES
         from shoal.serve.part import PartModel, layers_of
-        from shoal.serve.slow import SlowSums
+        from shoal.serve.slow import NoSums, SlowSums
 
         split = job.parallel
         ranks = ranks_of(comm, Parallel(tp=split.tp, pp=split.pp))
@@ -73,7 +75,9 @@ class Rank:
             ranks.pp, self._config.hidden, dtype, blocking=blocking, latency_s=latency_s
         )
         layers = layers_of(self._config.num_layers, ranks.pp.rank, split.pp)
-        tp: Any = SlowSums(ranks.tp, latency_s) if latency_s and split.tp > 1 else ranks.tp
+        tp: Any = ranks.tp
+        if split.tp > 1 and (latency_s or not sums):
+            tp = SlowSums(tp, latency_s) if sums else NoSums(tp)
         self.model = PartModel(job, parameters, tp, self._boundary, layers)
         self.answers = self._boundary.last and ranks.tp.rank == 0
 
@@ -189,6 +193,7 @@ def run(
     job: dict[str, Any],
     blocking: bool = False,
     latency_s: float = 0.0,
+    sums: bool = True,
 ) -> None:
     """What one process does; see :func:`shoal.parallel.processes.run_processes`.
 
@@ -198,6 +203,7 @@ def run(
         job: what to serve.
         blocking: of :class:`~shoal.serve.boundary.Boundary`.
         latency_s: of the same.
+        sums: of :class:`Rank`.
 
     Raises:
         ShoalError: the model cannot be loaded, a step fails, or somebody is gone.
@@ -209,7 +215,7 @@ def run(
     controller.send({"kind": "hello", "rank": comm.rank})
     found = parse(ServeJob, job, where="job")
     parameters = Parameters(Path(found.model), DTYPES[found.precision])
-    rank = Rank(comm, found, parameters, blocking=blocking, latency_s=latency_s)
+    rank = Rank(comm, found, parameters, blocking=blocking, latency_s=latency_s, sums=sums)
     controller.send({"kind": "loaded", "dtype": name_of(rank.model.weight.dtype)})
     cache = controller.receive()
     found = parse(ServeJob, cache["job"], where="job")

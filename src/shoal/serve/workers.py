@@ -87,6 +87,7 @@ class RankedRunner:
         blocking: of :class:`~shoal.serve.boundary.Boundary`, to compare with.
         latency_s: of the same, to emulate a slower link between stages, and between the ranks of
             one for the sums of its layers.
+        sums: of :class:`~shoal.serve.worker.Rank`; False to time the computation alone.
         start_s: s that the ranks may take to load.
         hang_s: s without the result of a step that end everything.
 
@@ -101,6 +102,7 @@ class RankedRunner:
         threads: int = 1,
         blocking: bool = False,
         latency_s: float = 0.0,
+        sums: bool = True,
         start_s: float = 600.0,
         hang_s: float = 120.0,
     ) -> None:
@@ -122,6 +124,7 @@ class RankedRunner:
             ),
             "blocking": blocking,
             "latency_s": latency_s,
+            "sums": sums,
         }
         self._thread = threading.Thread(
             target=self._run,
@@ -362,7 +365,7 @@ def ranked_engine(job: ServeJob, config: ModelConfig, **emulated: Any) -> Ranked
     Args:
         job: what to serve.
         config: of its model.
-        emulated: ``blocking`` and ``latency_s`` of :class:`RankedRunner`.
+        emulated: ``blocking``, ``latency_s`` and ``sums`` of :class:`RankedRunner`.
 
     Raises:
         ShoalError: the model cannot be split so, or a part or a limit of the job cannot be.

@@ -145,8 +145,14 @@ class Decoding:
         for engine in self._engines.values():
             engine.close()
 
-    def open(self, name: str, kind: str, latency_s: float) -> None:
-        """Start two ranks whose sums take so long."""
+    def open(self, name: str, kind: str, **emulated: Any) -> None:
+        """Start two ranks, in the place of those that had the name.
+
+        Args:
+            name: of these.
+            kind: ``ladder``, ``standard`` or ``parallel``.
+            emulated: ``latency_s`` and ``sums`` of their runner.
+        """
         from shoal.model import huggingface
         from shoal.serve.workers import ranked_engine
         from shoal.train.zoo import random
@@ -164,9 +170,10 @@ class Decoding:
                 "kv": {"name": "paged", "prefix_reuse": False},
             }
         )
-        self._engines[name] = ranked_engine(
-            job, huggingface.read_config(directory), latency_s=latency_s
-        )
+        config = huggingface.read_config(directory)
+        if name in self._engines:
+            self._engines.pop(name).close()
+        self._engines[name] = ranked_engine(job, config, **emulated)
         self.run(name)
 
     def run(self, name: str) -> None:

@@ -4,7 +4,10 @@
 - Mini-models of bytes with one, two and four streams, from the same weights on the same text in the
   same order, three seeds; and wider dense models, of which the size follows that has the loss of
   four streams.
-- Bytes of weights and cache of both, and seconds of decoding one token with each.
+- What four streams add to the bytes of weights and cache, beside what the dense model of equal
+  loss adds to both; and the time of decoding one token with each. Its width lies between two that
+  can be built, and so does its time.
+- The same increases at 1.6e9 parameters, by the paper's law and the roofline of an H200.
 - Greedy tokens of the serving engine, beside plain generation.
 
 The A/A run has one stream everywhere.
@@ -170,7 +173,10 @@ class ParScaleClaim:
         from shoal.claims.experiments.arch_training import mini
 
         wanted: dict[str, Any] = {"num": streams, "prefix": self.prefix}
-        return mini(hidden, 4, architecture={"streams": wanted})
+        # One head of keys and values, as the paper's models have few.
+        return mini(
+            hidden, 4, ffn=16 * hidden // 5, num_kv_heads=1, architecture={"streams": wanted}
+        )
 
     def _law(
         self, metrics: dict[str, Paired], details: dict[str, JsonValue], *, as_baseline: bool
@@ -230,30 +236,40 @@ class ParScaleClaim:
             [fmean(one), *(fmean(dense[width]) for width in self.wider)],
             1,
         )
-        equal = math.exp((fmean(found[4]) - start) / slope)
+        equal = max(sizes[self.hidden], math.exp((fmean(found[4]) - start) / slope))
+        width = self.hidden * math.sqrt(equal / sizes[self.hidden])
         grown = self._config(self.hidden, 4)
-        cache = 4 * _CONTEXT * 2 * grown.num_layers * grown.num_kv_heads * grown.head_dim
-        more = 4 * (_count(grown) - sizes[self.hidden]) + 3 * cache
-        growth = max(0.0, 4 * (equal - sizes[self.hidden]))
+        more = 4 * (_count(grown) - sizes[self.hidden]) + 3 * _cache_bytes(grown)
+        below, share = 32 * int(width // 32), width % 32 / 32
+        around = self._config(below, 1), self._config(below + 32, 1)
+        cached = (1 - share) * _cache_bytes(around[0]) + share * _cache_bytes(around[1])
+        growth = 4 * (equal - sizes[self.hidden]) + cached - _cache_bytes(grown)
         metrics["memory_saved"] = Paired(method=(growth,), baseline=(float(more),))
-        width = 32 * max(1, math.ceil(self.hidden * math.sqrt(equal / sizes[self.hidden]) / 32))
         timed = interleave(
             {
                 "streams": _decoder(self._config(self.hidden, 1 if as_baseline else 4)),
-                "dense": _decoder(self._config(max(width, self.hidden), 1)),
+                "below": _decoder(around[0]),
+                "above": _decoder(around[1]),
                 "one": _decoder(self._config(self.hidden, 1)),
             },
             self.rounds,
             seed=context.seed,
         ).seconds
-        metrics["latency"] = Paired(method=timed["streams"], baseline=timed["dense"])
+        between = zip(timed["below"], timed["above"], strict=True)
+        as_good = tuple((1 - share) * low + share * high for low, high in between)
+        metrics["latency"] = Paired(method=timed["streams"], baseline=as_good)
         details["training"] = {
             "steps": self.steps,
             "loss": {str(num): [*losses] for num, losses in found.items()},
             "dense_loss": {str(width): [*losses] for width, losses in dense.items()},
             "parameters": {str(width): size for width, size in sizes.items()},
             "dense_of_equal_loss": equal,
-            "increase_bytes": {"streams": more, "dense": growth},
+            "width_of_equal_loss": width,
+            "increase_bytes": {
+                "streams": more,
+                "of_prefixes_and_aggregator": 4 * (_count(grown) - sizes[self.hidden]),
+                "dense": growth,
+            },
             "token_s": {name: fmean(seconds) / 32 for name, seconds in timed.items()},
         }
 
@@ -262,6 +278,11 @@ def _count(config: ModelConfig) -> int:
     from shoal.cost.arithmetic import parameters
 
     return parameters(config.shape())
+
+
+def _cache_bytes(config: ModelConfig) -> int:
+    """Bytes of the keys and values of one stream's context, in fp32."""
+    return 4 * _CONTEXT * 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
 def _decoder(config: ModelConfig) -> Callable[[], object]:
