@@ -155,8 +155,7 @@ def sentence(method: str, rows: Iterable[MeasuredRow]) -> str:
     """
     rows = list(rows)
     told = ", ".join(
-        f"{one.speedup:.2f}x with {one.batch} request{'s' if one.batch > 1 else ''}"
-        for one in rows
+        f"{one.speedup:.2f}x with {one.batch} request{'s' if one.batch > 1 else ''}" for one in rows
     )
     dates = sorted({one.date for one in rows})
     return f"{method} over plain decoding, measured on this machine: {told} ({', '.join(dates)})"

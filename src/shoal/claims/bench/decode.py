@@ -175,9 +175,7 @@ class Bench:
             self.engines[name] = engine_of(ServeJob.model_validate(told), target)[0]
         for name, (directory, _) in self.own.items():
             told = {"model": str(directory), "decode": OWN[name]}
-            self.engines[name] = build_engine(
-                ServeJob.model_validate(job.model_dump() | told)
-            )[0]
+            self.engines[name] = build_engine(ServeJob.model_validate(job.model_dump() | told))[0]
 
     @property
     def names(self) -> list[str]:
@@ -212,8 +210,9 @@ class Bench:
         steps = 0
         while engine.busy:
             engine.step()
-            # Blocks of masked tokens are chunks too.
-            steps += name in self.own or any(chunk.length == 1 for chunk in engine.last_chunks)
+            # Blocks of masked tokens are chunks of any length.
+            passes = OWN.get(name) == "diffusion"
+            steps += passes or any(chunk.length == 1 for chunk in engine.last_chunks)
         seconds = time.perf_counter() - began
         after = engine.stats()
         trees, nodes, accepted = (
@@ -283,9 +282,7 @@ def batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[Sequence[i
     ]
 
 
-def lively(
-    bench: Bench, prompts: Sequence[Sequence[int]], new_tokens: int
-) -> list[Sequence[int]]:
+def lively(bench: Bench, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Sequence[int]]:
     """The prompts whose plain answers do not repeat themselves.
 
     Raises:
@@ -458,8 +455,10 @@ def advice(rows: Sequence[Row]) -> str:
         if best.method == PLAIN or best.low <= 1.0:
             told.append(f"{where}none pays here: decode one token a step, without speculative")
             continue
-        same = f"{100 * (best.agreement or 0):.1f} %"
-        exact = "" if best.agreement == 1 else f"; {same} of its tokens come before any that differs"
+        exact = ""
+        if best.agreement != 1:
+            same = f"{100 * (best.agreement or 0):.1f} %"
+            exact = f"; {same} of its tokens come before any that differs"
         told.append(
             f"{where}{best.method} pays most: {best.speedup:.2f} times plain decoding "
             f"({best.low:.2f} to {best.high:.2f}) with {best.tokens_per_step:.2f} tokens a step"

@@ -32,7 +32,7 @@ _NEWEST = 0.02
 _AGAIN, _TRIED = 256, 2
 
 # Guessing has to be so much better than plain decoding, or the difference is noise.
-_GAIN = 1.03
+_GAIN = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -36,12 +37,13 @@ class _Known:
     """A drafter that takes no time: the same chain for every request.
 
     Args:
-        needs: of the drafter for which it stands.
         tree: the chain.
     """
 
-    def __init__(self, needs: Needs, tree: TokenTree) -> None:
-        self.needs, self._tree = needs, tree  # type: ignore[misc]
+    needs: ClassVar[Needs] = "nothing"
+
+    def __init__(self, tree: TokenTree) -> None:
+        self._tree = tree
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""
@@ -113,7 +115,7 @@ def measure_costs(
     nodes = min(_NODES, most - 1)
     chain = TokenTree(np.array(tokens[:1] * (nodes + 1)), branches(tuple(range(-1, nodes))))
     whole = runner.over(own)
-    whole.drafter = _Known(runner.drafter.needs, chain)
+    whole.drafter = _Known(chain)
 
     def step(count: int, nodes: int) -> None:
         chunks = tuple(Chunk(one, context - 1, 1, nodes) for one in others[:count])
@@ -155,20 +157,20 @@ def measure_costs(
                 times.append(timed(work))
     medians = list(map(statistics.median, taken))
     steps, medians = medians[: len(counts)], medians[len(counts) :]
-    fewer, (one, several, *wholes) = medians[: len(_FEWER)], medians[len(_FEWER) :]
+    fewer, (alone, several, *wholes) = medians[: len(_FEWER)], medians[len(_FEWER) :]
     costs = RowCosts(rows=tuple(counts), seconds_of=tuple(steps))
     # A whole step with guesses over one without, less what its rows take more.
     beside = [
         max(0.0, on - off - costs.seconds(count * (1 + nodes)) + costs.seconds(count))
         for count, off, on in zip((1, _SEVERAL), wholes[::2], wholes[1::2], strict=True)
     ]
-    each = max(0.0, several + beside[1] - one - beside[0]) / (_SEVERAL - 1)
+    each = max(0.0, several + beside[1] - alone - beside[0]) / (_SEVERAL - 1)
     return RowCosts(
         rows=costs.rows,
         seconds_of=costs.seconds_of,
-        draft_s=max(0.0, one + beside[0] - each),
+        draft_s=max(0.0, alone + beside[0] - each),
         draft_request_s=each,
         draft_less=tuple(
-            (nodes, max(0.0, one - took)) for nodes, took in zip(_FEWER, fewer, strict=True)
+            (nodes, max(0.0, alone - took)) for nodes, took in zip(_FEWER, fewer, strict=True)
         ),
     )
