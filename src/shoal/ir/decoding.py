@@ -206,5 +206,5 @@ class Drafting(Protocol):
         ...
 
     def observe(self, guessed: Sequence[int], accepted: Sequence[int]) -> None:
-        """Of each request that guessed in a step: nodes of its tree, and those accepted."""
+        """Of each request that was to guess: nodes of its tree, 0 for none, and those accepted."""
         ...

@@ -312,7 +312,8 @@ class StepResult:
         done: transfers, of this step or of earlier ones, that are over now; each told once.
         vectors: request id -> vector of its prompt, where one was asked for.
         failed: request id -> why it cannot go on; others are not affected.
-        guessed: request id -> guessed tokens that were computed beside its own.
+        guessed: request id -> guessed tokens that were computed beside its own, for requests that
+            were to guess.
     """
 
     tokens: Mapping[str, Sequence[int]]

@@ -47,6 +47,7 @@ from shoal.plan.batching.ahead import Ahead, Open
 from shoal.plan.batching.balanced import Balanced
 from shoal.plan.batching.common import Queues
 from shoal.plan.batching.distributed import Distributed
+from shoal.plan.decode_measured import decoding_notes
 from shoal.plan.diffusion import foretell_passes, usual_pass
 from shoal.plan.lending import simulate_lending
 from shoal.plan.serving_choices import check_split, splits
@@ -558,4 +559,4 @@ def _notes(job: ServeJob, machine: Machine, shape: ModelShape) -> tuple[str, ...
         )
     if shape.attention not in ("MHA", "GQA", "MQA"):
         found.append(f"{shape.attention} attention is counted as grouped-query attention")
-    return tuple(found)
+    return (*found, *decoding_notes(job, machine))

@@ -253,6 +253,8 @@ class Engine:
                 if output.finish is not None:
                     self._ended(output.request_id)
         for request_id, nodes in result.guessed.items():
+            if not nodes:
+                continue
             self._guessing += 1
             self._guesses += nodes
             self._right += len(result.tokens[request_id]) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,13 @@ def decode(
         list[str] | None,
         typer.Option(help="NAME=DIRECTORY of a drafter that is there; repeat for several."),
     ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=DIRECTORY of a model that is diffusion, parscale, duo or ladder itself."
+        ),
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Requests together: 1, or several: 1,4,16.")] = "1",
     prompts: Annotated[int, typer.Option(help="Held-out prompts.", min=1)] = 24,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each.", min=1)] = 64,
     new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=8)] = 96,
@@ -39,39 +47,55 @@ def decode(
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Measure on a busy machine too.")
     ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep/--no-keep", help="Keep the table for plans to cite.")
+    ] = True,
     output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw speed by tokens a step to this .svg file.")
+        Path | None,
+        typer.Option(help="Draw speed by tokens a step, or by size of batch, to this .svg file."),
     ] = None,
 ) -> None:
     """Compare ways to decode several tokens a step with plain decoding.
 
-    All answer the same held-out prompts with the same weights, in turn. Drafters that are not
-    there are trained first, which takes minutes each and is not timed.
+    All answer the same held-out prompts with the same weights, in turn, one by one or so many
+    together. Drafters that are not there are trained first, which takes minutes each and is not
+    timed. Ways that need a model of their own get a row for each directory that is given.
 
     **Examples**
 
         shoal bench decode
 
-        shoal bench decode --methods ngram,medusa --rounds 5
+        shoal bench decode --methods ngram,medusa --batch 1,4,16 --rounds 5
 
         shoal bench decode --model DIR --drafter medusa=DRAFTER --picture decode.svg
+
+        shoal bench decode --methods medusa --also diffusion=MDLM --also parscale=FOUR
     """
     import dataclasses
 
-    from shoal.app.show import as_json, table
-    from shoal.claims.bench.decode import PLAIN, Bench, advice, compared, held_out_prompts
+    from shoal.app.show import as_json
+    from shoal.claims.bench.decode import PLAIN, Bench, compared, held_out_prompts, lively
     from shoal.core.measure import check_quiet, num_cores
-    from shoal.core.sizes import human_bytes
     from shoal.train import zoo
 
+    sizes = _sizes(batch)
+    given = dict(_pair(one, "--drafter") for one in drafter or [])
+    others = dict(_pair(one, "--also") for one in also or [])
+    for name, directory in others.items():
+        _check_own(name, directory)
     target = Path(model) if model else zoo.trained("shoal-27m", typer.echo)
-    given = dict(_pair(one) for one in drafter or [])
     wanted = [one.strip() for one in methods.split(",") if one.strip()]
     wanted = wanted or ["ngram", *(_TRAINED if not model else ()), *given]
     parts = {name: _part(name, target, given) for name in dict.fromkeys([*wanted, *given])}
     data = None if model else zoo.corpus("shoal-27m")
-    asked = held_out_prompts(target, data, prompts, prompt_tokens)
+    # A fifth may go: answers that repeat themselves.
+    count = max(prompts, max(sizes) * 5 // 4)
+    asked = held_out_prompts(target, data, count, prompt_tokens)
+    own = {
+        name: (directory, held_out_prompts(directory, data, count, prompt_tokens))
+        for name, directory in others.items()
+    }
     if not anyway:
         check_quiet(wait_s=60.0)
     bench = Bench(
@@ -79,42 +103,109 @@ def decode(
         {PLAIN: None, **parts},
         precision=precision,
         threads=threads or num_cores(),
+        max_running=max(sizes),
+        kv_tokens=max(8192, max(sizes) * (prompt_tokens + new_tokens + 64)),
+        own=own,
     )
-    rows = compared(bench, asked, new_tokens, rounds=rounds)
+    kept = lively(bench, asked, new_tokens)
+    loops = len(asked) - len(kept)
+    rows = [
+        row
+        for size in sizes
+        for row in compared(bench, kept, new_tokens, rounds=rounds, batch=size, loops=loops)
+    ]
+    if keep:
+        _keep(rows, target, model or "shoal-27m", precision)
     if picture is not None:
         _draw(rows, picture)
     if output is Format.json:
         as_json([dataclasses.asdict(row) for row in rows])
         return
+    _show(rows, f"decode: {target.name}, answers of {new_tokens} tokens, {precision}", others)
+
+
+def _show(rows: Sequence[Row], title: str, others: dict[str, Path]) -> None:
+    from shoal.app.show import table
+    from shoal.claims.bench.decode import OWN, advice
+    from shoal.core.sizes import human_bytes
+
     table(
-        f"decode: {target.name}, {rows[0].answers} answers of {new_tokens} tokens, {precision}",
-        ("", "tokens/s", "over plain", "tokens a step", "guesses", "drafter", "agrees", "distinct"),
+        title,
+        (
+            "",
+            "requests",
+            "tokens/s",
+            "over plain",
+            "tokens a step",
+            "guesses",
+            "drafter",
+            "agrees",
+            "distinct",
+        ),
         [
             (
                 row.method,
+                f"{row.batch}",
                 f"{row.tokens_per_s:.0f}",
                 f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})",
                 f"{row.tokens_per_step:.2f}",
                 f"{row.nodes_per_step:.1f}",
                 human_bytes(row.memory_bytes) if row.memory_bytes else "",
-                f"{100 * row.agreement:.1f} %",
+                "own model" if row.agreement is None else f"{100 * row.agreement:.1f} %",
                 f"{row.distinct_4_grams:.2f}",
             )
             for row in rows
         ],
-        numeric=" rrrrrrr",
+        numeric=" rrrrrrrr",
     )
     if rows[0].loops:
         typer.echo(f"{rows[0].loops} answers were left out: they repeat themselves")
+    missing = [name for name in OWN if name not in others]
+    if missing:
+        typer.echo(
+            f"not measured: {', '.join(missing)}, each of which needs its own model (--also "
+            f"{missing[0]}=DIR), and hogwild, whose workers share a task (shoal claims run hogwild)"
+        )
     typer.echo(advice(rows))
 
 
-def _pair(text: str) -> tuple[str, Path]:
+def _sizes(text: str) -> list[int]:
+    from shoal.core.errors import require
+
+    words = [one.strip() for one in text.split(",")]
+    require(
+        all(one.isdecimal() and 1 <= int(one) <= 1024 for one in words),
+        "--batch",
+        text,
+        expected="numbers from 1 to 1024, such as 1,4,16",
+    )
+    return sorted({int(one) for one in words})
+
+
+def _pair(text: str, option: str) -> tuple[str, Path]:
     from shoal.core.errors import require
 
     name, mark, directory = text.partition("=")
-    require(bool(mark and name and directory), "--drafter", text, expected="NAME=DIRECTORY")
+    require(bool(mark and name and directory), option, text, expected="NAME=DIRECTORY")
     return name, Path(directory)
+
+
+def _check_own(name: str, directory: Path) -> None:
+    """A model that is what it is said to be."""
+    from shoal.claims.bench.decode import OWN
+    from shoal.core.errors import require
+    from shoal.model import huggingface
+
+    require(name in OWN, "--also", name, expected=f"one of {', '.join(OWN)}")
+    config = huggingface.read_config(directory)
+    found = "diffusion" if config.family == "mdlm" else config.architecture.name
+    require(
+        found == name,
+        "--also",
+        f"{name}={directory}",
+        expected=f"a model of {name}; {directory} is {found or 'a plain one'}",
+        hint="docs/how-to/choose-a-decoding.md says how to make one",
+    )
 
 
 def _part(name: str, target: Path, given: dict[str, Path]) -> dict[str, Any]:
@@ -134,27 +225,91 @@ def _part(name: str, target: Path, given: dict[str, Path]) -> dict[str, Any]:
     return {"name": name}
 
 
-def _draw(rows: list[Row], path: Path) -> None:
-    """Speed over plain decoding by tokens a step; on the line no step costs more than plain's."""
+def _keep(rows: Sequence[Row], target: Path, called: str, precision: str) -> None:
+    """Keep what was measured for plans to cite."""
+    import datetime
+
+    from shoal.claims.bench.decode import PLAIN
+    from shoal.machine.fingerprint import fingerprint as machine
+    from shoal.model.drafters.files import fingerprint
+    from shoal.plan.decode_measured import MeasuredRow, MeasuredTable, keep
+
+    today = datetime.date.today().isoformat()
+    place = keep(
+        MeasuredTable(
+            target=fingerprint(target),
+            models=tuple(dict.fromkeys((called, str(target.resolve())))),
+            machine=machine(),
+            precision=precision,
+            rows=tuple(
+                MeasuredRow(
+                    method=row.method,
+                    batch=row.batch,
+                    speedup=row.speedup,
+                    low=row.low,
+                    high=row.high,
+                    tokens_per_step=row.tokens_per_step,
+                    date=today,
+                )
+                for row in rows
+                if row.method != PLAIN and row.agreement is not None
+            ),
+        )
+    )
+    typer.echo(f"kept in {place}, for shoal plan decode and plan serve to cite", err=True)
+
+
+def _draw(rows: Sequence[Row], path: Path) -> None:
+    """Speed over plain decoding: by requests where there are several sizes, else by tokens a step.
+
+    On the line of free guesses no step costs more than plain decoding's.
+    """
     from shoal.core.errors import StoreError, require
     from shoal.core.files import write_atomic
     from shoal.core.svg import Chart, Series
 
     require(path.suffix == ".svg", "--picture", path, expected="a name that ends in .svg")
-    most = max(row.tokens_per_step for row in rows)
-    chart = Chart(
-        title="Does guessing pay here?",
-        description="Speed over plain decoding by the tokens of a step. The line is what it would "
-        "be if guesses and the rows that verify them took no time.",
-        x_label="tokens a step",
-        y_label="tokens/s over plain decoding",
-        series=[
-            Series("free guesses", (1.0, most), (1.0, most)),
-            *(
-                Series(row.method, (row.tokens_per_step,), (row.speedup,), line=False, points=True)
-                for row in rows
-            ),
-        ],
-        cover_y=(0.0,),
-    )
+    sizes = sorted({row.batch for row in rows})
+    if len(sizes) > 1:
+        names = dict.fromkeys(row.method for row in rows)
+        chart = Chart(
+            title="Does guessing pay here?",
+            description="Speed over plain decoding by the requests that decode together.",
+            x_label="requests together",
+            y_label="tokens/s over plain decoding",
+            log_x=True,
+            series=[
+                Series(
+                    name,
+                    sizes,
+                    [row.speedup for row in rows if row.method == name],
+                    points=True,
+                )
+                for name in names
+            ],
+            cover_y=(0.0,),
+        )
+    else:
+        most = max(row.tokens_per_step for row in rows)
+        chart = Chart(
+            title="Does guessing pay here?",
+            description="Speed over plain decoding by the tokens of a step. The line is what it "
+            "would be if guesses and the rows that verify them took no time.",
+            x_label="tokens a step",
+            y_label="tokens/s over plain decoding",
+            series=[
+                Series("free guesses", (1.0, most), (1.0, most)),
+                *(
+                    Series(
+                        row.method,
+                        (row.tokens_per_step,),
+                        (row.speedup,),
+                        line=False,
+                        points=True,
+                    )
+                    for row in rows
+                ),
+            ],
+            cover_y=(0.0,),
+        )
     write_atomic(path, chart.render().encode(), error=StoreError)

@@ -43,8 +43,10 @@ def decode(
     from shoal.core.parts import Choice
     from shoal.ir import Calibration
     from shoal.machine.described import load
+    from shoal.machine.fingerprint import fingerprint
     from shoal.model.drafters.files import read_config
     from shoal.plan.decode import decode_plan, expected_tokens, predicted_costs
+    from shoal.plan.decode_measured import find, how_to, sentence
     from shoal.plan.trees.drafting import RowCosts
 
     config = read_config(drafter)
@@ -52,12 +54,17 @@ def decode(
     expected = expected_tokens(Calibration(config.calibration), Choice(name=tree), asking=asking)
     if costs is not None:
         known = RowCosts.read(costs)
+        here = fingerprint()
     elif model is not None:
-        known = predicted_costs(load(machine), model, precision)
+        planned = load(machine)
+        known = predicted_costs(planned, model, precision)
+        here = planned.fingerprint
     else:
         raise ConfigError("plan decode: give --costs, or --model to predict what its steps cost")
     paying = decode_plan(expected, known, requests)
     rates, best = paying.table(requests), paying.best(requests)
+    kept = find(here, target=config.target)
+    measured = () if kept is None else kept.of(config.name)
     rows = sorted({*(rows for rows in _SHOWN if rows <= len(expected)), best + 1})
     if output is Format.json:
         as_json(
@@ -66,6 +73,7 @@ def decode(
                 "chosen_rows": best + 1,
                 "requests": requests,
                 "falls": list(known.falls),
+                "measured": [one.model_dump() for one in measured],
                 "rows": {
                     str(count): dict(
                         zip(("tokens", "seconds", "over_plain"), rates[count - 1], strict=True)
@@ -94,3 +102,10 @@ def decode(
         typer.echo(f"N* = {best + 1} rows: {tokens:.2f} tokens a step, {gain:.2f}x plain decoding")
     else:
         typer.echo("N* = 1: plain decoding is as fast as any tree; leave speculative out")
+    if measured:
+        typer.echo(sentence(config.name, measured))
+    else:
+        typer.echo(
+            "no whole answers were measured on this machine; to see what pays: "
+            + how_to(config.name, model or "TARGET", str(drafter))
+        )

@@ -29,20 +29,31 @@ if TYPE_CHECKING:
     from shoal.serve.engine import Engine
 
 __all__ = [
+    "OWN",
     "PLAIN",
     "Answer",
     "Bench",
     "Row",
     "advice",
+    "batches",
     "compared",
     "distinct_runs",
     "held_out_prompts",
     "kept",
+    "lively",
 ]
 
 PLAIN = "plain"
 # Share of distinct runs of four tokens below which an answer is a loop.
 LOOPS = 0.5
+
+# Ways that are no guesses for a target, but need a model of their own -> how it is decoded.
+OWN = {
+    "diffusion": "diffusion",
+    "parscale": "autoregressive",
+    "duo": "autoregressive",
+    "ladder": "autoregressive",
+}
 
 
 def distinct_runs(tokens: Sequence[int], length: int = 4) -> float:
@@ -132,6 +143,8 @@ class Bench:
         max_running: most requests together.
         kv_tokens: of each engine's cache.
         loaded: the target, if it is in memory already.
+        own: ways that are no guesses for the target but models of their own: name -> directory
+            and prompts in its tokens, as many as the others answer.
     """
 
     model: Path
@@ -141,10 +154,11 @@ class Bench:
     max_running: int = 32
     kv_tokens: int = 8192
     loaded: Transformer | None = None
+    own: Mapping[str, tuple[Path, Sequence[Sequence[int]]]] = field(default_factory=dict)
     engines: dict[str, Engine] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from shoal.serve.build import engine_of, load_model
+        from shoal.serve.build import build_engine, engine_of, load_model
 
         job = ServeJob(
             model=str(self.model),
@@ -159,6 +173,14 @@ class Bench:
         for name, method in self.methods.items():
             told = job.model_dump() | {"speculative": None if method is None else dict(method)}
             self.engines[name] = engine_of(ServeJob.model_validate(told), target)[0]
+        for name, (directory, _) in self.own.items():
+            told = {"model": str(directory), "decode": OWN[name]}
+            self.engines[name] = build_engine(ServeJob.model_validate(job.model_dump() | told))[0]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that is measured."""
+        return list(self.engines)
 
     def answer(
         self,
@@ -188,11 +210,13 @@ class Bench:
         steps = 0
         while engine.busy:
             engine.step()
-            steps += any(chunk.length == 1 for chunk in engine.last_chunks)
+            # Blocks of masked tokens are chunks of any length.
+            passes = OWN.get(name) == "diffusion"
+            steps += passes or any(chunk.length == 1 for chunk in engine.last_chunks)
         seconds = time.perf_counter() - began
         after = engine.stats()
         trees, nodes, accepted = (
-            int(after[key] - before[key])
+            int(after.get(key, 0) - before.get(key, 0))
             for key in ("draft_trees_total", "draft_tokens_total", "draft_tokens_accepted_total")
         )
         answers = [request.tokens[request.n_prompt :] for request in requests]
@@ -206,28 +230,75 @@ class Bench:
         rounds: int = 1,
         names: Sequence[str] = (),
         seed: int = 0,
+        batch: int = 1,
     ) -> dict[str, list[list[Answer]]]:
-        """Answers of all methods, prompt by prompt in changing order.
+        """Answers of all methods, batch by batch in changing order.
+
+        Args:
+            prompts: token ids.
+            new_tokens: of each answer.
+            rounds: times that all are answered.
+            names: of methods; all, if not given.
+            seed: of the order.
+            batch: prompts that are answered together.
 
         Returns:
-            Method -> round -> answers, one a prompt.
+            Method -> round -> answers, one a batch.
         """
-        names = list(names or self.methods)
+        names = list(names or self.names)
         require(rounds >= 1, "rounds", rounds, expected="at least 1")
+        together = {
+            name: batches(self.own[name][1] if name in self.own else prompts, batch)
+            for name in names
+        }
+        count = min(map(len, together.values()))
         for name in names:  # kernels are prepared and steps recorded before anything is timed
-            for prompt in prompts[:3]:
-                self.answer(name, [prompt], new_tokens)
+            for some in together[name][: max(1, 3 // batch)]:
+                self.answer(name, some, new_tokens)
         found: dict[str, list[list[Answer]]] = {name: [] for name in names}
         for turn in range(rounds):
             for answers in found.values():
                 answers.append([])
-            for number, prompt in enumerate(prompts):
-                draws = generator(seed, purpose="bench order", step=turn * len(prompts) + number)
+            for number in range(count):
+                draws = generator(seed, purpose="bench order", step=turn * count + number)
                 for place in draws.permutation(len(names)).tolist():
-                    found[names[place]][turn].append(
-                        self.answer(names[place], [prompt], new_tokens)
-                    )
+                    name = names[place]
+                    some = together[name][number]
+                    found[name][turn].append(self.answer(name, some, new_tokens))
         return found
+
+
+def batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[Sequence[int]]]:
+    """Prompts in whole batches: what is left over is not asked, and too few come again.
+
+    Raises:
+        ConfigError: a batch of none.
+    """
+    require(size >= 1, "batch", size, expected="at least 1")
+    count = max(1, len(prompts) // size)
+    return [
+        [prompts[(number * size + place) % len(prompts)] for place in range(size)]
+        for number in range(count)
+    ]
+
+
+def lively(bench: Bench, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Sequence[int]]:
+    """The prompts whose plain answers do not repeat themselves.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found: list[Sequence[int]] = []
+    for start in range(0, len(prompts), bench.max_running):
+        some = prompts[start : start + bench.max_running]
+        said = bench.answer(PLAIN, some, new_tokens).tokens
+        found += [one for one, new in zip(some, said, strict=True) if distinct_runs(new) >= LOOPS]
+    if not found:
+        raise ConfigError(
+            f"prompts: all {len(prompts)} answers of the model repeat themselves, and a loop is "
+            "guessed by anybody; train it longer, or give prompts that it can go on with"
+        )
+    return found
 
 
 def kept(answers: Sequence[Answer]) -> list[int]:
@@ -241,10 +312,11 @@ def kept(answers: Sequence[Answer]) -> list[int]:
 
 @dataclass(frozen=True)
 class Row:
-    """One method on the target.
+    """One method on the target, at one size of batch.
 
     Args:
         method: its name.
+        batch: requests that are answered together.
         tokens_per_s: of whole answers, prompts included.
         speedup: over plain decoding: the median of the rounds' ratios.
         low: lower end of its 90 % interval.
@@ -254,12 +326,14 @@ class Row:
         memory_bytes: of the drafter.
         agreement: share of the tokens before the first that differs from plain decoding's, in the
             precision of the bench; 1 is exact, and less is rounding that falls the other way.
+            None for a model of its own.
         distinct_4_grams: of its answers.
         answers: that were judged.
         loops: that were left out.
     """
 
     method: str
+    batch: int
     tokens_per_s: float
     speedup: float
     low: float
@@ -267,7 +341,7 @@ class Row:
     tokens_per_step: float
     nodes_per_step: float
     memory_bytes: int
-    agreement: float
+    agreement: float | None
     distinct_4_grams: float
     answers: int
     loops: int
@@ -280,60 +354,80 @@ def compared(
     *,
     rounds: int = 3,
     seed: int = 0,
+    batch: int = 1,
+    loops: int = 0,
 ) -> list[Row]:
-    """All methods of a bench on the same prompts, plain decoding first.
+    """All methods of a bench on the same prompts, so many together, plain decoding first.
+
+    Args:
+        bench: with plain decoding among its methods.
+        prompts: token ids, as :func:`lively` leaves them.
+        new_tokens: of each answer.
+        rounds: times that all are answered.
+        seed: of the order.
+        batch: prompts that are answered together.
+        loops: prompts that were left out before.
 
     Raises:
         ConfigError: every answer is a loop, or plain decoding is none of the methods.
     """
     from shoal.core.measure import bootstrap
-    from shoal.serve.decode.runner import SpeculativeRunner
 
     require(PLAIN in bench.methods, "methods", list(bench.methods), expected=f"{PLAIN} among them")
-    found = bench.interleaved(prompts, new_tokens, rounds=rounds, seed=seed)
+    found = bench.interleaved(prompts, new_tokens, rounds=rounds, seed=seed, batch=batch)
+    # Rounded otherwise in a batch, an answer can still end in a loop.
     places = kept(found[PLAIN][0])
     if not places:
         raise ConfigError(
-            f"prompts: all {len(prompts)} answers of the model repeat themselves, and a loop is "
-            "guessed by anybody; train it longer, or give prompts that it can go on with"
+            f"batch = {batch}: the answers of every batch repeat themselves; give more --prompts"
         )
 
     def seconds(name: str, turn: int) -> float:
         return sum(found[name][turn][place].seconds for place in places)
 
     rows = []
-    for name in bench.methods:
-        ratios = [seconds(PLAIN, turn) / seconds(name, turn) for turn in range(rounds)]
-        spread = bootstrap(ratios)
+    plain = [found[PLAIN][0][place] for place in places]
+    whole = sum(one.count for one in plain)
+    for name in bench.names:
         own = [found[name][0][place] for place in places]
-        plain = [found[PLAIN][0][place] for place in places]
-        same = sum(_same(a, b) for a, b in zip(own, plain, strict=True))
-        runner = bench.engines[name].runner
+        count = sum(one.count for one in own)
+        # Answers of other models may have other lengths.
+        ratios = [
+            seconds(PLAIN, turn) / seconds(name, turn) * count / whole for turn in range(rounds)
+        ]
+        spread = bootstrap(ratios)
+        agreement = None
+        if name not in bench.own:
+            agreement = sum(map(_same, own, plain)) / max(1, whole)
+        # What a request gets of the steps in which it decodes, as if all decoded until the end.
+        shares = sum(one.steps * len(one.tokens) for one in own)
         rows.append(
             Row(
                 method=name,
-                tokens_per_s=rounds
-                * sum(one.count for one in own)
-                / sum(seconds(name, turn) for turn in range(rounds)),
+                batch=batch,
+                tokens_per_s=rounds * count / sum(seconds(name, turn) for turn in range(rounds)),
                 speedup=spread.value,
                 low=spread.low,
                 high=spread.high,
-                tokens_per_step=sum(one.count - len(one.tokens) for one in own)
-                / max(1, sum(one.steps for one in own)),
-                nodes_per_step=sum(one.nodes for one in own)
-                / max(1, sum(one.steps for one in own)),
-                memory_bytes=runner.drafter.memory_bytes()
-                if isinstance(runner, SpeculativeRunner)
-                else 0,
-                agreement=same / max(1, sum(one.count for one in plain)),
+                tokens_per_step=(count - sum(len(one.tokens) for one in own)) / max(1, shares),
+                nodes_per_step=sum(one.nodes for one in own) / max(1, shares),
+                memory_bytes=_drafter_bytes(bench.engines[name]),
+                agreement=agreement,
                 distinct_4_grams=float(
                     np.mean([distinct_runs(tokens) for one in own for tokens in one.tokens])
                 ),
-                answers=len(places),
-                loops=len(prompts) - len(places),
+                answers=len(places) * batch,
+                loops=loops + (len(found[PLAIN][0]) - len(places)) * batch,
             )
         )
     return rows
+
+
+def _drafter_bytes(engine: Engine) -> int:
+    from shoal.serve.decode.runner import SpeculativeRunner
+
+    runner = engine.runner
+    return runner.drafter.memory_bytes() if isinstance(runner, SpeculativeRunner) else 0
 
 
 def _same(found: Answer, wanted: Answer) -> int:
@@ -348,13 +442,26 @@ def _same(found: Answer, wanted: Answer) -> int:
 
 
 def advice(rows: Sequence[Row]) -> str:
-    """Which of the methods to use on this machine, in a sentence."""
-    best = max(rows, key=lambda row: row.speedup)
-    if best.method == PLAIN or best.low <= 1.0:
-        return "none pays here: decode one token a step, without speculative"
-    same = f"{100 * best.agreement:.1f} %"
-    exact = "" if best.agreement == 1 else f"; {same} of its tokens come before any that differs"
-    return (
-        f"{best.method} pays most: {best.speedup:.2f} times plain decoding "
-        f"({best.low:.2f} to {best.high:.2f}) with {best.tokens_per_step:.2f} tokens a step{exact}"
-    )
+    """Which of the methods to use on this machine, in a sentence for each size of batch."""
+    told = []
+    several = len({row.batch for row in rows}) > 1
+    for batch in sorted({row.batch for row in rows}):
+        # Another model answers otherwise, so its speed is no advice for this one.
+        best = max(
+            (row for row in rows if row.batch == batch and row.agreement is not None),
+            key=lambda row: row.speedup,
+        )
+        where = f"with {batch} request{'s' if batch > 1 else ''} " if several else ""
+        if best.method == PLAIN or best.low <= 1.0:
+            told.append(f"{where}none pays here: decode one token a step, without speculative")
+            continue
+        exact = ""
+        if best.agreement != 1:
+            same = f"{100 * (best.agreement or 0):.1f} %"
+            exact = f"; {same} of its tokens come before any that differs"
+        told.append(
+            f"{where}{best.method} pays most: {best.speedup:.2f} times plain decoding "
+            f"({best.low:.2f} to {best.high:.2f}) with {best.tokens_per_step:.2f} tokens a step"
+            f"{exact}"
+        )
+    return "\n".join(told)

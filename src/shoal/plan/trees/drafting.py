@@ -4,7 +4,8 @@ A step of more rows takes longer, on one machine hardly and on another by every 
 requests the rows of all of them add up. So the number of nodes is the one with the most expected
 tokens per second for as many requests as decode now, and none where plain decoding has more. What
 is accepted is watched: the expected tokens behind the first are scaled by what came of earlier
-guesses, and where guessing is off it is tried again now and then.
+guesses, and the rows by how often there was anything to guess. Where guessing is off because it
+went badly, it is tried again now and then.
 
 Source: Chen et al., Hardware-Aware Parallel Prompt Decoding, 2024, section 3.3.
 """
@@ -26,8 +27,9 @@ __all__ = ["Always", "Paying", "PredictedRows", "RowCosts"]
 # Weight of the newest step in what is known of acceptance; some fifty steps count.
 _NEWEST = 0.02
 
-# Steps without a guess after which one is made to see whether it pays now.
-_AGAIN = 256
+# Steps without a guess after which some are made to see whether they pay now. A drafter that was
+# told nothing meanwhile guesses nothing in the first of them.
+_AGAIN, _TRIED = 256, 2
 
 # Guessing has to be so much better than plain decoding, or the difference is noise.
 _GAIN = 1.02
@@ -165,6 +167,8 @@ class Paying:
         fixed: so many nodes wherever guessing pays; None for the number that pays best.
     """
 
+    # ``worth``: accepted tokens over those hoped for from the same trees. ``share``: of requests
+    # that were to guess, those that had a tree. Both of late.
     def __init__(
         self, expected: Sequence[float], cost: Verifying, *, fixed: int | None = None
     ) -> None:
@@ -176,18 +180,26 @@ class Paying:
         )
         self.expected, self.cost = tuple(expected[: MAX_NODES + 1]), cost
         self._choices = [fixed] if fixed else list(range(1, len(self.expected)))
-        self.worth = 1.0
+        self.worth = self.share = 1.0
         self._chosen: dict[int, int] = {}
+        self._hopeless: dict[int, bool] = {}
         self._off = 0
-        self._known = 0.0
+        self._fresh = True
+        self._known = (1.0, 1.0)
 
     def rate(self, nodes: int, requests: int) -> float:
         """Expected tokens per s of all requests together."""
-        tokens = 1 + self.worth * (self.expected[min(nodes, len(self.expected) - 1)] - 1)
-        seconds = self.cost.seconds(requests * (1 + nodes))
-        if nodes:
-            seconds += self.cost.drafting_s(requests, nodes)
-        return requests * tokens / seconds
+        return requests * self._tokens(nodes) / self._seconds(nodes, requests)
+
+    def _tokens(self, nodes: int) -> float:
+        expected = self.expected[min(nodes, len(self.expected) - 1)] - 1
+        return 1 + self.share * self.worth * expected
+
+    def _seconds(self, nodes: int, requests: int) -> float:
+        if not nodes:
+            return self.cost.seconds(requests)
+        rows = round(requests * (1 + self.share * nodes))
+        return self.cost.seconds(rows) + self.cost.drafting_s(requests, nodes)
 
     def best(self, requests: int) -> int:
         """Nodes with the most expected tokens per s; 0 where none is better than plain."""
@@ -196,35 +208,56 @@ class Paying:
 
     def nodes(self, requests: int) -> int:
         """See :class:`~shoal.ir.decoding.Drafting`."""
-        if abs(self.worth - self._known) > 0.02:
-            self._known = self.worth
+        now = (self.worth, self.share)
+        if max(abs(a - b) for a, b in zip(now, self._known, strict=True)) > 0.02:
+            self._known = now
             self._chosen.clear()
         chosen = self._chosen.get(requests)
         if chosen is None:
             chosen = self._chosen[requests] = self.best(requests)
         if chosen:
+            self._fresh = self._off > 0
             self._off = 0
             return chosen
         self._off += 1
-        # A text that is hard to guess may have ended: try again, unless rows are too dear anyhow.
-        if self._off % _AGAIN == 0 and self.worth < 1:
+        tried = self._off % (_AGAIN + _TRIED) - _AGAIN
+        if tried >= 0 and not self._dear(requests):
+            self._fresh = tried == 0
             return self._choices[min(3, len(self._choices) - 1)]
         return 0
 
+    def _dear(self, requests: int) -> bool:
+        """Rows cost too much for so many requests, even if guesses came true as hoped for."""
+        if requests not in self._hopeless:
+            fixed = self._choices[0] if len(self._choices) == 1 else None
+            hoped = Paying(self.expected, self.cost, fixed=fixed)
+            self._hopeless[requests] = not hoped.best(requests)
+        return self._hopeless[requests]
+
     def observe(self, guessed: Sequence[int], accepted: Sequence[int]) -> None:
         """See :class:`~shoal.ir.decoding.Drafting`."""
-        hoped = sum(self.expected[min(nodes, len(self.expected) - 1)] - 1 for nodes in guessed)
+        trees = [nodes for nodes in guessed if nodes]
+        if not trees and self._fresh:
+            return  # the drafter had yet to see where these requests are
+        share = len(trees) / len(guessed)
+        self.share += _newest(len(guessed)) * (share - self.share)
+        hoped = sum(self.expected[min(nodes, len(self.expected) - 1)] - 1 for nodes in trees)
         if hoped > 0:
-            newest = 1 - (1 - _NEWEST) ** len(guessed)
-            self.worth += newest * (min(2.0, sum(accepted) / hoped) - self.worth)
+            self.worth += _newest(len(trees)) * (min(2.0, sum(accepted) / hoped) - self.worth)
 
     def table(self, requests: int = 1) -> Mapping[int, tuple[float, float, float]]:
         """By number of nodes: expected tokens, seconds of a step, and tokens per s over plain's."""
         plain = self.rate(0, requests)
-        found = {}
-        for nodes in range(len(self.expected)):
-            seconds = self.cost.seconds(requests * (1 + nodes))
-            seconds += self.cost.drafting_s(requests, nodes) if nodes else 0.0
-            tokens = 1 + self.worth * (self.expected[nodes] - 1)
-            found[nodes] = (tokens, seconds, self.rate(nodes, requests) / plain)
-        return found
+        return {
+            nodes: (
+                self._tokens(nodes),
+                self._seconds(nodes, requests),
+                self.rate(nodes, requests) / plain,
+            )
+            for nodes in range(len(self.expected))
+        }
+
+
+def _newest(count: int) -> float:
+    """Weight of so many new observations together."""
+    return 1 - (1 - _NEWEST) ** count

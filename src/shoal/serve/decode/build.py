@@ -13,6 +13,7 @@ from shoal.model.transformer import Transformer
 from shoal.plan.batching.common import Queues
 from shoal.plan.trees.drafting import Paying
 from shoal.serve.cache import PagedCache
+from shoal.serve.captured import Captured
 from shoal.serve.decode.captured import CapturedRows
 from shoal.serve.decode.costs import measure_costs
 from shoal.serve.decode.protocols import Acceptance, Speculator
@@ -66,15 +67,17 @@ def speculative_runner(
     """
     assert job.speculative is not None and job.max_position is not None
     part: Speculator = table("speculative").build(job.speculative, where="speculative")
-    recorded = None
+    recorded = captured = None
     if recordable is not None:
         recorded = CapturedRows(model, cache, recordable, job.max_position)
+        captured = Captured(model, cache, recordable, job.max_position)
     return SpeculativeRunner(
         model,
         cache,
         drafter=part.drafter(job, model),
         accept=acceptance(part.accept, lossless=job.lossless),
         recorded=recorded,
+        captured=captured,
         **options,
     )
 

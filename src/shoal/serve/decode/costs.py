@@ -2,6 +2,8 @@
 
 Steps of one request with chains of guesses under its last token stand for steps of as many rows of
 any requests: the products see rows, whoever's they are, and they are what a step consists of.
+What a guess takes beside its rows, to be made, written down, walked through and told, is measured
+as whole steps of one request and of four, with guesses and without.
 """
 
 from __future__ import annotations
@@ -9,14 +11,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from shoal.ir import MAX_NODES, Chunk, Limits, Request, SamplingParams
+from shoal.ir import MAX_NODES, Chunk, Limits, Request, SamplingParams, Step
 from shoal.plan.trees.drafting import RowCosts
 from shoal.serve.cache import PagedCache
-from shoal.serve.decode.protocols import Guess, Seen, TokenTree, branches
+from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree, branches
 from shoal.serve.decode.runner import SpeculativeRunner
 
 __all__ = ["measure_costs"]
@@ -26,6 +29,32 @@ _ROUNDS, _SECONDS = 15, 2.0
 _CONTEXT = 256
 # Nodes of trees that may take less time to draft than the largest.
 _FEWER = (1, 2, 3, 4, 6, 8)
+# Requests, and nodes of each, of the whole steps.
+_SEVERAL, _NODES = 4, 3
+
+
+class _Known:
+    """A drafter that takes no time: the same chain for every request.
+
+    Args:
+        tree: the chain.
+    """
+
+    needs: ClassVar[Needs] = "nothing"
+
+    def __init__(self, tree: TokenTree) -> None:
+        self._tree = tree
+
+    def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
+        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
+        return [self._tree] * len(guesses)
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Nothing."""
+
+    def memory_bytes(self) -> int:
+        """None."""
+        return 0
 
 
 def measure_costs(
@@ -79,8 +108,18 @@ def measure_costs(
     hidden = torch.zeros(context, config.hidden, dtype=cache.dtype, device=cache.device)
     others = [
         Request(f"measured {number}", list(tokens), context, SamplingParams(max_tokens=64))
-        for number in range(4)
+        for number in range(_SEVERAL)
     ]
+    for one in others:  # what they write there is nobody's
+        one.blocks = request.blocks
+    nodes = min(_NODES, most - 1)
+    chain = TokenTree(np.array(tokens[:1] * (nodes + 1)), branches(tuple(range(-1, nodes))))
+    whole = runner.over(own)
+    whole.drafter = _Known(chain)
+
+    def step(count: int, nodes: int) -> None:
+        chunks = tuple(Chunk(one, context - 1, 1, nodes) for one in others[:count])
+        whole.execute(Step(chunks))
 
     def guess(count: int, nodes: int = MAX_NODES) -> None:
         asked = others[:count]
@@ -99,7 +138,12 @@ def measure_costs(
         *(lambda held=trees[count]: measured.forward([chunk], held) for count in counts),
         *(lambda nodes=nodes: guess(1, nodes) for nodes in _FEWER),
         lambda: guess(1),
-        lambda: guess(4),
+        lambda: guess(_SEVERAL),
+        *(
+            lambda count=count, guessed=guessed: step(count, guessed)
+            for count in (1, _SEVERAL)
+            for guessed in (0, nodes)
+        ),
     ]
     taken: list[list[float]] = [[] for _ in works]
     with torch.inference_mode():
@@ -111,15 +155,22 @@ def measure_costs(
         for _ in range(max(3, min(_ROUNDS, int(seconds / max(round_s, 1e-9))))):
             for times, work in zip(taken, works, strict=True):
                 times.append(timed(work))
-    *steps, one, four = map(statistics.median, taken)
-    steps, fewer = steps[: len(counts)], steps[len(counts) :]
-    each = max(0.0, (four - one) / 3)
+    medians = list(map(statistics.median, taken))
+    steps, medians = medians[: len(counts)], medians[len(counts) :]
+    fewer, (alone, several, *wholes) = medians[: len(_FEWER)], medians[len(_FEWER) :]
+    costs = RowCosts(rows=tuple(counts), seconds_of=tuple(steps))
+    # A whole step with guesses over one without, less what its rows take more.
+    beside = [
+        max(0.0, on - off - costs.seconds(count * (1 + nodes)) + costs.seconds(count))
+        for count, off, on in zip((1, _SEVERAL), wholes[::2], wholes[1::2], strict=True)
+    ]
+    each = max(0.0, several + beside[1] - alone - beside[0]) / (_SEVERAL - 1)
     return RowCosts(
-        rows=tuple(counts),
-        seconds_of=tuple(steps),
-        draft_s=max(0.0, one - each),
+        rows=costs.rows,
+        seconds_of=costs.seconds_of,
+        draft_s=max(0.0, alone + beside[0] - each),
         draft_request_s=each,
         draft_less=tuple(
-            (nodes, max(0.0, one - took)) for nodes, took in zip(_FEWER, fewer, strict=True)
+            (nodes, max(0.0, alone - took)) for nodes, took in zip(_FEWER, fewer, strict=True)
         ),
     )

@@ -32,7 +32,8 @@ class SpeculativeRunner(LocalRunner):
         drafter: guesses.
         accept: which guesses hold.
         recorded: computes steps of decodes alone by recordings; None computes all the same way.
-        **options: of :class:`~shoal.serve.runner.LocalRunner`, without adapters or captured.
+        **options: of :class:`~shoal.serve.runner.LocalRunner`, without adapters; ``captured`` is
+            for steps in which nobody guesses.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class SpeculativeRunner(LocalRunner):
             drafter=self.drafter,
             accept=self.accept,
             recorded=None if self._recorded is None else self._recorded.over(cache),
+            captured=None if self._captured is None else self._captured.over(cache),
             attention=self.attention,
             prompts=self.prompts,
             exact=self._exact,
@@ -65,6 +67,11 @@ class SpeculativeRunner(LocalRunner):
     def _compute(self, step: Step) -> StepResult:
         if any(chunk.request.params.pooling for chunk in step.chunks):
             return super()._compute(step)  # of which the drafter then has seen nothing
+        if self.drafter.needs != "all" and not any(
+            chunk.drafts or chunk.length > 1 or not chunk.yields for chunk in step.chunks
+        ):
+            # Nobody guesses, so it is to cost nothing. Who wants the last state waits for a step.
+            return super()._compute(step)
         asking = [chunk for chunk in step.chunks if chunk.drafts]
         guesses = [Guess(chunk.request, chunk.drafts) for chunk in asking]
         proposed = self.drafter.propose(guesses) if guesses else []
@@ -188,7 +195,11 @@ class SpeculativeRunner(LocalRunner):
             tokens=tokens,
             infos=infos,
             failed=failed,
-            guessed={one.request.id: trees[one.request.id].nodes for one in guessed},
+            guessed={
+                one.request.id: trees[one.request.id].nodes if one.request.id in trees else 0
+                for one in chunks
+                if one.drafts
+            },
         )
 
     @staticmethod

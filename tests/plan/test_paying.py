@@ -1,0 +1,80 @@
+"""How many nodes pay, by what steps cost and what came of earlier guesses."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+
+from shoal.plan.trees.drafting import Paying, RowCosts
+
+EXPECTED = tuple(accumulate(0.6**level for level in range(9)))
+CHEAP = RowCosts(rows=(1, 64), seconds_of=(1.0, 1.2))
+DEAR = RowCosts(rows=(1, 64), seconds_of=(1.0, 64.0))
+MIXED = RowCosts(rows=(1, 16, 64), seconds_of=(1.0, 1.1, 8.0))
+
+
+def test_guesses_are_made_where_rows_are_cheap_and_nowhere_else():
+    assert Paying(EXPECTED, CHEAP).nodes(1) == 8
+    assert Paying(EXPECTED, DEAR).nodes(1) == 0
+    mixed = Paying(EXPECTED, MIXED)
+    assert [mixed.nodes(requests) for requests in (1, 2, 32)] == [8, 6, 0]
+
+
+def test_what_a_guess_takes_beside_its_rows_turns_it_off():
+    dear = RowCosts(rows=CHEAP.rows, seconds_of=CHEAP.seconds_of, draft_request_s=0.5)
+    assert Paying(EXPECTED, dear).nodes(1) > 0
+    assert Paying(EXPECTED, dear).nodes(8) == 0
+
+
+def test_wrong_guesses_turn_it_off_and_it_is_tried_again():
+    paying = Paying(EXPECTED, CHEAP)
+    for _ in range(300):
+        assert paying.nodes(1) in range(9)
+        paying.observe([4], [0])
+        if not paying.nodes(1):
+            break
+    else:
+        pytest.fail("it goes on guessing")
+    tries = [step for step in range(1000) if paying.nodes(1)]
+    assert len(tries) in (6, 7, 8)
+    assert tries[1] == tries[0] + 1
+
+
+def test_nothing_is_tried_where_rows_are_too_dear_for_any_guess():
+    paying = Paying(EXPECTED, MIXED)
+    for _ in range(300):
+        paying.nodes(1)
+        paying.observe([4], [0])
+    assert any(paying.nodes(1) for _ in range(600))
+    assert not any(paying.nodes(32) for _ in range(600))
+
+
+def test_requests_that_find_nothing_to_guess_count():
+    """Of a text of which one place in twenty has a guess, the rest pays for looking."""
+    cost = RowCosts(rows=CHEAP.rows, seconds_of=CHEAP.seconds_of, draft_request_s=0.2)
+    paying = Paying(EXPECTED, cost)
+    assert paying.nodes(1)
+    for step in range(400):
+        paying.observe([4 if step % 20 == 0 else 0], [2 if step % 20 == 0 else 0])
+    assert paying.share == pytest.approx(0.05, abs=0.05)
+    assert paying.worth > 0.8
+    assert paying.nodes(1) == 0
+
+
+def test_a_drafter_that_was_told_nothing_while_it_was_off_is_forgiven():
+    paying = Paying(EXPECTED, MIXED)
+    assert not paying.nodes(32)
+    assert paying.nodes(1)
+    paying.observe([0, 0], [0, 0])
+    assert paying.share == 1.0
+    assert paying.nodes(1)
+    paying.observe([0, 0], [0, 0])
+    assert paying.share < 1.0
+
+
+def test_the_table_is_the_choice():
+    paying = Paying(EXPECTED, MIXED)
+    table = paying.table(2)
+    assert table[0] == (1.0, MIXED.seconds(2), 1.0)
+    assert max(table, key=lambda nodes: table[nodes][2]) == paying.best(2)
