@@ -69,15 +69,52 @@ def test_groups_of_one_are_the_plain_drafter(deep, serve_all):
     assert trees_of(easy(deep, group=1), serve_all, asked, max_tokens=20) == wanted
 
 
-def test_fused_and_sequential_guess_the_same(deep, serve_all):
+@pytest.mark.parametrize("stale", ["attention", "full"])
+def test_fused_and_sequential_guess_the_same(stale, deep, serve_all):
     asked = prompts()[:3]
     found = [
         trees_of(
-            easy(deep, group=3, realise=one, breadth=2, depth=3), serve_all, asked, max_tokens=20
+            easy(deep, group=3, realise=one, stale=stale, breadth=2, depth=3),
+            serve_all,
+            asked,
+            max_tokens=20,
         )
         for one in ("sequential", "fused")
     ]
     assert found[0] == found[1]
+
+
+def test_a_group_that_is_stale_throughout_is_one_wide_layer(deep):
+    from shoal.model.attention import attend
+    from shoal.serve.decode.fuzzy import FuzzyModel
+    from shoal.serve.decode.stacked import stack
+
+    model = deep[0]
+    tokens, at = torch.tensor([5, 9, 2]), torch.arange(3)
+
+    def mixer(layer, q, k, v):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return attend(q, k, v, None, causal=True)[0].transpose(0, 1)
+
+    def widely(x, layers):
+        """Attention of all layers on x, then all their feed-forward layers on what that gives."""
+        mixed = 0
+        for layer in layers:
+            block = model.blocks[layer]
+            turn = model.turn(at, x.dtype)
+            seen = block.attention.flat(block.attention_norm(x), turn, mixer)
+            mixed = mixed + block.attention.o_proj(seen)
+        x = x + mixed
+        return x + sum(model.blocks[one].mlp(model.blocks[one].mlp_norm(x)) for one in layers)
+
+    x = model.embed(tokens)
+    for layers in ((0,), (1, 2, 3), (4, 5, 6), (7,)):
+        x = widely(x, layers)
+    wanted = model.norm(x)
+    groups = (1, 3, 3, 1)
+    for stacked in (None, stack(model, groups, True, model)):
+        found = FuzzyModel(model, groups, stacked, full=True).flat(tokens, at, mixer)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow
@@ -100,12 +137,15 @@ def test_after_calibration_the_cache_is_as_if_read_anew(deep):
         assert (far < 1e-10) == calibrate
 
 
-def test_recorded_groups_give_the_scores_of_others(random_model, deep, monkeypatch, serve_all):
+@pytest.mark.parametrize("stale", ["attention", "full"])
+def test_recorded_groups_give_the_scores_of_others(
+    stale, random_model, deep, monkeypatch, serve_all
+):
     from shoal.model.accelerate import accelerate
 
     monkeypatch.setattr("shoal.serve.build._store_by_columns", lambda model: None)
     model = accelerate(random_model(ModelConfig(**DEEP, family="llama", tied=True), seed=1).float())
-    engine = easy(deep, model=model, group=3)
+    engine = easy(deep, model=model, group=3, stale=stale)
     quick = engine.runner.drafter.quick
     if quick.recorded is None:
         pytest.skip("no kernel of this machine can be recorded")

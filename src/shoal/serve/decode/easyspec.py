@@ -42,6 +42,8 @@ class EasySpec:
             when the engine starts. The first layer and the last stand alone. 1 is plain drafting.
         realise: ``fused`` makes a group's projections one product and its attention one call,
             ``sequential`` computes them one after the other.
+        stale: what reads the input of a group: ``attention`` of its layers, or ``full``, their
+            feed-forward layers too, which then are one wide layer.
         calibrate: let the exact draft read what was accepted; False leaves stale keys and values
             in its cache, to see what that costs.
         accept: which guesses hold.
@@ -53,6 +55,7 @@ class EasySpec:
     nodes: int = 0
     group: int | tuple[int, ...] | Literal["auto"] = 4
     realise: Literal["fused", "sequential"] = "fused"
+    stale: Literal["attention", "full"] = "attention"
     calibrate: bool = True
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
 
@@ -93,9 +96,7 @@ class EasySpec:
             text = _text(model, limit)
             groups = search(
                 layers,
-                lambda tried: _token_s(
-                    _quick(net, raw, tried, self.realise, limit), text, self.depth
-                ),
+                lambda tried: _token_s(self._quick(net, raw, tried, limit), text, self.depth),
             )
         elif isinstance(self.group, int):
             groups = even_groups(self.group, layers, where)
@@ -109,32 +110,28 @@ class EasySpec:
             nodes=self.nodes,
             limit=limit,
             draws=self.accept.name == "rejection",
-            quick=_quick(net, raw, groups, self.realise, limit) if max(groups) > 1 else None,
+            quick=self._quick(net, raw, groups, limit) if max(groups) > 1 else None,
             repairs=self.calibrate,
         )
 
+    def _quick(self, net: DraftNet, raw: Transformer, groups: Groups, limit: int) -> DraftNet:
+        """Passes of the draft by groups, on the cache of the exact one."""
+        from shoal.ir import MAX_NODES
+        from shoal.model.transformer import Transformer
+        from shoal.serve.decode.draft_net import DraftNet
+        from shoal.serve.decode.fuzzy import FuzzyModel, FuzzyRecordings
+        from shoal.serve.decode.stacked import stack
 
-def _quick(net: DraftNet, raw: Transformer, groups: Groups, realise: str, limit: int) -> DraftNet:
-    """Passes of the draft by groups, on the cache of the exact one."""
-    from shoal.ir import MAX_NODES
-    from shoal.model.transformer import Transformer
-    from shoal.serve.decode.draft_net import DraftNet
-    from shoal.serve.decode.fuzzy import FuzzyModel, FuzzyRecordings, stack
-
-    draft = net.model
-    assert isinstance(draft, Transformer)
-    stacked = None
-    if realise == "fused":
-        stacked = stack(raw, groups)
-        for one in stacked.values():
-            one.ready(draft.norm.kernel is not None)
-    fuzzy = FuzzyModel(draft, groups, stacked)
-    recorded = None
-    if net.recorded is not None and net.attention is not None:
-        recorded = FuzzyRecordings(fuzzy, net.cache, net.attention, limit + MAX_NODES + 1)
-    return DraftNet(
-        fuzzy, net.cache, attention=net.attention, prompts=net.prompts, recorded=recorded
-    )
+        draft, full = net.model, self.stale == "full"
+        assert isinstance(draft, Transformer)
+        stacked = stack(raw, groups, full, draft) if self.realise == "fused" else None
+        fuzzy = FuzzyModel(draft, groups, stacked, full=full)
+        recorded = None
+        if net.recorded is not None and net.attention is not None:
+            recorded = FuzzyRecordings(fuzzy, net.cache, net.attention, limit + MAX_NODES + 1)
+        return DraftNet(
+            fuzzy, net.cache, attention=net.attention, prompts=net.prompts, recorded=recorded
+        )
 
 
 def _text(model: Transformer, limit: int) -> list[int]:
