@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_draft_model import _fresh_keys, engine_with, known_costs  # noqa: E402, F401
 from test_speculative import prompts  # noqa: E402
 
-from shoal.core.errors import ConfigError, ModelError  # noqa: E402
+from shoal.core.errors import ConfigError, ModelError, ServeError, ShoalError  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
@@ -69,15 +73,52 @@ def test_groups_of_one_are_the_plain_drafter(deep, serve_all):
     assert trees_of(easy(deep, group=1), serve_all, asked, max_tokens=20) == wanted
 
 
-def test_fused_and_sequential_guess_the_same(deep, serve_all):
+@pytest.mark.parametrize("stale", ["attention", "full"])
+def test_fused_and_sequential_guess_the_same(stale, deep, serve_all):
     asked = prompts()[:3]
     found = [
         trees_of(
-            easy(deep, group=3, realise=one, breadth=2, depth=3), serve_all, asked, max_tokens=20
+            easy(deep, group=3, realise=one, stale=stale, breadth=2, depth=3),
+            serve_all,
+            asked,
+            max_tokens=20,
         )
         for one in ("sequential", "fused")
     ]
     assert found[0] == found[1]
+
+
+def test_a_group_that_is_stale_throughout_is_one_wide_layer(deep):
+    from shoal.model.attention import attend
+    from shoal.serve.decode.fuzzy import FuzzyModel
+    from shoal.serve.decode.stacked import stack
+
+    model = deep[0]
+    tokens, at = torch.tensor([5, 9, 2]), torch.arange(3)
+
+    def mixer(layer, q, k, v):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return attend(q, k, v, None, causal=True)[0].transpose(0, 1)
+
+    def widely(x, layers):
+        """Attention of all layers on x, then all their feed-forward layers on what that gives."""
+        mixed = 0
+        for layer in layers:
+            block = model.blocks[layer]
+            turn = model.turn(at, x.dtype)
+            seen = block.attention.flat(block.attention_norm(x), turn, mixer)
+            mixed = mixed + block.attention.o_proj(seen)
+        x = x + mixed
+        return x + sum(model.blocks[one].mlp(model.blocks[one].mlp_norm(x)) for one in layers)
+
+    x = model.embed(tokens)
+    for layers in ((0,), (1, 2, 3), (4, 5, 6), (7,)):
+        x = widely(x, layers)
+    wanted = model.norm(x)
+    groups = (1, 3, 3, 1)
+    for stacked in (None, stack(model, groups, True, model)):
+        found = FuzzyModel(model, groups, stacked, full=True).flat(tokens, at, mixer)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow
@@ -100,12 +141,15 @@ def test_after_calibration_the_cache_is_as_if_read_anew(deep):
         assert (far < 1e-10) == calibrate
 
 
-def test_recorded_groups_give_the_scores_of_others(random_model, deep, monkeypatch, serve_all):
+@pytest.mark.parametrize("stale", ["attention", "full"])
+def test_recorded_groups_give_the_scores_of_others(
+    stale, random_model, deep, monkeypatch, serve_all
+):
     from shoal.model.accelerate import accelerate
 
     monkeypatch.setattr("shoal.serve.build._store_by_columns", lambda model: None)
     model = accelerate(random_model(ModelConfig(**DEEP, family="llama", tied=True), seed=1).float())
-    engine = easy(deep, model=model, group=3)
+    engine = easy(deep, model=model, group=3, stale=stale)
     quick = engine.runner.drafter.quick
     if quick.recorded is None:
         pytest.skip("no kernel of this machine can be recorded")
@@ -126,6 +170,72 @@ def test_recorded_groups_give_the_scores_of_others(random_model, deep, monkeypat
     tapes = quick.recorded.known
     # Of matrices as small as these the library's product may be faster, and it leaves no recording.
     assert tapes[1, 1].tape is not None or quick.recorded.reasons[1, 1] == "aten::linear"
+
+
+@pytest.fixture
+def by_ranks(deep):
+    """Engines whose draft is on two ranks; one at a time in a process."""
+    teams = []
+
+    def start(**options):
+        engine = easy(deep, realise="ranks", ranks=2, group=3, **options)
+        teams.append(engine.runner.drafter.net._team)
+        return engine, teams[-1]
+
+    yield start
+    for team in teams:
+        team.close()
+
+
+@pytest.mark.slow
+def test_ranks_guess_what_one_process_does(deep, serve_all, by_ranks):
+    asked = prompts()[:4]
+    options = {"breadth": 2, "depth": 3, "stale": "attention"}
+    known = trees_of(
+        easy(deep, group=3, realise="sequential", **options), serve_all, asked, max_tokens=20
+    )
+    engine, team = by_ranks(**options)
+    assert trees_of(engine, serve_all, asked, max_tokens=20) == known
+    stats = engine.stats()
+    assert 0 < stats["draft_tokens_accepted_total"] < stats["draft_tokens_total"]
+    with pytest.raises(ServeError, match="already is a rank"):
+        by_ranks()
+    engine.add(Request("r0", [1, 2, 3], 3, SamplingParams(max_tokens=40)))
+    engine.step()
+    os.kill(team.processes[0].pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(ServeError, match=r"rank 1 of the draft \(process \d+\) ended with exit code -9"):
+        while engine.busy:
+            engine.step()
+    assert time.monotonic() - began < 2
+
+
+def test_what_ranks_are_told_comes_back():
+    from shoal.serve.decode.captured import Branch
+    from shoal.serve.decode.ranked_worker import _pack, _unpack
+
+    several = [
+        Branch([3, 4], [7, 9], 20, 20, np.array([0, 1]), np.array([1, 3])),
+        Branch([5], [1], 3, 1, np.array([2]), np.array([-1])),
+    ]
+    for one, other in zip(several, _unpack(np.array(_pack(several))), strict=True):
+        for mine, theirs in zip(one[:-1], other[:-1], strict=True):
+            assert list(np.atleast_1d(mine)) == list(np.atleast_1d(theirs))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"realise": "ranks", "ranks": 0}, "ranks = 0"),
+        ({"realise": "ranks", "group": "auto"}, "auto with realise = ranks"),
+        ({"cores": [1]}, "cores"),
+        ({"realise": "ranks", "group": 9}, "at most 6"),
+        ({"realise": "ranks", "ranks": 9}, "ranks = 9: expected at most 8"),
+    ],
+)
+def test_ranks_that_cannot_be_are_named(options, message, deep):
+    with pytest.raises(ConfigError, match=message):
+        easy(deep, **options)
 
 
 @pytest.mark.slow

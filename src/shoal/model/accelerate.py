@@ -24,7 +24,7 @@ from shoal.model.norm import RMSNorm
 from shoal.model.rope import tables_at
 from shoal.model.transformer import Transformer
 
-__all__ = ["accelerate"]
+__all__ = ["accelerate", "accelerate_layers"]
 
 
 def accelerate(
@@ -58,7 +58,22 @@ def accelerate(
     model.head = head
     if model.output is not None:
         model.output = head
-    for module in list(model.modules()):
+    _dispatch(model, pieces, gates)
+    return model
+
+
+def accelerate_layers(layers: nn.Module, model: Transformer) -> None:
+    """Let dispatch compute layers that are made of a model's and are no part of it, in place.
+
+    Args:
+        layers: without gradients, in the precision of the model.
+        model: whose they are.
+    """
+    _dispatch(layers, _Pieces(model, {}, model.config.max_position, False, True), True)
+
+
+def _dispatch(layers: nn.Module, pieces: _Pieces, gates: bool) -> None:
+    for module in list(layers.modules()):
         if isinstance(module, RMSNorm):
             module.kernel = pieces.norm(module)
         elif isinstance(module, SwiGLU):
@@ -68,18 +83,17 @@ def accelerate(
             else:
                 module.gate_up_proj = gated  # type: ignore[assignment]
                 module.kernel = _as_it_is
-        elif exact and isinstance(module, Experts):
+        elif pieces.exact and isinstance(module, Experts):
             # The library's sums depend on how many tokens visit an expert.
-            module.kernel = pieces.swiglu(2 * model.config.ffn_hidden)
-            module.use(lambda weight: pieces.linear(weight, None), release=pack)
+            module.kernel = pieces.swiglu(2 * pieces.config.ffn_hidden)
+            module.use(lambda weight: pieces.linear(weight, None), release=pieces.pack)
         elif isinstance(module, Attention):
             module.kernel = pieces.rope(module)
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, pieces.linear(child.weight, child.bias))
             elif isinstance(child, LowBitLinear):
-                child.use(wanted=wanted.get("linear_lowbit"), exact=exact)
-    return model
+                child.use(wanted=pieces.wanted.get("linear_lowbit"), exact=pieces.exact)
 
 
 def _as_it_is(gated: torch.Tensor) -> torch.Tensor:
@@ -98,8 +112,8 @@ class _Pieces:
         pack: bool,
     ) -> None:
         weight = model.embed.weight
-        self._config, self._wanted = model.config, wanted
-        self._exact, self._pack = exact, pack
+        self.config, self.wanted = model.config, wanted
+        self.exact, self.pack = exact, pack
         self._dtype, self._device = name_of(weight.dtype), "cuda" if weight.is_cuda else "cpu"
         with torch.inference_mode(False):
             place_P = torch.arange(positions, dtype=torch.float32, device=weight.device)
@@ -107,8 +121,8 @@ class _Pieces:
             self._tables = cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> DispatchedLinear:
-        wanted = self._wanted.get("linear")
-        return DispatchedLinear(weight, bias, wanted=wanted, exact=self._exact, pack=self._pack)
+        wanted = self.wanted.get("linear")
+        return DispatchedLinear(weight, bias, wanted=wanted, exact=self.exact, pack=self.pack)
 
     def norm(self, module: RMSNorm) -> Ready:
         width = len(module.weight)
@@ -120,17 +134,17 @@ class _Pieces:
         None where no kernel does both for any number of rows, or where others were asked for.
         """
         inner = module.gate_up_proj
-        if not (self._pack and isinstance(inner, nn.Linear)) or "swiglu" in self._wanted:
+        if not (self.pack and isinstance(inner, nn.Linear)) or "swiglu" in self.wanted:
             return None
-        wanted = self._wanted.get("linear")
+        wanted = self.wanted.get("linear")
         plain = DispatchedLinear(
-            inner.weight, inner.bias, wanted=wanted, exact=self._exact, pack=False
+            inner.weight, inner.bias, wanted=wanted, exact=self.exact, pack=False
         )
         kernel = plain.packing()
         if kernel is None or not kernel.gates:
             return None
         return DispatchedLinear(
-            inner.weight, inner.bias, wanted=kernel.backend, exact=self._exact, gated=True
+            inner.weight, inner.bias, wanted=kernel.backend, exact=self.exact, gated=True
         )
 
     def swiglu(self, width: int) -> Ready:
@@ -141,10 +155,10 @@ class _Pieces:
         norms = [None if norm is None else norm.weight for norm in (module.q_norm, module.k_norm)]
         return self._ready(
             "rope", every, every, *self._tables, *norms,
-            module.num_heads, module.num_kv_heads, self._config.rms_norm_eps,
+            module.num_heads, module.num_kv_heads, self.config.rms_norm_eps,
         )  # fmt: skip
 
     def _ready(self, op: str, n: int, out: int, *constants: object) -> Ready:
         call = Pointwise(op, 1, n, out, self._dtype, self._device)  # type: ignore[arg-type]
-        kernel = dispatch(call, wanted=self._wanted.get(op), exact=self._exact)
+        kernel = dispatch(call, wanted=self.wanted.get(op), exact=self.exact)
         return kernel.prepare(call, *constants)

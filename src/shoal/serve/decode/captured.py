@@ -15,12 +15,12 @@ from torch import Tensor
 
 from shoal.ir import Chunk
 from shoal.kernel.protocols import Ready
-from shoal.kernel.tape import Tape, record
+from shoal.kernel.tape import record
 from shoal.model.attention import Mixer
 from shoal.serve.cache import PagedCache
 from shoal.serve.decode.protocols import TokenTree, branches
 
-__all__ = ["Branch", "CapturedRows", "Recordable", "Recordings"]
+__all__ = ["Branch", "CapturedRows", "Playable", "Recordable", "Recordings"]
 
 # Steps of more rows take so long that asking the kernels is little beside.
 _MOST = 64
@@ -45,6 +45,19 @@ class Recordable(Protocol):
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Scores [R, V]."""
+        ...
+
+
+class Playable(Protocol):
+    """A pass that is written down; a :class:`~shoal.kernel.tape.Tape`, or several."""
+
+    @property
+    def result(self) -> Tensor:
+        """Scores [N, V], where they are written."""
+        ...
+
+    def play(self) -> bool:
+        """Compute again; False where a kernel refused what its inputs hold now."""
         ...
 
 
@@ -87,7 +100,7 @@ class Recording:
         self._held: list[Sequence[int]] = [()] * requests
         self.inputs: list[tuple[slice, Tensor]] = []  # rows that are no tokens
         self.hidden: Tensor | None = None
-        self.tape: Tape | None = None
+        self.tape: Playable | None = None
 
     def write(self, several: Iterable[Branch], size: int) -> None:
         """The rows of these requests."""

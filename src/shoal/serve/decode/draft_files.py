@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from shoal.serve.cache import PagedCache
 from shoal.serve.decode.captured import Recordings
 from shoal.serve.decode.draft_net import DraftModelNet, DraftNet
 
-__all__ = ["check_draft", "load_draft", "recordings"]
+__all__ = ["check_draft", "draft_net", "limit_of", "load_draft", "recordings"]
 
 _BLOCK = 16
 
@@ -47,6 +48,11 @@ def check_draft(directory: Path, job: ServeJob, target: ModelConfig) -> ModelCon
     return config
 
 
+def limit_of(config: ModelConfig, job: ServeJob) -> int:
+    """Most tokens of a request that a draft can read."""
+    return min(config.max_position, job.max_position or config.max_position)
+
+
 def load_draft(path: str, job: ServeJob, target: Transformer) -> tuple[DraftNet, int]:
     """A draft ready to guess for this target, and the most tokens of a request that it can read.
 
@@ -54,16 +60,38 @@ def load_draft(path: str, job: ServeJob, target: Transformer) -> tuple[DraftNet,
         ModelError: it is none for this target.
     """
     config = check_draft(Path(path), job, target.config)
-    limit = min(config.max_position, job.max_position or config.max_position)
-    draft = huggingface.read(Path(path), target.weight.dtype)
-    draft = draft.to(target.weight.device).requires_grad_(False).eval()
+    limit = limit_of(config, job)
+    return draft_net(path, job, limit, target.weight.dtype, target.weight.device), limit
+
+
+def draft_net(
+    path: str,
+    job: ServeJob,
+    limit: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    cut: Callable[[Transformer], None] | None = None,
+) -> DraftNet:
+    """A draft ready to guess.
+
+    Args:
+        path: its directory.
+        job: of the target.
+        limit: most tokens of a request.
+        dtype: of its weights.
+        device: where they lie.
+        cut: leaves of it what this process computes; all if not given.
+    """
+    draft = huggingface.read(Path(path), dtype).to(device).requires_grad_(False).eval()
+    if cut is not None:
+        cut(draft)
     nbytes = sum(one.numel() * one.element_size() for one in draft.parameters())
     own = _draft_job(path, job, limit)
-    if target.weight.dtype in (torch.float32, torch.bfloat16):
+    if dtype in (torch.float32, torch.bfloat16):
         from shoal.serve.build import prepare
 
         draft = prepare(own, draft)
-    return _net_of(draft, own, job, limit, nbytes), limit
+    return _net_of(draft, own, job, limit, nbytes)
 
 
 def _draft_job(path: str, job: ServeJob, limit: int) -> ServeJob:

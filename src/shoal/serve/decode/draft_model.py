@@ -214,7 +214,7 @@ class DraftModelDrafter:
                     sources += slots(kept.blocks, [one for one, _ in places], size)
                     targets += slots(kept.blocks, [other for _, other in places], size)
             kept.tree = None
-        self.net.cache.keep(sources, targets)
+        self.net.keep(sources, targets)
 
     def _grow(self, growing: Sequence[tuple[Guess, Kept, Growing]]) -> None:
         import numpy as np

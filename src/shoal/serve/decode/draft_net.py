@@ -100,6 +100,10 @@ class DraftNet:
         rows = {place: range(first[at], first[at + 1]) for at, place in enumerate(order)}
         return logits[[row for place in range(len(order)) for row in rows[place]]]
 
+    def keep(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy keys and values from slots to slots."""
+        self.cache.keep(sources, targets)
+
     def _pass(
         self,
         tokens: Sequence[int] | np.ndarray,

@@ -41,7 +41,13 @@ class EasySpec:
         group: layers of a group, or the size of each group, or ``auto``, which measures groups
             when the engine starts. The first layer and the last stand alone. 1 is plain drafting.
         realise: ``fused`` makes a group's projections one product and its attention one call,
-            ``sequential`` computes them one after the other.
+            ``sequential`` computes them one after the other, and ``ranks`` has each layer's
+            attention on another process, with its keys and values, and shares the width of
+            feed-forward layers among them.
+        stale: what reads the input of a group: ``attention`` of its layers, or ``full``, their
+            feed-forward layers too, which then are one wide layer.
+        ranks: processes of ``realise: ranks``; the one that serves is the first of them.
+        cores: cores that the others are held to, one each; none for any.
         calibrate: let the exact draft read what was accepted; False leaves stale keys and values
             in its cache, to see what that costs.
         accept: which guesses hold.
@@ -52,7 +58,10 @@ class EasySpec:
     breadth: int = 1
     nodes: int = 0
     group: int | tuple[int, ...] | Literal["auto"] = 4
-    realise: Literal["fused", "sequential"] = "fused"
+    realise: Literal["fused", "sequential", "ranks"] = "fused"
+    stale: Literal["attention", "full"] = "attention"
+    ranks: int = 2
+    cores: tuple[int, ...] = ()
     calibrate: bool = True
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
 
@@ -63,6 +72,17 @@ class EasySpec:
             require(self.group >= 1, where, self.group, expected="1 or more, sizes, or auto")
         elif self.group != "auto" and not self.group:
             raise ConfigError(f"{where} = []: expected one size for each group, or one number")
+        require(self.ranks >= 1, "speculative.easyspec.ranks", self.ranks, expected="1 or more")
+        if self.realise == "ranks" and self.group == "auto":
+            raise ConfigError(
+                f"{where} = auto with realise = ranks: every rank has to know the groups when it "
+                "starts; find them with realise: fused, and give them"
+            )
+        if self.cores and self.realise != "ranks":
+            raise ConfigError(
+                f"speculative.easyspec.cores = {list(self.cores)}: expected none without realise: "
+                "ranks, the draft is in the process that serves"
+            )
 
     def expects(self) -> Expectation:
         """See :class:`~shoal.serve.decode.protocols.Speculator`."""
@@ -81,27 +101,37 @@ class EasySpec:
         from pathlib import Path
 
         from shoal.model import huggingface
-        from shoal.plan.fuzzy import even_groups, search, spans
+        from shoal.plan.fuzzy import search
         from shoal.serve.decode.draft_files import load_draft
 
+        if self.realise == "ranks":
+            return self._by_ranks(job, model)
         net, limit = load_draft(self.path, job, model)
-        layers, where = net.model.config.num_layers, "speculative.easyspec.group"
         # Kernels have packed the weights of the one that is served.
         raw = huggingface.read(Path(self.path), model.weight.dtype).to(model.weight.device)
         raw = raw.requires_grad_(False)
         if self.group == "auto":
             text = _text(model, limit)
             groups = search(
-                layers,
-                lambda tried: _token_s(
-                    _quick(net, raw, tried, self.realise, limit), text, self.depth
-                ),
+                net.model.config.num_layers,
+                lambda tried: _token_s(self._quick(net, raw, tried, limit), text, self.depth),
             )
-        elif isinstance(self.group, int):
-            groups = even_groups(self.group, layers, where)
         else:
-            groups = self.group
-            spans(groups, layers, where)
+            groups = self._groups(net.model.config.num_layers)
+        quick = self._quick(net, raw, groups, limit) if max(groups) > 1 else None
+        return self._drafter(net, quick, limit)
+
+    def _groups(self, layers: int) -> Groups:
+        from shoal.plan.fuzzy import even_groups, spans
+
+        where = "speculative.easyspec.group"
+        assert self.group != "auto"
+        if isinstance(self.group, int):
+            return even_groups(self.group, layers, where)
+        spans(self.group, layers, where)
+        return self.group
+
+    def _drafter(self, net: DraftNet, quick: DraftNet | None, limit: int) -> DraftModelDrafter:
         return DraftModelDrafter(
             net,
             depth=self.depth,
@@ -109,32 +139,72 @@ class EasySpec:
             nodes=self.nodes,
             limit=limit,
             draws=self.accept.name == "rejection",
-            quick=_quick(net, raw, groups, self.realise, limit) if max(groups) > 1 else None,
+            quick=quick,
             repairs=self.calibrate,
         )
 
+    def _by_ranks(self, job: ServeJob, model: Transformer) -> DraftModelDrafter:
+        """With the other ranks in processes of their own."""
+        from pathlib import Path
 
-def _quick(net: DraftNet, raw: Transformer, groups: Groups, realise: str, limit: int) -> DraftNet:
-    """Passes of the draft by groups, on the cache of the exact one."""
-    from shoal.ir import MAX_NODES
-    from shoal.model.transformer import Transformer
-    from shoal.serve.decode.draft_net import DraftNet
-    from shoal.serve.decode.fuzzy import FuzzyModel, FuzzyRecordings, stack
+        from shoal.serve.decode.draft_files import check_draft, limit_of
+        from shoal.serve.decode.ranked import part_of, ranked
+        from shoal.serve.decode.ranked_worker import RankedNet, Team
 
-    draft = net.model
-    assert isinstance(draft, Transformer)
-    stacked = None
-    if realise == "fused":
-        stacked = stack(raw, groups)
-        for one in stacked.values():
-            one.ready(draft.norm.kernel is not None)
-    fuzzy = FuzzyModel(draft, groups, stacked)
-    recorded = None
-    if net.recorded is not None and net.attention is not None:
-        recorded = FuzzyRecordings(fuzzy, net.cache, net.attention, limit + MAX_NODES + 1)
-    return DraftNet(
-        fuzzy, net.cache, attention=net.attention, prompts=net.prompts, recorded=recorded
-    )
+        if model.weight.device.type != "cpu":
+            raise ConfigError(
+                f"speculative.easyspec.realise = ranks: the model is on {model.weight.device}, and "
+                "ranks of a draft are processes of a CPU's cores; use realise: fused"
+            )
+        config = check_draft(Path(self.path), job, model.config)
+        where = "speculative.easyspec.ranks"
+        require(
+            self.ranks <= config.num_layers,
+            where,
+            self.ranks,
+            expected=f"at most {config.num_layers}, the layers of model {config.name}",
+        )
+        limit, groups = limit_of(config, job), self._groups(config.num_layers)
+        dtype, full = model.weight.dtype, self.stale == "full"
+        told = {
+            "path": str(Path(self.path).resolve()),
+            "job": job.model_dump(mode="json", exclude_none=True),
+            "limit": limit,
+            "dtype": str(dtype).removeprefix("torch."),
+            "groups": groups,
+            "full": full,
+        }
+        team = Team(told, self.ranks, self.cores)
+        try:
+            part = part_of(self.path, job, limit, dtype, 0, self.ranks)
+            comm = team.join()
+        except BaseException:
+            team.close()
+            raise
+        exact = RankedNet(ranked(part, comm, limit), team, quick=False)
+        if max(groups) == 1:
+            return self._drafter(exact, None, limit)
+        fuzzy = ranked(part, comm, limit, groups=groups, full=full)
+        return self._drafter(exact, RankedNet(fuzzy, team, quick=True), limit)
+
+    def _quick(self, net: DraftNet, raw: Transformer, groups: Groups, limit: int) -> DraftNet:
+        """Passes of the draft by groups, on the cache of the exact one."""
+        from shoal.ir import MAX_NODES
+        from shoal.model.transformer import Transformer
+        from shoal.serve.decode.draft_net import DraftNet
+        from shoal.serve.decode.fuzzy import FuzzyModel, FuzzyRecordings
+        from shoal.serve.decode.stacked import stack
+
+        draft, full = net.model, self.stale == "full"
+        assert isinstance(draft, Transformer)
+        stacked = stack(raw, groups, full, draft) if self.realise == "fused" else None
+        fuzzy = FuzzyModel(draft, groups, stacked, full=full)
+        recorded = None
+        if net.recorded is not None and net.attention is not None:
+            recorded = FuzzyRecordings(fuzzy, net.cache, net.attention, limit + MAX_NODES + 1)
+        return DraftNet(
+            fuzzy, net.cache, attention=net.attention, prompts=net.prompts, recorded=recorded
+        )
 
 
 def _text(model: Transformer, limit: int) -> list[int]:

@@ -2,7 +2,9 @@
 
 Layers l .. l + n - 1 of a group compute attention from what enters the group; then the group is
 walked in order: what a layer's attention gave is added, and its feed-forward layer reads the
-stream as it is then. Only guesses come of it: what the model verifies is another model.
+stream as it is then. Or the feed-forward layers, too, read one stream: what enters the group and
+what the attention of all its layers gave. Only guesses come of it: what the model verifies is
+another model.
 
 Shapes: N rows, D hidden, n layers of a group, H query heads, K key/value heads, d head_dim.
 
@@ -16,23 +18,19 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.core.errors import ModelError
-from shoal.kernel.calls import Pointwise
-from shoal.kernel.dispatch import dispatch
 from shoal.kernel.protocols import Ready
-from shoal.kernel.tensors import name_of
 from shoal.model.attention import Mixer, Turn
 from shoal.model.config import ModelConfig
-from shoal.model.linear import DispatchedLinear
-from shoal.model.norm import RMSNorm
 from shoal.model.transformer import Block, Transformer
 from shoal.plan.fuzzy import Groups, spans
 from shoal.serve.cache import PagedCache
 from shoal.serve.decode.captured import Branch, Recording, Recordings
+from shoal.serve.decode.stacked import Stacked
 
-__all__ = ["FuzzyModel", "FuzzyRecordings", "Stacked", "stack"]
+__all__ = ["FuzzyModel", "FuzzyRecordings"]
 
 
 @runtime_checkable
@@ -48,69 +46,6 @@ class GroupMixer(Protocol):
         ...
 
 
-class Stacked:
-    """Queries, keys and values of the layers of a group by one product.
-
-    The weights of their norms are folded into it, so that one normalised input serves all.
-
-    Args:
-        blocks: of the group, before kernels pack their weights.
-    """
-
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        first = blocks[0]
-        weights = [one.attention.qkv_proj.weight * one.attention_norm.weight for one in blocks]
-        biases = [one.attention.qkv_proj.bias for one in blocks]
-        self.weight = torch.cat(weights).contiguous()
-        self.bias = (
-            None if biases[0] is None else torch.cat([one for one in biases if one is not None])
-        )
-        self.norm = RMSNorm(len(first.attention_norm.weight), first.attention_norm.eps)
-        self.norm.weight = nn.Parameter(
-            torch.ones_like(first.attention_norm.weight), requires_grad=False
-        )
-        self.project: nn.Module = nn.Identity()
-
-    def ready(self, fast: bool) -> None:
-        """Choose what computes.
-
-        Args:
-            fast: kernels of inference, as the draft itself has them.
-        """
-        out, width = self.weight.shape
-        if fast:
-            dtype, device = name_of(self.weight.dtype), self.weight.device.type
-            call = Pointwise(
-                "rms_norm", 1, width, width, dtype, "cuda" if device == "cuda" else "cpu"
-            )
-            self.norm.kernel = dispatch(call).prepare(call, self.norm.weight, self.norm.eps)
-            self.project = DispatchedLinear(self.weight, self.bias)
-            return
-        self.project = nn.Linear(width, out, bias=self.bias is not None, device="meta")
-        self.project.weight = nn.Parameter(self.weight, requires_grad=False)
-        if self.bias is not None:
-            self.project.bias = nn.Parameter(self.bias, requires_grad=False)
-
-
-def stack(draft: Transformer, groups: Groups) -> dict[int, Stacked]:
-    """By its first layer, the stacked products of each group of several layers.
-
-    Raises:
-        ModelError: the draft's layers cannot be stacked.
-    """
-    if draft.config.qk_norm:
-        raise ModelError(
-            f"model {draft.config.name}: norms of queries and keys differ from layer to layer, and "
-            "realise = fused rotates all of a group at once; use realise: sequential"
-        )
-    found = {}
-    for layers in spans(groups, len(draft.blocks)):
-        if len(layers) > 1:
-            blocks = [draft.blocks[layer] for layer in layers]
-            found[layers[0]] = Stacked([one for one in blocks if isinstance(one, Block)])
-    return found
-
-
 class FuzzyModel:
     """A draft by groups; a :class:`~shoal.serve.decode.draft_net.DraftModelNet`.
 
@@ -118,13 +53,19 @@ class FuzzyModel:
         draft: ready to serve.
         groups: of its layers.
         stacked: for ``realise: fused``; layer by layer without.
+        full: feed-forward layers of a group read one stream, as their attention does.
 
     Raises:
         ModelError: its blocks do not normalise, attend, normalise and feed forward, in this order.
     """
 
     def __init__(
-        self, draft: Transformer, groups: Groups, stacked: dict[int, Stacked] | None = None
+        self,
+        draft: Transformer,
+        groups: Groups,
+        stacked: dict[int, Stacked] | None = None,
+        *,
+        full: bool = False,
     ) -> None:
         for block in draft.blocks:
             if not isinstance(block, Block) or block.parallel:
@@ -136,7 +77,7 @@ class FuzzyModel:
         self.draft, self.groups = draft, groups
         self._spans = spans(groups, len(draft.blocks))
         self._blocks = [block for block in draft.blocks if isinstance(block, Block)]
-        self._stacked = stacked or {}
+        self._stacked, self._full = stacked or {}, full
 
     @property
     def config(self) -> ModelConfig:
@@ -173,46 +114,84 @@ class FuzzyModel:
             if len(layers) == 1:
                 x_ND, branch_ND = self._blocks[layers[0]].flat(x_ND, branch_ND, turn, mixer)
                 continue
-            x_ND, seen = self._seen(layers, x_ND, branch_ND, turn, mixer)
-            branch_ND = None
-            for layer, seen_NE in zip(layers, seen, strict=True):
-                block = self._blocks[layer]
-                if branch_ND is not None:
-                    x_ND = block.attention_norm.after(x_ND, branch_ND)[0]
-                mixed = block.attention.o_proj(seen_NE)
-                x_ND, normed = block.mlp_norm.after(x_ND, mixed)
-                branch_ND = block.mlp(normed)
+            stacked = self._stacked.get(layers[0])
+            if stacked is not None:
+                x_ND, seen_NnE = self._fused(stacked, layers, x_ND, branch_ND, turn, mixer)
+                seen = seen_NnE.unbind(1)
+            else:
+                x_ND, seen = self._seen(layers, x_ND, branch_ND, turn, mixer)
+            if not self._full:
+                x_ND, branch_ND = self._walked(layers, x_ND, seen)
+            elif stacked is not None:
+                mixed = stacked.o_proj(seen_NnE.flatten(1))
+                x_ND, normed = stacked.mlp_norm.after(x_ND, mixed)
+                branch_ND = stacked.mlp(normed)
+            else:
+                x_ND, branch_ND = self._summed(layers, x_ND, seen)
         assert branch_ND is not None
         return x_ND, branch_ND
 
+    def _walked(
+        self, layers: range, x_ND: Tensor, seen: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """A group in order: what a layer's attention gave, then its feed-forward layer."""
+        branch_ND: Tensor | None = None
+        for layer, seen_NE in zip(layers, seen, strict=True):
+            block = self._blocks[layer]
+            if branch_ND is not None:
+                x_ND = block.attention_norm.after(x_ND, branch_ND)[0]
+            x_ND, normed = block.mlp_norm.after(x_ND, block.attention.o_proj(seen_NE))
+            branch_ND = block.mlp(normed)
+        assert branch_ND is not None
+        return x_ND, branch_ND
+
+    def _summed(
+        self, layers: range, x_ND: Tensor, seen: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """A group whose feed-forward layers read one stream, layer by layer."""
+        blocks = [self._blocks[layer] for layer in layers]
+        mixed = torch.stack(
+            [block.attention.o_proj(one) for block, one in zip(blocks, seen, strict=True)]
+        )
+        x_ND = x_ND + mixed.sum(0)
+        return x_ND, torch.stack([block.mlp(block.mlp_norm(x_ND)) for block in blocks]).sum(0)
+
     def _seen(
         self, layers: range, x_ND: Tensor, branch_ND: Tensor | None, turn: Turn, mixer: Mixer
-    ) -> tuple[Tensor, Sequence[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """The stream that enters a group, and what each of its layers sees [N, H d] of it."""
-        stacked = self._stacked.get(layers[0])
-        if stacked is None:
-            first = self._blocks[layers[0]]
-            x_ND, normed = first.attention_norm.after(x_ND, branch_ND)
-            seen = [first.attention.flat(normed, turn, mixer)]
-            for layer in layers[1:]:
-                block = self._blocks[layer]
-                seen.append(block.attention.flat(block.attention_norm(x_ND), turn, mixer))
-            return x_ND, seen
+        first = self._blocks[layers[0]]
+        x_ND, normed = first.attention_norm.after(x_ND, branch_ND)
+        seen = [first.attention.flat(normed, turn, mixer)]
+        for layer in layers[1:]:
+            block = self._blocks[layer]
+            seen.append(block.attention.flat(block.attention_norm(x_ND), turn, mixer))
+        return x_ND, seen
+
+    def _fused(
+        self,
+        stacked: Stacked,
+        layers: range,
+        x_ND: Tensor,
+        branch_ND: Tensor | None,
+        turn: Turn,
+        mixer: Mixer,
+    ) -> tuple[Tensor, Tensor]:
+        """The same [N, n, H d] by one product, and by one call of attention if it can."""
         x_ND, normed = stacked.norm.after(x_ND, branch_ND)
         rows, count = len(x_ND), len(layers)
-        qkv = stacked.project(normed)
+        qkv = stacked.qkv_proj(normed)
         attention = self._blocks[layers[0]].attention
         if isinstance(mixer, GroupMixer):
             turned = self.draft.turn(mixer.positions(count), x_ND.dtype)
             q, k, v = turned(attention, qkv.view(rows * count, -1))
-            out = mixer.group(layers[0], count, q, k, v).reshape(rows, count, -1)
-            return x_ND, out.unbind(1)
+            return x_ND, mixer.group(layers[0], count, q, k, v).reshape(rows, count, -1)
         parts = qkv.view(rows, count, -1).unbind(1)
         found = []
         for layer, part in zip(layers, parts, strict=True):
             q, k, v = turn(attention, part.contiguous())
             found.append(mixer(layer, q, k, v).reshape(rows, -1))
-        return x_ND, found
+        return x_ND, torch.stack(found, 1)
 
 
 class _Repeated:
@@ -223,23 +202,24 @@ class _Repeated:
     """
 
     def __init__(self, recording: Recording, layers: int, blocks: int, size: int) -> None:
-        self._layers, self._step = layers, 2 * blocks
         rows, requests = recording.fed.shape[1], len(recording.blocks)
         self.fed = torch.zeros(7, rows * layers, dtype=torch.int64)
         self.blocks = torch.zeros(requests * layers, recording.blocks.shape[1], dtype=torch.int32)
         self._fed = self.fed.numpy().reshape(7, rows, layers)
         self._blocks = self.blocks.numpy().reshape(requests, layers, -1)
-        ahead = np.arange(layers)
-        self._ahead_slots, self._ahead = ahead * self._step * size, ahead
-        self._ahead_blocks = (ahead * self._step).astype(np.int32)[:, None]
+        self._source = recording.blocks.numpy()[:, None]
+        ahead = 2 * blocks * np.arange(layers)
+        # Of token, position, slot, length, request, root, seen: how often, and how much further.
+        self._times, self._ahead = np.ones((7, 1, 1), np.int64), np.zeros((7, 1, layers), np.int64)
+        self._times[4], self._ahead[4] = layers, np.arange(layers)
+        self._ahead[2] = ahead * size
+        self._ahead_blocks = ahead.astype(np.int32)[:, None]
 
     def write(self, recording: Recording) -> None:
         """The step as it is now."""
-        self._fed[:] = recording.numbers[:, :, None]
-        self._fed[2] += self._ahead_slots
-        self._fed[4] *= self._layers
-        self._fed[4] += self._ahead
-        np.add(recording.blocks.numpy()[:, None], self._ahead_blocks, out=self._blocks)
+        np.multiply(recording.numbers[:, :, None], self._times, out=self._fed)
+        self._fed += self._ahead
+        np.add(self._source, self._ahead_blocks, out=self._blocks)
 
 
 class FuzzyRecordings(Recordings):

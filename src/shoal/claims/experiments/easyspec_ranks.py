@@ -1,0 +1,97 @@
+"""What the claim of EasySpec times on two ranks: layers by groups, beside tensor parallelism."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.claims.protocols import Paired
+from shoal.core.measure import interleave
+
+if TYPE_CHECKING:
+    from shoal.parallel.protocols import Comm
+    from shoal.serve.decode.draft_net import DraftNet
+
+__all__ = ["PASSES", "passes", "ranked_passes", "repeated"]
+
+PASSES = 100
+_RANKS = 2
+
+
+def repeated(net: DraftNet) -> None:
+    """A hundred passes of one row that sees two hundred tokens."""
+    import numpy as np
+    import torch
+
+    from shoal.serve.decode.captured import Branch
+
+    zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+    row = Branch([7], list(range(16)), 200, 200, zero, one)
+    with torch.inference_mode():
+        for _ in range(PASSES):
+            net.rows([row])
+
+
+def passes(
+    comm: Comm, *, path: str, job: dict[str, Any], groups: list[int], full: bool, pairs: int, seed: int
+) -> dict[str, Any]:
+    """Seconds of draft passes on one rank, in turn; see :func:`~shoal.parallel.processes.run_processes`.
+
+    Args:
+        comm: the ranks.
+        path: of the draft.
+        job: of the target.
+        groups: of the draft's layers; each layer alone times the baseline twice.
+        full: feed-forward layers read stale input, too.
+        pairs: rounds.
+        seed: of their order.
+    """
+    import torch
+
+    from shoal.core.config import parse
+    from shoal.ir import ServeJob
+    from shoal.serve.decode.ranked import part_of, ranked
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
+    told, limit = parse(ServeJob, job, where="job"), 512
+    nets = {}
+    for name, grouped in (("method", max(groups) > 1), ("baseline", False)):
+        share = "layers" if grouped else "heads"
+        part = part_of(path, told, limit, torch.bfloat16, comm.rank, comm.world, share)
+        chosen = tuple(groups) if grouped else None
+        nets[name] = ranked(part, comm, limit, share, chosen, full=full and grouped)
+    timed = interleave(
+        {name: lambda net=net: repeated(net) for name, net in nets.items()},
+        pairs,
+        warmup=3,
+        seed=seed,
+    )
+    reasons = {
+        name: list(net.recorded.reasons.values()) if net.recorded is not None else ["no kernel"]
+        for name, net in nets.items()
+    }
+    return {"seconds": timed.seconds, "not_recorded": reasons}
+
+
+def ranked_passes(
+    draft: Path, target: Path, groups: Sequence[int], full: bool, pairs: int, seed: int
+) -> tuple[Paired, dict[str, Any]]:
+    """The same of two ranks, one core each, as the first of them sees it."""
+    from shoal.parallel.processes import run_processes
+
+    job = {"model": str(target), "threads": 1, "kv_tokens": 512, "max_running": 1}
+    job["speculative"] = {"name": "draft_model", "path": str(draft)}  # trees are read
+    found = run_processes(
+        "shoal.claims.experiments.easyspec_ranks:passes",
+        _RANKS,
+        {
+            "path": str(draft), "job": job, "groups": list(groups), "full": full, "pairs": pairs,
+            "seed": seed,
+        },
+    )[0]  # fmt: skip
+    seconds = found["seconds"]
+    told = {"not_recorded": found["not_recorded"], "ranks": _RANKS}
+    return Paired(method=tuple(seconds["method"]), baseline=tuple(seconds["baseline"])), told
