@@ -30,14 +30,10 @@ from shoal.ir.estimate import Estimate, Interval
 from shoal.ir.job import (
     CheckpointLevel,
     CheckpointPolicy,
-    Disagg,
     Evaluation,
     LayerGroup,
     Parallel,
-    Phase,
     Replan,
-    ServeJob,
-    ServeParallel,
     TrainJob,
 )
 from shoal.ir.layout import Layout
@@ -46,6 +42,7 @@ from shoal.ir.phases import Dispatcher, Fetching, Handing, PhasePart
 from shoal.ir.plan import Plan, Report, ServePlan, ServeReport, Work
 from shoal.ir.protocols import Part
 from shoal.ir.schedule import Event, LinkModel, Op, OpCosts, Schedule, SchedulePart
+from shoal.ir.serve_job import Disagg, Phase, ServeJob, ServeParallel
 from shoal.ir.serving import (
     Arrival,
     Chunk,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from shoal.core.config import Value
 from shoal.ir.estimate import Estimate, Interval
-from shoal.ir.job import ServeJob, TrainJob
+from shoal.ir.job import TrainJob
 from shoal.ir.machine import Machine
+from shoal.ir.serve_job import ServeJob
 from shoal.ir.shape import ModelShape
 
 __all__ = ["Plan", "Report", "ServePlan", "ServeReport", "Work"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.errors import ServeError, require
-from shoal.ir.job import ServeJob
+from shoal.ir.serve_job import ServeJob
 from shoal.ir.serving import Output, SamplingParams
 from shoal.serve.launched import Launched, Words, launch
 from shoal.serve.process import DEFAULT_FACTORY

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from shoal.core.errors import ServeError
-from shoal.ir.job import ServeJob
+from shoal.ir.serve_job import ServeJob
 from shoal.serve.process import DEFAULT_FACTORY
 from shoal.serve.spinning import spin_briefly
 from shoal.serve.wire import encode

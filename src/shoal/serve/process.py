@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shoal.core.config import parse
 from shoal.core.errors import ServeError, ShoalError
 from shoal.core.parts import load_object, table
-from shoal.ir.job import ServeJob
+from shoal.ir.serve_job import ServeJob
 from shoal.ir.serving import Output, Request
 from shoal.serve.decode.protocols import DecodePart
 from shoal.serve.wire import Decoder, encode, pack_output, unpack_params

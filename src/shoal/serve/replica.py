@@ -19,7 +19,7 @@ from typing import Any
 from shoal.core.config import parse
 from shoal.core.errors import ShoalError
 from shoal.core.files import write_atomic
-from shoal.ir.job import ServeJob
+from shoal.ir.serve_job import ServeJob
 from shoal.parallel.processes import end_with_parent
 from shoal.serve.client import ClientOptions
 from shoal.serve.hosting import FAILED

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shoal.core.errors import ServeError, ShoalError, require
 from shoal.core.pool import POOLS, Pool
-from shoal.ir.job import ServeJob
+from shoal.ir.serve_job import ServeJob
 from shoal.serve.hosting import Hosted, LocalHosted, PoolHosted
 from shoal.serve.replica import start_message
 from shoal.serve.server import ServerOptions

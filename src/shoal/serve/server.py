@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import table
-from shoal.ir.job import ServeJob
+from shoal.ir.serve_job import ServeJob
 from shoal.serve.client import ClientOptions, EngineClient
 from shoal.serve.door import Door
 from shoal.serve.launched import Launched, launch
