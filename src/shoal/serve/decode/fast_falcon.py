@@ -84,7 +84,7 @@ class FastFalcon:
     Args:
         net: trained.
         target: for whom; gives dtype, device and head.
-        weights: format of the matrices.
+        weights: format of the matrices, but for those that the LSTM reads at every place.
 
     Attributes:
         shell: a model of one layer, the block.
@@ -105,7 +105,8 @@ class FastFalcon:
             into, onto = (getattr(net.lstm, f"weight_{kind}_l{layer}") for kind in ("ih", "hh"))
             bias = getattr(net.lstm, f"bias_ih_l{layer}") + getattr(net.lstm, f"bias_hh_l{layer}")
             self._into.append(ready_linear(side_by_side(into), side_by_side(bias), weights))
-            self._onto.append(ready_linear(side_by_side(onto), None, weights))
+            # Read at every place: what lies in the caches is not read faster in fewer bits.
+            self._onto.append(ready_linear(side_by_side(onto), None, "plain"))
         config = net.config.model_copy(update={"vocab_size": _NO_TOKENS, "tied": True})
         shell = Transformer(config).to(like.device, like.dtype).requires_grad_(False)
         shell.blocks[0] = net.block

@@ -46,6 +46,11 @@ class TapedFalcon(Steps):
         cache: its own.
         attention: kernel of ``paged_attention`` that reads trees.
         longest: most tokens of a request, guesses included.
+
+    Attributes:
+        recorded: by branches, sequences, places and places read once more; None for those that
+            were computed once.
+        refused: why one is not recorded.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class TapedFalcon(Steps):
     ) -> None:
         super().__init__(net, cache, attention, longest)  # type: ignore[arg-type]
         self._net = net
-        self._passes: dict[_Key, _Pass | None] = {}
+        self.recorded: dict[_Key, _Pass | None] = {}
         self.refused: dict[_Key, str] = {}
 
     def read(self, reading: Reading) -> Made:
@@ -65,11 +70,11 @@ class TapedFalcon(Steps):
         unlike = not places or reading.lengths[-1] < places or rows > MAX_NODES
         if unlike or key in self.refused:
             return self._net.read(reading, self._cache)
-        if key not in self._passes:
+        if key not in self.recorded:
             # The first pass of a kind may prepare kernels, which nobody wants repeated.
-            self._passes[key] = None
+            self.recorded[key] = None
             return self._net.read(reading, self._cache)
-        known = self._passes[key]
+        known = self.recorded[key]
         if known is None:
             return self._record(key, reading)
         self.write(known.rows, reading.branches)
@@ -114,7 +119,7 @@ class TapedFalcon(Steps):
         computed = [one.clone() for one in (features, logits, *state)]
         again = tape.play()
         if again and all(map(torch.equal, computed, (features, logits, *state))):
-            self._passes[key] = _Pass(recording, x_ETX, begun, outputs, made, tape)
+            self.recorded[key] = _Pass(recording, x_ETX, begun, outputs, made, tape)
         else:
             self.refused[key] = "a kernel that is not seen"
         return made
