@@ -9,12 +9,14 @@ torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError, ModelError  # noqa: E402
 from shoal.ir import Calibration, ServeJob, TreeSpec  # noqa: E402
+from shoal.kernel.native.tiles import has_tiles  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.falcon import SemiAutoregressive  # noqa: E402
 from shoal.plan.trees.auto import Auto  # noqa: E402
-from shoal.plan.trees.drafting import Always  # noqa: E402
+from shoal.plan.trees.drafting import Always, RowCosts  # noqa: E402
 from shoal.serve.build import engine_of, load_model  # noqa: E402
+from shoal.serve.decode.costs import measure_costs  # noqa: E402
 from shoal.serve.decode.passes import Passes  # noqa: E402
 
 LEVEL = ((0.5, 0.2, 0.1), (0.4, 0.2, 0.1), (0.4, 0.2, 0.1), (0.3, 0.2, 0.1), (0.3, 0.2, 0.1),
@@ -57,7 +59,7 @@ def prompts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("k", "options"), [(2, {}), (1, {"forwards": 3}), (3, {"forwards": 1})])
+@pytest.mark.parametrize(("k", "options"), [(2, {"forwards": 3}), (1, {"forwards": 3}), (3, {})])
 def test_same_tokens_as_plain_decoding(k, options, target, tmp_path, serve_all):
     written(tmp_path / "net", target, k, 6)
     job = job_of(target, tmp_path / "net", **options)
@@ -98,7 +100,7 @@ def alone(model, net, tokens, path):
 def test_guesses_of_a_tree_are_those_of_each_path_alone(k, target, tmp_path, serve_all):
     net = written(tmp_path / "net", target, k, 6)
     model = huggingface.read(target, torch.float64).requires_grad_(False)
-    engine = engine_of(job_of(target, tmp_path / "net"), model)[0]
+    engine = engine_of(job_of(target, tmp_path / "net", forwards=6 // k), model)[0]
     engine.scheduler.drafting = Always(40)
     caught = []
     propose = engine.runner.drafter.propose
@@ -154,6 +156,63 @@ def test_kernels_of_inference_guess_too(weights, target, tmp_path, serve_all):
     assert engine.runner.drafter.memory_bytes() > engine.runner.drafter.net.nbytes
 
 
+@pytest.mark.skipif(not has_tiles(), reason="products are recorded where tiles make them")
+def test_recorded_passes_make_what_others_make(target, tmp_path, serve_all):
+    written(tmp_path / "net", target, 2)
+    job = job_of(target, tmp_path / "net", forwards=2).model_copy(update={"precision": "bf16"})
+    engine = engine_of(job, load_model(job))[0]
+    engine.scheduler.drafting = Always(8)
+    drafter = engine.runner.drafter
+    taped = drafter._taped
+
+    def flat(made):
+        return [made.features_EkD, made.logits_EkV, made.outputs_ERD, *made.state]
+
+    def both(reading):
+        found = [one.clone() for one in flat(drafter.net.read(reading, drafter._cache))]
+        again = taped.read(reading)
+        for mine, theirs in zip(flat(again), found, strict=True):
+            assert (mine - theirs).norm() <= 0.02 * theirs.norm()
+        return again
+
+    drafter._read = both
+    for wanted in (prompts()[1:2], prompts()):  # one after the other, and all together
+        serve_all(engine, wanted, max_tokens=30)
+    assert not taped.refused
+    assert sum(one is not None for one in taped.recorded.values()) >= 3
+
+
+def test_as_many_passes_as_pay(target, tmp_path, monkeypatch):
+    """What passes cost decides how many there are; what was asked for is not decided."""
+    written(tmp_path / "net", target, 2)
+    model = huggingface.read(target, torch.float64).requires_grad_(False)
+    for each, passes in ((1e-4, 2), (4e-3, 1)):
+        monkeypatch.setattr(
+            "shoal.serve.decode.build.measure_costs",
+            lambda runner, _, each=each: RowCosts(
+                rows=(1, 64),
+                seconds_of=(0.01, 0.011),
+                draft_s=each * (runner.drafter.spec.depth // 2),
+            ),
+        )
+        for asked in (0, 2):
+            engine = engine_of(job_of(target, tmp_path / "net", forwards=asked), model)[0]
+            assert engine.runner.drafter.spec.depth == 2 * (asked or passes)
+            assert engine.scheduler.drafting.cost.draft_s == each * (asked or passes)
+
+
+def test_what_guesses_cost_is_of_guesses_that_were_made(target, tmp_path):
+    """The net reads one more place for every guess that is timed, as it does in a step."""
+    written(tmp_path / "net", target, 2)
+    model = huggingface.read(target, torch.float64).requires_grad_(False)
+    engine = engine_of(job_of(target, tmp_path / "net", forwards=2), model)[0]
+    made = []
+    propose = engine.runner.drafter.propose
+    engine.runner.drafter.propose = lambda guesses: made.append(propose(guesses)) or made[-1]
+    measure_costs(engine.runner, engine.scheduler.limits, rows=(1,), seconds=1e-6)
+    assert len(made) > 10 and all(tree is not None for trees in made for tree in trees)
+
+
 def test_passes_read_what_the_tree_goes_on_from():
     #      0      1      2 (under 0)  3 (under 1)  4 (under 2)  5 (under 4) 6 (under 3)
     spec = TreeSpec((-1, -1, 0, 1, 2, 4, 3), (0, 1, 0, 0, 0, 0, 1))
@@ -163,9 +222,9 @@ def test_passes_read_what_the_tree_goes_on_from():
     assert second.chains.tolist() == [[0, 2], [1, 3]]
     assert second.place.tolist() == [0, 0, 1]
     assert second.level.tolist() == [0, 1, 0]
-    assert np.array_equal(second.sees, np.kron(np.eye(2), np.ones((2, 2))) > 0)
+    assert second.seen.tolist() == [0b0011, 0b0011, 0b1100, 0b1100]
     third = Passes(TreeSpec((-1, 0, 1), (0, 0, 0)), 1).passes[2]
-    assert third.sees.tolist() == [[True, True]]
+    assert (third.before, third.seen.tolist()) == (1, [0b11])
     assert len(Passes(Auto(nodes=2).build(Calibration(LEVEL)), 4).passes) == 1
 
 

@@ -14,10 +14,14 @@ Shapes: B sequences, T places, D hidden, S places seen.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.kernel.rnn.cell import native, side_by_side
+from shoal.kernel.rnn.steps import lstm_steps
 from shoal.model.attention import KVCache
 from shoal.model.config import ModelConfig
+from shoal.model.linear import DispatchedLinear
 from shoal.model.rope import frequencies, tables_at
 from shoal.model.transformer import Block
 
@@ -87,6 +91,21 @@ class SemiAutoregressive(nn.Module):
             out, state = self.lstm(both, state)
         return out, state
 
+    def _begun(self, features_BTD: Tensor, embeds_BTD: Tensor) -> Tensor:
+        """As :meth:`mixed` from the beginning, in reduced precision where that is wanted."""
+        device = features_BTD.device
+        dtype = torch.get_autocast_dtype(device.type)
+        if not torch.is_autocast_enabled(device.type) or not native(dtype, device):
+            return self.mixed(features_BTD, embeds_BTD)[0]
+        x_BTD = torch.cat((features_BTD.to(dtype), embeds_BTD.to(dtype)), -1)
+        for layer in range(self.lstm.num_layers):
+            into, onto, one, other = (
+                side_by_side(getattr(self.lstm, f"{name}_l{layer}").to(dtype))
+                for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            )
+            x_BTD = lstm_steps(F.linear(x_BTD, into, one + other), onto, DispatchedLinear)
+        return x_BTD
+
     def seen(
         self,
         x_BTD: Tensor,
@@ -122,7 +141,7 @@ class SemiAutoregressive(nn.Module):
             embeds_BTD: embedding of the token at i + 1.
             shift: of the blocks, see :func:`relaxed_mask`.
         """
-        x_BTD, _ = self.mixed(features_BTD, embeds_BTD)
+        x_BTD = self._begun(features_BTD, embeds_BTD)
         length = x_BTD.shape[1]
         mask = None
         if self.k > 1:

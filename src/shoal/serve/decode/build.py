@@ -11,12 +11,12 @@ from shoal.ir import Foretold, Limits, ServeJob
 from shoal.kernel.protocols import Ready
 from shoal.model.transformer import Transformer
 from shoal.plan.batching.common import Queues
-from shoal.plan.trees.drafting import Paying
+from shoal.plan.trees.drafting import Paying, RowCosts
 from shoal.serve.cache import PagedCache
 from shoal.serve.captured import Captured
 from shoal.serve.decode.captured import CapturedRows
 from shoal.serve.decode.costs import measure_costs
-from shoal.serve.decode.protocols import Acceptance, Speculator
+from shoal.serve.decode.protocols import Acceptance, Adjustable, Speculator
 from shoal.serve.decode.runner import SpeculativeRunner
 from shoal.serve.engine import Engine
 
@@ -87,6 +87,22 @@ def speculate(engine: Engine, runner: SpeculativeRunner, limits: Limits, job: Se
     scheduler = engine.scheduler
     assert job.speculative is not None
     assert isinstance(scheduler, Queues)
+    drafter = runner.drafter
+    if isinstance(drafter, Adjustable):
+        ways: list[Paying] = []
+        for number, expected in enumerate(drafter.ways()):
+            drafter.take(number)
+            ways.append(Paying(expected, _costs(runner, limits)))
+        best = max(range(len(ways)), key=lambda way: ways[way].rate(ways[way].best(1), 1))
+        drafter.take(best)
+        scheduler.drafting = ways[best]
+    else:
+        part: Foretold = table("speculative").build(job.speculative, where="speculative")
+        scheduler.drafting = Paying(part.expects().tokens, _costs(runner, limits))
+    engine.check = runner.accept.check
+
+
+def _costs(runner: SpeculativeRunner, limits: Limits) -> RowCosts:
     costs = measure_costs(runner, limits)
     if costs.falls:
         log.warning(
@@ -94,6 +110,4 @@ def speculate(engine: Engine, runner: SpeculativeRunner, limits: Limits, job: Se
             "another kernel begins there; the number of guesses may not be the best",
             ", ".join(map(str, costs.falls)),
         )
-    part: Foretold = table("speculative").build(job.speculative, where="speculative")
-    scheduler.drafting = Paying(part.expects().tokens, costs)
-    engine.check = runner.accept.check
+    return costs

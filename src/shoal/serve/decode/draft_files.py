@@ -18,7 +18,7 @@ from shoal.serve.cache import PagedCache
 from shoal.serve.decode.captured import Recordings
 from shoal.serve.decode.draft_net import DraftModelNet, DraftNet
 
-__all__ = ["check_draft", "draft_net", "limit_of", "load_draft", "recordings"]
+__all__ = ["cache_of", "check_draft", "draft_net", "limit_of", "load_draft", "recordings"]
 
 _BLOCK = 16
 
@@ -112,6 +112,30 @@ def _net_of(draft: Transformer, own: ServeJob, job: ServeJob, limit: int, nbytes
     """Passes of a draft over a cache of its own, as large as the target's and room for trees."""
     from shoal.serve.build import attention_kernel
 
+    cache, kernel = cache_of(draft, job, own, limit)
+    return DraftNet(
+        draft,
+        cache,
+        nbytes=nbytes,
+        attention=kernel,
+        prompts=attention_kernel(own, draft, cache, prompts=True),
+        recorded=recordings(draft, cache, kernel, limit),
+    )
+
+
+def cache_of(
+    draft: Transformer, job: ServeJob, own: ServeJob, limit: int
+) -> tuple[PagedCache, Ready | None]:
+    """A cache for all requests of a job and the trees under them, and who reads trees in it.
+
+    Args:
+        draft: whose keys and values it is for.
+        job: of the target.
+        own: of the draft, as far as kernels are concerned.
+        limit: most tokens of a request.
+    """
+    from shoal.serve.build import attention_kernel
+
     rooms = job.max_running * (MAX_NODES + _BLOCK)
     tokens = (job.kv_tokens or limit) + rooms
     cache = PagedCache(
@@ -121,15 +145,7 @@ def _net_of(draft: Transformer, own: ServeJob, job: ServeJob, limit: int, nbytes
         dtype=draft.weight.dtype,
         device=draft.weight.device,
     )
-    kernel = attention_kernel(own, draft, cache)
-    return DraftNet(
-        draft,
-        cache,
-        nbytes=nbytes,
-        attention=kernel,
-        prompts=attention_kernel(own, draft, cache, prompts=True),
-        recorded=recordings(draft, cache, kernel, limit),
-    )
+    return cache, attention_kernel(own, draft, cache)
 
 
 def recordings(

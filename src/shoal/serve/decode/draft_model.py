@@ -164,13 +164,14 @@ class DraftModelDrafter:
         quick: DraftNet | None = None,
         repairs: bool = True,
     ) -> None:
-        from shoal.serve.decode.draft_net import DraftMemory
+        from shoal.serve.decode.draft_net import DraftMemory, Kept
 
         self.net, self.quick = net, quick or net
         self._depth, self._breadth, self._nodes = depth, breadth, nodes or breadth * depth
         self._limit, self._draws = limit, draws
         self._keeps = quick is None or not repairs
-        self.memory: DraftMemory = DraftMemory(net.cache.num_blocks, net.cache.block_size)
+        cache = net.cache
+        self.memory: DraftMemory[Kept] = DraftMemory(cache.num_blocks, cache.block_size, Kept)
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""

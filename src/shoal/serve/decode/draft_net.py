@@ -6,8 +6,8 @@ Shapes: N rows of a pass, V vocabulary.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,10 @@ from shoal.serve.cache import PagedCache
 from shoal.serve.decode.captured import Branch, Recordable, Recordings
 from shoal.serve.decode.protocols import TokenTree
 
-__all__ = ["DraftMemory", "DraftModelNet", "DraftNet", "Kept"]
+__all__ = ["DraftMemory", "DraftModelNet", "DraftNet", "Holder", "Kept"]
+
+# Requests of which something is kept beside those of a step.
+_REMEMBERED = 256
 
 # Tokens of a prompt that one pass reads.
 _PIECE = 512
@@ -133,6 +136,20 @@ def _slots(context: Context, size: int) -> np.ndarray:
     return np.asarray(context.blocks, dtype=np.int64)[at // size] * size + at % size
 
 
+class Holder(Protocol):
+    """What is kept of one request, with blocks of a drafter's cache."""
+
+    request: Request
+    blocks: list[int]
+
+    def forget(self) -> None:
+        """Its blocks are gone, and what was in them."""
+        ...
+
+
+_Held = TypeVar("_Held", bound=Holder)
+
+
 class Kept:
     """What the draft's cache holds of one request.
 
@@ -154,6 +171,10 @@ class Kept:
         self.tree: TokenTree | None = None
         self.computed: Sequence[int] = ()
 
+    def forget(self) -> None:
+        """See :class:`Holder`."""
+        self.blocks, self.length, self.tree = [], 0, None
+
     def accepted(self) -> tuple[int, list[tuple[int, int]]]:
         """Tokens whose keys and values are known now, and the rows (from, to) behind the root.
 
@@ -172,7 +193,7 @@ class Kept:
         return self.root + 1 + len(moved), moved
 
 
-class DraftMemory:
+class DraftMemory(Generic[_Held]):
     """Who holds which block of the draft's cache; whoever guessed longest ago gives way.
 
     Nobody tells a drafter that a request has ended, so what is not asked for grows old. A request
@@ -181,31 +202,35 @@ class DraftMemory:
     Args:
         num_blocks: of the cache.
         block_size: tokens of one.
+        make: what is kept of a request, at first.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._size = block_size
+    def __init__(self, num_blocks: int, block_size: int, make: Callable[[Request], _Held]) -> None:
+        self._size, self._make = block_size, make
         self._free = list(range(num_blocks))
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, _Held] = OrderedDict()
 
-    def of(self, requests: Sequence[Request]) -> list[Kept]:
+    def of(self, requests: Sequence[Request]) -> list[_Held]:
         """What is kept of these; they are now the youngest."""
-        return [self._one(request) for request in requests]
+        found = [self._one(request) for request in requests]
+        while len(self._kept) > len(requests) + _REMEMBERED:
+            self._drop(self._kept.popitem(last=False)[1])
+        return found
 
-    def _one(self, request: Request) -> Kept:
+    def _one(self, request: Request) -> _Held:
         known = self._kept.get(request.id)
         if known is None or known.request is not request:
             if known is not None:
                 self._drop(known)
-            known = self._kept[request.id] = Kept(request)
+            known = self._kept[request.id] = self._make(request)
         self._kept.move_to_end(request.id)
         return known
 
-    def _drop(self, known: Kept) -> None:
+    def _drop(self, known: _Held) -> None:
         self._free += known.blocks
-        known.blocks, known.length, known.tree = [], 0, None
+        known.forget()
 
-    def hold(self, known: Kept, tokens: int, asked: int) -> bool:
+    def hold(self, known: _Held, tokens: int, asked: int) -> bool:
         """Room for so many tokens; False where the requests of this step have all there is.
 
         Args:

@@ -20,19 +20,20 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
-from shoal.ir import Calibration, Expectation, ServeJob
+from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
 
     from shoal.ir import TreePart, TreeSpec
     from shoal.model.drafters.files import DrafterConfig
     from shoal.model.transformer import Transformer
-    from shoal.serve.decode.fast_falcon import FastFalcon, State
+    from shoal.serve.cache import PagedCache
+    from shoal.serve.decode.fast_falcon import FastFalcon, Made, Reading
     from shoal.serve.decode.featured import Kept
     from shoal.serve.decode.passes import Passes
     from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
+    from shoal.serve.decode.taped_falcon import TapedFalcon
 
 __all__ = ["Falcon", "FalconDrafter"]
 
@@ -44,7 +45,8 @@ class Falcon:
     Args:
         path: its directory.
         k: tokens of a pass, where it must be so many; 0 for those that the net was trained for.
-        forwards: passes of a tree; 0 for as many as were judged in training.
+        forwards: passes of a tree; 0 for as many as pay, by what a pass takes here, of those that
+            were judged in training.
         tree: which guesses are verified together.
         weights: format of the net's matrices, such as int8-g128; a coarser one guesses a little
             worse, faster, and changes no token.
@@ -68,7 +70,7 @@ class Falcon:
         from shoal.serve.decode.trained import config_of
 
         config = config_of("falcon", Path(self.path))
-        spec, square = self._spec(config), 2.0 * config.hidden**2
+        spec, square = self._ways(config)[-1], 2.0 * config.hidden**2
         # An LSTM of twelve and eight squares, a block of some twelve, and the target's head.
         passes = -(-spec.depth // int(config.options.get("k", 2)))
         return Expectation(
@@ -86,17 +88,24 @@ class Falcon:
             ConfigError: another k, more passes than were judged, or a tree that needs more.
         """
         from shoal.model.drafters.falcon import SemiAutoregressive
+        from shoal.serve.decode.draft_files import cache_of
         from shoal.serve.decode.fast_falcon import FastFalcon
+        from shoal.serve.decode.taped_falcon import recorded
         from shoal.serve.decode.trained import stored
 
         config, state = stored("falcon", Path(self.path), job)
-        spec = self._spec(config)
+        ways = self._ways(config)
         layers = sum(name.startswith("lstm.weight_ih") for name in state)
         net = SemiAutoregressive(model.config, int(config.options.get("k", 2)), layers)
         net.load_state_dict(state)
-        return FalconDrafter(FastFalcon(net, model, self.weights), spec, model)
+        ready = FastFalcon(net, model, self.weights)
+        limit = job.max_position or model.config.max_position
+        cache, kernel = cache_of(ready.shell, job, job, limit)
+        taped = recorded(ready, cache, kernel, limit + MAX_NODES + 1)
+        return FalconDrafter(ready, cache, taped, ways)
 
-    def _spec(self, config: DrafterConfig) -> TreeSpec:
+    def _ways(self, config: DrafterConfig) -> list[TreeSpec]:
+        """Trees of one pass, of two, ..., or of as many as are asked for."""
         k = int(config.options.get("k", 2))
         require(
             self.k in (0, k),
@@ -111,9 +120,13 @@ class Falcon:
             self.forwards,
             expected=f"at most {there}, the passes that were judged in training",
         )
-        levels = k * (self.forwards or there)
         tree: TreePart = table("tree").build(self.tree, where="speculative.falcon.tree")
-        return tree.build(Calibration(config.calibration[:levels]))
+        # Only a shape that follows the guesses can be had for fewer passes than there are.
+        fewest = 1 if self.tree.name == "auto" and not self.forwards else self.forwards or there
+        return [
+            tree.build(Calibration(config.calibration[: k * passes]))
+            for passes in range(fewest, (self.forwards or there) + 1)
+        ]
 
 
 class FalconDrafter:
@@ -121,133 +134,137 @@ class FalconDrafter:
 
     Args:
         net: ready.
-        spec: the tree.
-        target: whose embedding the net reads.
+        cache: of the net, for the keys and values of its block.
+        taped: passes of few rows; all are computed the same way without.
+        ways: trees of one pass, of two, ...; the last is taken until another is chosen.
     """
 
     needs: ClassVar[Needs] = "all"
 
-    def __init__(self, net: FastFalcon, spec: TreeSpec, target: Transformer) -> None:
+    def __init__(
+        self,
+        net: FastFalcon,
+        cache: PagedCache,
+        taped: TapedFalcon | None,
+        ways: Sequence[TreeSpec],
+    ) -> None:
+        from shoal.serve.decode.draft_net import DraftMemory
+        from shoal.serve.decode.featured import Kept
+
+        self.net, self._cache, self._taped = net, cache, taped
+        self._memory: DraftMemory[Kept] = DraftMemory(cache.num_blocks, cache.block_size, Kept)
+        self._ways = ways
+        self.take(len(ways) - 1)
+
+    def ways(self) -> Sequence[Sequence[float]]:
+        """See :class:`~shoal.serve.decode.protocols.Adjustable`."""
+        return [spec.expected() for spec in self._ways]
+
+    def take(self, way: int) -> None:
+        """See :class:`~shoal.serve.decode.protocols.Adjustable`."""
         from functools import cache
 
-        from shoal.serve.adjust import Book
-        from shoal.serve.decode.featured import Kept
+        self.spec = self._ways[way]
+        self._width = self.spec.width
+        self._passes = cache(self._fitting)
+
+    def _fitting(self, nodes: int) -> Passes:
+        """The passes of the first so many nodes, or of so many whose rows can be told apart."""
         from shoal.serve.decode.passes import Passes
 
-        self.net, self.spec, self._target = net, spec, target
-        self._known: Book[Kept] = Book(Kept)
-        self._passes = cache(lambda nodes: Passes(spec.first(nodes), net.k))
-        self._width = spec.width
+        found = Passes(self.spec.first(nodes), self.net.k)
+        return found if found.rows <= MAX_NODES else self._fitting(nodes - 1)
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""
-        known = self._known.of([guess.request for guess in guesses])
-        ready = [
-            place
-            for place, (guess, one) in enumerate(zip(guesses, known, strict=True))
-            if one.known == len(guess.request.tokens) - 1 and one.known - one.first >= self.net.k
-        ]
+        import torch
+
+        known = self._memory.of([guess.request for guess in guesses])
+        ready: list[tuple[int, Kept, Passes]] = []
+        for place, (guess, kept) in enumerate(zip(guesses, known, strict=True)):
+            if kept.known == len(guess.request.tokens) - 1 and kept.length >= self.net.k:
+                passes = self._passes(min(guess.nodes, len(self.spec)))
+                if self._memory.hold(kept, kept.length + passes.rows, len(guesses)):
+                    ready.append((place, kept, passes))
         found: list[TokenTree | None] = [None] * len(guesses)
         if ready:
-            passes = [self._passes(min(guesses[place].nodes, len(self.spec))) for place in ready]
-            trees = self._trees([known[place] for place in ready], passes)
-            for place, tree in zip(ready, trees, strict=True):
+            places, held, several = zip(*ready, strict=True)
+            with torch.inference_mode():
+                trees = self._trees(held, several)
+            for place, tree in zip(places, trees, strict=True):
                 found[place] = tree
         return found
 
-    def _trees(self, known: list[Kept], passes: list[Passes]) -> list[TokenTree]:
-        from shoal.serve.decode.featured import catch_up
+    def _trees(self, known: Sequence[Kept], passes: Sequence[Passes]) -> list[TokenTree]:
+        from shoal.serve.decode.featured import reached, reading
 
-        made = [one.begin(kept.request.tokens[-1]) for one, kept in zip(passes, known, strict=True)]
-        features, state = catch_up(self.net, self._target.weight, known)
+        trees = [one.begin(kept.request.tokens[-1]) for one, kept in zip(passes, known, strict=True)]
+        certain, order = reading(self.net, known)
+        made = reached(self._read(certain), certain, known, order)
         spans = [slice(number, number + 1) for number in range(len(known))]
-        # Of every request: keys and values of the rows of passes that read guesses.
-        held: list[list[tuple[Tensor, Tensor]]] = [[] for _ in known]
         for turn in range(max(len(one.passes) for one in passes)):
             if turn:
-                features, state, spans = self._go_on(
-                    turn, known, passes, made, features, state, spans, held
-                )
-            best = self.net.best(features.flatten(0, 1), self._width).cpu().numpy()
-            best = best.reshape(*features.shape[:2], -1)
-            for one, tokens, span in zip(passes, made, spans, strict=True):
+                further, spans = self._further(turn, known, passes, trees, made, spans)
+                made = self._read(further)
+            best = self.net.best(made.logits_EkV, self._width)
+            for one, tokens, span in zip(passes, trees, spans, strict=True):
                 one.fill(turn, tokens, best[span])
-        return [one.tree(tokens) for one, tokens in zip(passes, made, strict=True)]
+        return [one.tree(tokens) for one, tokens in zip(passes, trees, strict=True)]
 
-    def _go_on(
+    def _read(self, reading: Reading) -> Made:
+        if self._taped is not None:
+            return self._taped.read(reading)
+        return self.net.read(reading, self._cache)
+
+    def _further(
         self,
         turn: int,
-        known: list[Kept],
-        passes: list[Passes],
-        made: list[np.ndarray],
-        features: Tensor,
-        state: State,
-        spans: list[slice],
-        held: list[list[tuple[Tensor, Tensor]]],
-    ) -> tuple[Tensor, State, list[slice]]:
-        """The next pass: features [E, k, D] behind the nodes that it reads, and whose they are."""
+        known: Sequence[Kept],
+        passes: Sequence[Passes],
+        trees: Sequence[np.ndarray],
+        made: Made,
+        spans: Sequence[slice],
+    ) -> tuple[Reading, list[slice]]:
+        """What the next pass reads behind nodes of all trees, and which of it is of which."""
         import numpy as np
         import torch
 
-        from shoal.serve.decode.fast_falcon import Seeing, State
+        from shoal.serve.decode.captured import Branch
+        from shoal.serve.decode.fast_falcon import Reading, State
 
-        k, net, embed_VD = self.net.k, self.net, self._target.weight
-        reads = [one.passes[turn] if turn < len(one.passes) else None for one in passes]
-        parents = [
-            span.start + read.parents
-            for read, span in zip(reads, spans, strict=True)
-            if read is not None
-        ]
-        chains = [
-            tokens[read.chains + 1]
-            for read, tokens in zip(reads, made, strict=True)
-            if read is not None
-        ]
-        from_E = torch.from_numpy(np.concatenate(parents)).to(embed_VD.device)
-        tokens_Ek = torch.from_numpy(np.concatenate(chains)).to(embed_VD.device)
-        x_Ek = torch.cat((features[from_E], embed_VD[tokens_Ek]), -1)
-        before = State(state.h[:, from_E], state.c[:, from_E])
-        out, after = net.mixed(x_Ek, before, [k] * len(from_E))
-        seeing: list[Seeing] = []
-        positions: list[np.ndarray] = []
+        k, embed_VD = self.net.k, self.net.weight
+        parents: list[np.ndarray] = []
+        chains: list[np.ndarray] = []
+        branches: list[Branch] = []
         following: list[slice] = []
         first = 0
-        for number, (read, kept) in enumerate(zip(reads, known, strict=True)):
+        for one, kept, tokens, span in zip(passes, known, trees, spans, strict=True):
+            read = one.passes[turn] if turn < len(one.passes) else None
             count = 0 if read is None else len(read.chains)
-            following.append(slice(first // k, first // k + count))
+            following.append(slice(first, first + count))
+            first += count
             if read is None:
                 continue
-            sides = [kept.held(), *held[number]]
-            keys, values = (torch.cat([one[side] for one in sides]) for side in (0, 1))
-            rows = count * k
-            seeing.append(
-                Seeing(
-                    first,
-                    first + rows,
-                    rows,
-                    keys,
-                    values,
-                    read.mask(kept.known - kept.first, keys),
-                )
-            )
-            start = kept.known + (turn - 1) * k
-            positions.append(np.tile(np.arange(start, start + k), count))
-            first += rows
-        place_R = torch.from_numpy(np.concatenate(positions)).to(embed_VD.device)
-        found, keys, values = net.seen(out.flatten(0, 1), place_R, seeing)
-        for number, span in enumerate(following):
-            own = slice(span.start * k, span.stop * k)
-            held[number].append((keys[own], values[own]))
-        return found.view(len(from_E), k, -1), after, following
+            parents.append(span.start + read.parents)
+            chains.append(tokens[read.chains + 1])
+            depth = np.tile(np.arange((turn - 1) * k, turn * k), count)
+            start = kept.length + read.before
+            rows = (0,) * len(depth)
+            branches.append(Branch(rows, kept.blocks, start, kept.length, depth, read.seen))
+        from_E = torch.from_numpy(np.concatenate(parents)).to(embed_VD.device)
+        tokens_Ek = torch.from_numpy(np.concatenate(chains)).to(embed_VD.device)
+        x_EkX = torch.cat((made.features_EkD[from_E], embed_VD[tokens_Ek]), -1)
+        state = State(made.state.h[:, from_E], made.state.c[:, from_E])
+        return Reading(x_EkX, [k] * first, state, None, branches, False), following
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """Keep the features of what is certain; they are read when a guess is wanted."""
-        for one, kept in zip(seen, self._known.of([one.request for one in seen]), strict=True):
-            assert one.hidden is not None
+        known = self._memory.of([one.request for one in seen])
+        for one, kept in zip(seen, known, strict=True):
             kept.learn(one)
 
     def memory_bytes(self) -> int:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""
-        config, width = self.net.config, self._target.weight.element_size()
+        config, width = self.net.config, self.net.weight.element_size()
         place = 2 * config.num_kv_heads * config.head_dim + config.hidden
         return self.net.nbytes + 1000 * place * width

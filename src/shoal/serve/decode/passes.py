@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from shoal.ir import TreeSpec
 from shoal.serve.decode.protocols import TokenTree, branches
@@ -30,7 +28,8 @@ class Pass:
         chains: [E, k] nodes whose tokens it reads; empty for the first pass, which reads what is
             certain.
         parents: [E] the place of each in what the pass before read.
-        sees: [E k, rows] which rows of this pass and of those before each row of it sees.
+        before: rows of the passes before that read nodes.
+        seen: [E k] which rows of this pass and of those before each row of it sees, a bit each.
     """
 
     nodes: np.ndarray
@@ -39,21 +38,8 @@ class Pass:
     rank: np.ndarray
     chains: np.ndarray
     parents: np.ndarray
-    sees: np.ndarray
-
-    def mask(self, certain: int, like: Tensor) -> Tensor | None:
-        """The same as an additive mask [E k, certain + rows]; None where rows see everything.
-
-        Args:
-            certain: places before all of them, which every row sees.
-            like: of the dtype and on the device of queries.
-        """
-        if self.sees.all():
-            return None
-        hidden = torch.from_numpy(~self.sees).to(like.device)
-        mask = like.new_zeros(len(hidden), certain + hidden.shape[1])
-        mask[:, certain:].masked_fill_(hidden, float("-inf"))
-        return mask
+    before: int
+    seen: np.ndarray
 
 
 class Passes:
@@ -62,6 +48,10 @@ class Passes:
     Args:
         spec: the tree.
         k: levels of a pass.
+
+    Attributes:
+        passes: in order.
+        rows: of all of them that read nodes.
     """
 
     def __init__(self, spec: TreeSpec, k: int) -> None:
@@ -86,9 +76,12 @@ class Passes:
                 places = {node: place for place, node in enumerate(ends)}
             chains = np.array([paths[node][-k:] for node in ends], dtype=int).reshape(-1, k)
             own = [node for node in range(len(spec)) if spec.level[node] // k == turn]
+            start = len(before)
             before += [node for node in ends for _ in range(k)]
-            rows = [paths[node] for node in ends for _ in range(k)]
-            sees = np.array([[end in path for end in before] for path in rows], dtype=bool)
+            seen = [
+                sum(1 << row for row, end in enumerate(before) if end in paths[node])
+                for node in ends for _ in range(k)
+            ]  # fmt: skip
             self.passes.append(
                 Pass(
                     nodes=np.array(own),
@@ -97,9 +90,11 @@ class Passes:
                     rank=rank[own],
                     chains=chains,
                     parents=np.array(parents, dtype=int),
-                    sees=sees.reshape(len(rows), len(before)),
+                    before=start,
+                    seen=np.array([bits & (1 << 64) - 1 for bits in seen], np.uint64).view(np.int64),
                 )
             )
+        self.rows = len(before)
 
     def begin(self, root: int) -> np.ndarray:
         """Tokens of root and nodes, of which the root is known."""

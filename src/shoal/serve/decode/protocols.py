@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Acceptance",
+    "Adjustable",
     "Asking",
     "Branches",
     "DecodePart",
@@ -174,6 +175,22 @@ class Drafter(Protocol):
 
     def memory_bytes(self) -> int:
         """Bytes of its weights and of what it keeps for one request's thousand tokens."""
+        ...
+
+
+@runtime_checkable
+class Adjustable(Protocol):
+    """A drafter that can guess in several ways, such as with more or fewer passes.
+
+    What a way costs is measured when an engine starts, and the one that pays most is taken.
+    """
+
+    def ways(self) -> Sequence[Sequence[float]]:
+        """Of each: tokens that a step is expected to give with 0, 1, ... nodes."""
+        ...
+
+    def take(self, way: int) -> None:
+        """Guess in this way from now on."""
         ...
 
 

@@ -20,12 +20,16 @@ from shoal.train.zoo.places import kept
 
 __all__ = ["drafter", "drafter_recipe", "drafters"]
 
-# Kind -> options of the part, tokens of training, tokens of text.
-_RECIPES: dict[str, tuple[dict[str, Any], int, int]] = {
-    "medusa": ({"heads": 4}, 1_000_000, 300_000),
-    "falcon": ({"k": 2}, 1_000_000, 300_000),
-    "ppd": ({}, 400_000, 300_000),
-    "dovetail": ({}, 1_000_000, 300_000),
+# Tokens of text.
+_TEXT = 300_000
+# An LSTM goes over a sequence place by place, and over many short ones at once as fast as over one.
+_SHORT = {"seq_len": 128, "batch": 16}
+# Kind -> options of the part, tokens of training, and what else of the job is not as usual.
+_RECIPES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "medusa": ({"heads": 4}, 1_000_000, {}),
+    "falcon": ({"k": 2}, 1_000_000, _SHORT),
+    "ppd": ({}, 400_000, {}),
+    "dovetail": ({}, 1_000_000, {}),
 }
 
 
@@ -63,15 +67,15 @@ def drafter_recipe(
             f"drafter = {kind!r}: expected one of {', '.join(_RECIPES)}"
             + (f"; {hint}" if hint else "")
         )
-    own, usual, text = _RECIPES[kind]
-    told: dict[str, Any] = {"seed": seed} if seed else {}
+    own, usual, more = _RECIPES[kind]
+    told: dict[str, Any] = more | ({"seed": seed} if seed else {})
     return DrafterJob(
         name=kind,
         model=str(target),
         drafter=Choice(name=kind, options={**own, **options}),
         data=data or _corpus(target),
         tokens=tokens or usual,
-        read_tokens=text,
+        read_tokens=_TEXT,
         **told,
     )
 
