@@ -28,35 +28,21 @@ def block(what: str, owner: str | None, offset: int, length: int, shared: bool =
     }
 
 
-BLOCKS = [block("prompt", None, 0, 40), block("header", None, 40, 3, False)]
-TOLD = {
-    "object": "list",
-    "data": [
-        {
-            "id": "chat-<1>",
-            "workers": [
-                {
-                    "name": "Alice",
-                    "length": 60,
-                    "blocks": [*BLOCKS, block("work", "Bob<b>", 43, 5), block("work", "Alice", 48, 12)],
-                },
-                {
-                    "name": "Bob<b>",
-                    "length": 60,
-                    "blocks": [*BLOCKS, block("work", "Alice", 43, 12), block("work", "Bob<b>", 55, 5)],
-                },
-            ],
-        }
-    ],
-}
+def worker(name: str, *more: object) -> object:
+    common = block("prompt", None, 0, 40), block("header", None, 40, 3, False)
+    return {"name": name, "length": 60, "blocks": [*common, *more]}
+
+
+ALICE = worker("Alice", block("work", "Bob<b>", 43, 5), block("work", "Alice", 48, 12))
+BOB = worker("Bob<b>", block("work", "Alice", 43, 12), block("work", "Bob<b>", 55, 5))
+TOLD = {"object": "list", "data": [{"id": "chat-<1>", "workers": [ALICE, BOB]}]}
 
 
 def test_rows_of_blocks(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (session,) = read(json.dumps(TOLD))
-    assert [[(b.owner, b.offset, b.length, b.own) for b in row.blocks[2:]] for row in session.rows] == [
-        [("Bob<b>", 43, 5, False), ("Alice", 48, 12, True)],
-        [("Alice", 43, 12, False), ("Bob<b>", 55, 5, True)],
-    ]
+    alice, bob = ([(b.owner, b.offset, b.own) for b in row.blocks[2:]] for row in session.rows)
+    assert alice == [("Bob<b>", 43, False), ("Alice", 48, True)]
+    assert bob == [("Alice", 43, False), ("Bob<b>", 55, True)]
     drawn = session.render()
     assert drawn.count("<rect") == 8 and drawn.count("hw-own") == 2
     assert "work in progress of Bob&lt;b&gt;: from 43, 5 tokens, shared" in drawn

@@ -7,8 +7,8 @@ its parent does.
 
 Messages in: ``start`` (factory, job), ``add`` (id, tokens, params, priority, adapter, salt,
 fork_of), ``abort`` (id), ``adapter`` (number, do, name, path: load, unload, merge or unmerge it),
-``views`` (number: what concurrent workers see), ``ping`` (number). Messages out: ``answer`` (number,
-answer: to ``views``, or what went wrong with an adapter), ``ready`` (what the model is),
+``views`` (number: what concurrent workers see), ``ping`` (number). Messages out: ``answer``
+(number, answer: to ``views``, or what went wrong with an adapter), ``ready`` (what the model is),
 ``outputs``, ``refused`` (a request that cannot be served, with the reason), ``vector`` (of a
 text), ``began`` (ids, and when their first step began), ``pong`` (number, stats), ``failed`` (why
 the process ends).

@@ -1,4 +1,4 @@
-"""Concurrent workers over HTTP: choices of one answer, each tagged by its worker, and their views."""
+"""Concurrent workers over HTTP: choices of one answer, tagged by their workers, and their views."""
 
 from __future__ import annotations
 

@@ -161,6 +161,4 @@ def _wrong(problem: int, pairs: Tensor, slots: Tensor, num_slots: int, places: i
         2: ("seen", f"1 to {longest}, the most tokens of a block"),
         3: ("places", f"0 to {places - 1}"),
     }[kind]
-    return KernelError(
-        f"view_attention {what}[{at}] = {int(pairs[kind, at])}: expected {expected}"
-    )
+    return KernelError(f"view_attention {what}[{at}] = {int(pairs[kind, at])}: expected {expected}")

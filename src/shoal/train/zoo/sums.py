@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shoal.core.files import shoal_home
+from shoal.core.files import shoal_home, write_json
 from shoal.core.random import generator
 from shoal.model.config import ModelConfig
 
@@ -173,7 +173,8 @@ def trained(seed: int = 0, *, progress: Callable[[str], None] = lambda _: None) 
 
     Args:
         seed: of weights and texts.
-        progress: told how far it is, and how long it took.
+        progress: told how far it is, and how long it took, which ``training.json`` beside the
+            weights says too.
     """
     from shoal.model import huggingface
 
@@ -182,6 +183,8 @@ def trained(seed: int = 0, *, progress: Callable[[str], None] = lambda _: None) 
         return place
     started = time.perf_counter()
     model = _train(seed, progress)
+    took = time.perf_counter() - started
     huggingface.write(place, model)
-    progress(f"{CONFIG.name}: trained in {time.perf_counter() - started:.0f} s")
+    write_json(place / "training.json", {"seconds": took})
+    progress(f"{CONFIG.name}: trained in {took:.0f} s")
     return place

@@ -2,8 +2,8 @@
 
 By queries (the default), each query is turned once for every block it sees, to stand as far behind
 the block's first token as it does in its view, and its scores over all of them are one softmax: in
-one call of a kernel, or block by block where there is none. By keys, the keys of a view are turned to
-their places instead: the definition, and slower, for every reader turns every key.
+one call of a kernel, or block by block where there is none. By keys, the keys of a view are turned
+to their places instead: the definition, and slower, for every reader turns every key.
 
 Shapes: N tokens of a step, P pairs, M most blocks of a token, S tokens of a view, H query heads,
 K key/value heads, d head_dim.

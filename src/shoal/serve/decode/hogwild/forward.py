@@ -124,4 +124,3 @@ class Forward:
         else:
             self.reasons[shape] = "a kernel that is not seen"
         return computed
-
