@@ -83,6 +83,16 @@ def test_two_ranks_give_the_tokens_of_one(family, residual, random_model, engine
     ranks.close()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_branches_that_read_the_same_are_one_sum(bias, random_model, engine_for, serve_all):
+    biases = dict.fromkeys(("attention_bias", "output_bias", "ffn_bias"), bias)
+    config = ModelConfig(**{**dict(FAMILY_CONFIGS["llama"]), "family": "parallel", **biases})
+    want = serve_all(engine_for(random_model(config)), prompts(), max_tokens=12)
+    engine, ranks = thread_engine(job(parallel={"tp": 2}), random_model(config))
+    assert serve_all(engine, prompts(), max_tokens=12) == want
+    ranks.close()
+
+
 @pytest.mark.parametrize(
     ("option", "parallel"),
     [

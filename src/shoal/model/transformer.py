@@ -51,6 +51,7 @@ class Block(nn.Module):
         self.sums = residual.sums(config.num_layers)[layer]
         self.last = layer == config.num_layers - 1
         self.join = desync.averaged(residual.apart)
+        self.both: Callable[[Tensor], Tensor] = _alone  # sums both branches over ranks: one sum
         if not self.parallel:
             self.mlp_norm = RMSNorm(config.hidden, config.rms_norm_eps)
         dense = duo.DuoFFN if config.architecture.ffn.name == "duo" else SwiGLU
@@ -119,9 +120,13 @@ class Block(nn.Module):
                 return x_ND, x_ND
         mixed = self.attention.o_proj(seen)
         if self.parallel:
-            return x_ND, mixed + self.mlp(normed)
+            return x_ND, self.both(mixed + self.mlp(normed))
         x_ND, normed = self.mlp_norm.after(x_ND, mixed)
         return x_ND, self.mlp(normed)
+
+
+def _alone(x: Tensor) -> Tensor:
+    return x
 
 
 class Transformer(nn.Module):
