@@ -17,7 +17,8 @@ from shoal.model import huggingface  # noqa: E402
 from shoal.model.architecture import rebuilt  # noqa: E402
 from shoal.model.attention import KVCache  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.model.parscale import Aggregate, causal  # noqa: E402
+from shoal.model.generate import generate  # noqa: E402
+from shoal.model.parscale import Aggregate, causal, use  # noqa: E402
 from shoal.model.rope import tables  # noqa: E402
 from shoal.model.transformer import Transformer  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
@@ -114,6 +115,34 @@ def test_cached_decoding_is_the_full_pass() -> None:
         cache = KVCache(made.config, 2, 16, dtype=torch.float64)
         parts = [made(ids()[:, a:b], cache=cache) for a, b in ((0, 4), (4, 5), (5, 9))]
     assert torch.allclose(torch.cat(parts, 1), want, atol=1e-12)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_fewer_streams_are_those_of_a_smaller_model(num: int) -> None:
+    """With the first prefixes; the aggregator reads zeros in the place of the others."""
+    many = model({"num": 3, "prefix": 4})
+    want = model() if num == 1 else model({"num": num, "prefix": 4})
+    with torch.no_grad():
+        known = dict(many.named_parameters())
+        for name, parameter in want.named_parameters():
+            if name.endswith("prefix"):
+                parameter.copy_(known[name][:, :num])
+            elif name == "aggregate.up.weight":
+                parameter.copy_(known[name][:, : num * 24])
+            elif name.startswith("aggregate.down"):
+                parameter.copy_(known[name][:num])
+            else:
+                parameter.copy_(known[name])
+        use(many, num)
+        assert torch.allclose(many(ids()), want(ids()), atol=1e-12)
+        if num == 1:
+            assert torch.equal(many(ids()), want(ids()))
+        prompt = ids()[0].tolist()
+        assert generate(many, prompt, 8) == generate(want, prompt, 8)
+        use(many, 3)
+        assert not torch.allclose(many(ids()), want(ids()))
+    with pytest.raises(ModelError, match="1 to 3"):
+        use(many, 4)
 
 
 def test_no_stream_weighs_less_than_its_share_of_the_smoothing() -> None:

@@ -75,13 +75,16 @@ class _Log:
         return type("Pending", (), {"wait": staticmethod(wait)})()
 
 
-def _forward(comm: Any, residual: Any) -> tuple[list[str], torch.Tensor]:
-    """The sums of four blocks on one of two ranks, and the stream behind them."""
+def _forward(
+    comm: Any, residual: Any, *, backward: bool = False
+) -> tuple[list[str], torch.Tensor]:
+    """The sums of four blocks on one of two ranks, there or back, and the stream behind them."""
     model = config(num_layers=4, architecture={"residual": residual})
     fresh = Fresh(model, dtype=torch.float64)
     log: Any = _Log(comm)
     every = slices(model, Parallel(tp=2), comm.rank)
     x: Any = torch.randn(6, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x.requires_grad_(backward)
     cos, sin = tables(model, 0, 6, torch.device("cpu"), torch.float64)
     for layer in range(4):
         block = SplitBlock(model, layer, log, sp=False).double()
@@ -91,7 +94,21 @@ def _forward(comm: Any, residual: Any) -> tuple[list[str], torch.Tensor]:
             value = take(fresh.whole(whole), every[whole])
             setattr(block.get_submodule(owner), leaf, torch.nn.Parameter(value))
         x = block(x, cos, sin, lambda q, k, v: attend(q, k, v, None, causal=True), 1)
-    return log.seen, settled(x, 4).detach()
+    x = settled(x, 4)
+    if backward:
+        log.seen.clear()
+        x.square().sum().backward()
+    return log.seen, x.detach()
+
+
+def test_on_the_way_back_each_sum_travels_while_a_sub_layer_computes() -> None:
+    standard = run_ranks(2, lambda comm: _forward(comm, "standard", backward=True))[0][0]
+    ladder = run_ranks(2, lambda comm: _forward(comm, "ladder", backward=True))[0][0]
+    # The gradient of the first sub-layer's input is nobody's here but that of the embedding.
+    assert standard == [word for n in range(8) for word in ("begin", f"wait {n}")]
+    assert ladder.count("begin") == 8
+    late = ["begin", "begin", *(w for n in range(6) for w in (f"wait {n}", "begin"))]
+    assert ladder == [*late, "wait 6", "wait 7"]
 
 
 def test_as_many_sums_as_standard_and_each_waited_for_one_sub_layer_later() -> None:

@@ -15,9 +15,10 @@ from thread_ranks import thread_engine  # noqa: E402
 from conftest import FAMILY_CONFIGS  # noqa: E402
 from shoal.core.errors import ServeError  # noqa: E402
 from shoal.core.random import generator  # noqa: E402
-from shoal.ir import ServeJob  # noqa: E402
+from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.model.generate import generate  # noqa: E402
+from shoal.model.parscale import use  # noqa: E402
 
 
 def changed(family="llama", **architecture):
@@ -82,6 +83,16 @@ def test_two_ranks_give_the_tokens_of_one(family, residual, random_model, engine
     ranks.close()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_branches_that_read_the_same_are_one_sum(bias, random_model, engine_for, serve_all):
+    biases = dict.fromkeys(("attention_bias", "output_bias", "ffn_bias"), bias)
+    config = ModelConfig(**{**dict(FAMILY_CONFIGS["llama"]), "family": "parallel", **biases})
+    want = serve_all(engine_for(random_model(config)), prompts(), max_tokens=12)
+    engine, ranks = thread_engine(job(parallel={"tp": 2}), random_model(config))
+    assert serve_all(engine, prompts(), max_tokens=12) == want
+    ranks.close()
+
+
 @pytest.mark.parametrize(
     ("option", "parallel"),
     [
@@ -102,6 +113,57 @@ def test_streams_in_slots(random_model, engine_for, serve_all):
         random_model(config), kv={"name": "slots", "max_len": 128}, max_step_tokens=32
     )
     assert serve_all(engine, prompts(), max_tokens=9) == want
+
+
+@pytest.mark.parametrize("kv", [{"name": "paged"}, {"name": "slots", "max_len": 128}])
+def test_requests_of_different_streams_in_one_batch(kv, random_model, engine_for):
+    config = changed("qwen3", streams=STREAMS)
+    numbers = (1, 2, 3, None, 1, 2)
+    want = []
+    for number, prompt in zip(numbers, prompts(), strict=True):
+        alone = random_model(config)
+        use(alone, number or 3)
+        want.append(generate(alone, prompt, 9))
+    engine = engine_for(random_model(config), kv=kv, max_step_tokens=48)
+    # The second time their prompts are in the cache, for each number of streams its own.
+    for turn in ("a", "b"):
+        for place, (number, prompt) in enumerate(zip(numbers, prompts(), strict=True)):
+            params = SamplingParams(max_tokens=9, streams=number)
+            engine.add(Request(f"{turn}{place}", [*prompt], len(prompt), params))
+        found = {}
+        while engine.busy:
+            for output in engine.step():
+                found.setdefault(output.request_id, []).extend(output.tokens)
+        assert [found[f"{turn}{place}"] for place in range(len(numbers))] == want
+
+
+def test_the_same_prompt_with_other_streams_is_not_found_in_the_cache(random_model, engine_for):
+    config = changed(streams=STREAMS)
+    engine = engine_for(random_model(config), max_step_tokens=96)
+    prompt = prompts(9)[-1] * 3
+    found = []
+    for place, number in enumerate((3, 2, 1, 2)):
+        request = Request(
+            f"{place}", [*prompt], len(prompt), SamplingParams(max_tokens=9, streams=number)
+        )
+        engine.add(request)
+        while engine.busy:
+            engine.step()
+        found.append((request.n_cached > 0, request.tokens[len(prompt) :]))
+    assert [cached for cached, _ in found] == [False, False, False, True]
+    assert found[1][1] == found[3][1]
+
+
+def test_more_streams_than_the_model_has_are_refused(random_model, engine_for):
+    for option, number, text in ((STREAMS, 4, "1 to 3"), (1, 2, "no parallel streams")):
+        engine = engine_for(random_model(changed(streams=option)))
+        with pytest.raises(ServeError, match=text):
+            engine.add(Request("x", [1, 2], 2, SamplingParams(max_tokens=2, streams=number)))
+
+
+def test_adapters_do_not_go_with_several_rows_a_token(random_model, engine_for):
+    with pytest.raises(ServeError, match="adapters"):
+        engine_for(random_model(changed(streams=2)), max_adapters=1)
 
 
 def test_streams_refuse_a_kernel_that_reads_no_prefix(random_model, engine_for):

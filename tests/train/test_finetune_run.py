@@ -17,6 +17,7 @@ from shoal.core.parts import table  # noqa: E402
 from shoal.ir import Plan  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
+from shoal.model.parscale import use  # noqa: E402
 from shoal.train.peft import files  # noqa: E402
 from shoal.train.peft.job import check_finetune, with_biases  # noqa: E402
 from shoal.train.run import execute  # noqa: E402
@@ -78,6 +79,32 @@ def test_a_run_saves_the_adapter_alone_and_goes_on_bit_for_bit(
     merged = huggingface.read(tmp_path / "whole" / "export", torch.float32)
     torch.testing.assert_close(model(x), merged(x), atol=1e-5, rtol=1e-5)
     assert not torch.equal(merged(x), before)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_streams_are_trained_around_a_backbone_that_stands_still(
+    make_plan: Make, base: Path, tmp_path: Path
+) -> None:
+    method = {"name": "streams", "num": 3, "prefix": 4}
+    plan = tuned(make_plan, base, finetune=method, parallel={"dp": 2})
+    execute(plan, tmp_path / "run")
+    saved = Store(tmp_path / "run" / "checkpoints").latest()
+    kept = [n for n in saved.names() if n.startswith("model.")]
+    assert kept and all("aggregate" in n or "prefix" in n for n in kept)
+    made = huggingface.read(tmp_path / "run" / "export", torch.float32)
+    assert made.config.architecture.streams.num == 3
+    before = huggingface.read(base, torch.float32)
+    now = dict(made.named_parameters())
+    assert all(torch.equal(now[name], value) for name, value in before.named_parameters())
+    x = torch.arange(24).view(2, 12)
+    assert not torch.equal(made(x), before(x))
+    use(made, 1)
+    assert torch.equal(made(x), before(x))
+    again = huggingface.read(base, torch.float32)
+    files.load(again, tmp_path / "run" / "adapter")
+    use(made, 3)
+    assert torch.equal(again(x), made(x))
 
 
 @pytest.mark.multi

@@ -205,6 +205,13 @@ class Pricer:
             self._updates[key] = part.estimate(work, self.machine)
         return self._updates[key]
 
+    def _made(self, work: Work) -> Work:
+        """The same with the model that fine-tuning computes, where that is not the base."""
+        if work.job.finetune is None:
+            return work
+        shape = getattr(self._part("peft", work.job.finetune), "shape", None)
+        return work if shape is None else work.model_copy(update={"shape": shape(work.shape)})
+
     def _trained(self, work: Work) -> float:
         """Share of the parameters that have gradients and moments."""
         if work.job.finetune is None:
@@ -273,6 +280,7 @@ class Pricer:
 
     def estimate(self, work: Work) -> Estimate:
         """See :func:`estimate`."""
+        work = self._made(work)
         job, shape, machine = work.job, work.shape, self.machine
         if job.layers or job.parallel.stages:
             from shoal.cost.layer_plan import estimate_layers
@@ -416,6 +424,7 @@ class Pricer:
 
     def memory(self, work: Work) -> dict[str, float]:
         """Bytes of one rank, by cause; much faster than the whole estimate."""
+        work = self._made(work)
         job = work.job
         split, microbatch = job.parallel, microbatch_of(job)
         held = 1.0

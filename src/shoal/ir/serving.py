@@ -59,6 +59,8 @@ class SamplingParams:
             ends with a token of ``stop_ids``.
         pooling: also give a vector of the prompt: the mean of its final hidden states, which
             needs a ``salt`` of its own, or the last one; None for none.
+        streams: how many of a model's parallel streams compute it; None for all of them, 1 for the
+            base model without a prefix.
         workers: it is one of so many requests with the same prompt that are answered together, the
             later ones forks of the first, where the engine has concurrent workers.
     """
@@ -78,6 +80,7 @@ class SamplingParams:
     min_tokens: int = 0
     grammar: str | None = None
     pooling: Literal["mean", "last"] | None = None
+    streams: int | None = None
     workers: int = 1
 
 

@@ -43,6 +43,7 @@ class KVCache:
         capacity: most tokens a sequence can have.
         dtype: of the keys and values.
         device: where they live.
+        streams: how many the model computes; all that it has, if not given.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class KVCache:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        streams: int | None = None,
     ) -> None:
-        streams = config.architecture.streams
-        batch *= streams.num
-        self._virtual = streams.prefix if streams.num > 1 else 0
+        num = streams or config.architecture.streams.num
+        batch *= num
+        self._virtual = config.architecture.streams.prefix if num > 1 else 0
         rows = self._virtual + capacity
         size = (config.num_layers, 2, batch, rows, config.num_kv_heads, config.head_dim)
         self._store = torch.empty(size, dtype=dtype, device=device)
@@ -270,6 +272,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         streams = config.architecture.streams
+        self.streams = streams.num  # that are computed
         self.prefix: nn.Parameter | None = None  # keys and values of virtual tokens, by stream
         if streams.num > 1:
             size = (2, streams.num, streams.prefix, config.num_kv_heads, config.head_dim)
@@ -288,10 +291,13 @@ class Attention(nn.Module):
         """Mix each token with those it sees: those before it, or those that ``mask`` says."""
         length = x_BTD.shape[1]
         q, k, v = self._project(x_BTD, cos, sin)
+        prefix: Tensor | None = None
+        if self.prefix is not None and self.streams > 1:
+            prefix = self.prefix[:, : self.streams]
         if cache is not None:
-            k, v = cache.append(self.layer, k, v, self.prefix)
-        elif self.prefix is not None:
-            k, v = before(self.prefix, k, v)
+            k, v = cache.append(self.layer, k, v, prefix)
+        elif prefix is not None:
+            k, v = before(prefix, k, v)
         out = attend(
             q.transpose(1, 2),
             k.transpose(1, 2),

@@ -141,7 +141,14 @@ def stream(
     dtype = weight.dtype
     if torch.is_autocast_enabled(weight.device.type):
         dtype = torch.get_autocast_dtype(weight.device.type)
-    cache = KVCache(config, 1, len(prompt_ids) + max_new_tokens, dtype=dtype, device=weight.device)
+    cache = KVCache(
+        config,
+        1,
+        len(prompt_ids) + max_new_tokens,
+        dtype=dtype,
+        device=weight.device,
+        streams=model.streams,
+    )
     tokens = list(prompt_ids)
     for index in range(max_new_tokens):
         with torch.no_grad():

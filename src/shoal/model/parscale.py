@@ -17,20 +17,35 @@ Source: Chen et al., Parallel Scaling Law for Language Models, 2025; Li and Lian
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.core.errors import ModelError, require
+
 if TYPE_CHECKING:
     from shoal.ir.architecture import Streams
     from shoal.model.attention import Mixer
     from shoal.model.config import ModelConfig
-    from shoal.model.transformer import Transformer
+    from shoal.model.transformer import Block, Transformer
 
-__all__ = ["Aggregate", "before", "causal", "flat", "heads_of", "paged", "prefixes", "repeated", "spread"]
+__all__ = [
+    "Aggregate",
+    "before",
+    "causal",
+    "computing",
+    "flat",
+    "heads_of",
+    "paged",
+    "prefixes",
+    "repeated",
+    "spread",
+    "use",
+]
 
 
 class Aggregate(nn.Module):
@@ -42,15 +57,73 @@ class Aggregate(nn.Module):
         self.up = nn.Linear(streams.num * hidden, hidden)
         self.down = nn.Linear(hidden, streams.num)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[P * B, ..., D] to [B, ..., D]."""
-        streams = x.view(self.num, -1, *x.shape[1:]).movedim(0, -2)  # [B, ..., P, D]
+    def forward(self, x: Tensor, num: int | None = None) -> Tensor:
+        """[P * B, ..., D] to [B, ..., D].
+
+        Args:
+            x: states of all streams, or of the first ``num``, stream by stream.
+            num: streams in ``x``; all, if not given.
+        """
+        num = num or self.num
+        streams = x.view(num, -1, *x.shape[1:]).movedim(0, -2)  # [B, ..., num, D]
+        if num == self.num:
+            return self.joined(streams)
+        streams = F.pad(streams, (0, 0, 0, self.num - num))
+        return self.joined(streams, torch.full(streams.shape[:-2], num, device=x.device))
+
+    def joined(self, streams: Tensor, counts: Tensor | None = None) -> Tensor:
+        """[..., P, D] to [..., D].
+
+        Args:
+            streams: states; zeros in the place of streams that were not computed.
+            counts: streams that were, [...]; all, if not given.
+        """
         scores = self.down(F.silu(self.up(streams.flatten(-2))))
-        exact = torch.promote_types(scores.dtype, torch.float32)
-        weight = torch.softmax(scores.to(exact), -1).to(streams.dtype)
-        weight = weight * (1 - self.smoothing) + self.smoothing / self.num
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if counts is None:
+            weight = torch.softmax(scores, -1).to(streams.dtype)
+            weight = weight * (1 - self.smoothing) + self.smoothing / self.num
+        else:
+            count = counts.unsqueeze(-1)
+            there = torch.arange(self.num, device=count.device) < count
+            weight = torch.softmax(scores.masked_fill(~there, float("-inf")), -1)
+            smooth = weight * (1 - self.smoothing) + self.smoothing / count
+            # One stream alone is the base model, to the bit.
+            weight = torch.where(count == 1, weight, smooth * there).to(streams.dtype)
         mean: Tensor = (streams * weight.unsqueeze(-1)).sum(-2)
         return mean
+
+
+def use(model: Transformer, num: int) -> None:
+    """Let a model compute the first ``num`` of its streams from now on.
+
+    One stream sees no prefix: it is the base model. A cache of another number does not go with it.
+
+    Raises:
+        ModelError: it has not so many.
+    """
+    most = model.config.architecture.streams.num
+    require(
+        1 <= num <= most,
+        "streams",
+        num,
+        expected=f"1 to {most}, the streams of model {model.config.name}",
+        error=ModelError,
+    )
+    model.streams = num
+    blocks: list[Block] = list(model.blocks)  # type: ignore[arg-type]
+    for block in blocks:
+        block.attention.streams = num
+
+
+@contextmanager
+def computing(model: Transformer, counts_N: Tensor) -> Iterator[None]:
+    """Within, tokens side by side are computed by so many streams each."""
+    model.counts_N = counts_N
+    try:
+        yield
+    finally:
+        model.counts_N = None
 
 
 def repeated(x: Tensor, num: int) -> Tensor:
@@ -131,6 +204,8 @@ def flat(
     rows_R: Tensor | None = None,
 ) -> Tensor:
     """Final normalised states [R, D] of tokens side by side; see :meth:`Transformer.flat`."""
+    if model.counts_N is not None:
+        return _some(model, x_ND, position_N, mixer, rows_R, model.counts_N)
     num = model.config.architecture.streams.num
     if rows_R is not None:
         offsets = torch.arange(num, device=rows_R.device).unsqueeze(1) * len(x_ND)
@@ -138,3 +213,39 @@ def flat(
     streams = repeated(x_ND, num), repeated(position_N, num), paged(mixer, num), rows_R
     x, branch = model.through(*streams)
     return model.aggregated(model.finished(x, branch))
+
+
+def _some(
+    model: Transformer,
+    x_ND: Tensor,
+    position_N: Tensor,
+    mixer: Mixer,
+    rows_R: Tensor | None,
+    counts_N: Tensor,
+) -> Tensor:
+    """The same where tokens differ in their number of streams: each stream has its own tokens."""
+    aggregate = model.aggregate
+    assert aggregate is not None
+    num, total = aggregate.num, len(x_ND)
+    streams, tokens = (counts_N > torch.arange(num, device=x_ND.device)[:, None]).nonzero(
+        as_tuple=True
+    )
+
+    def mixed(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def beside(x: Tensor) -> Tensor:
+            out = x.new_zeros(total, num, *x.shape[1:])
+            out[tokens, streams] = x
+            return out.flatten(1, 2)
+
+        seen = mixer(layer, beside(q), beside(k), beside(v))
+        return seen.view(total, num, *q.shape[1:])[tokens, streams]
+
+    wanted = torch.arange(total, device=x_ND.device) if rows_R is None else rows_R
+    place = torch.full((total,), -1, device=x_ND.device)
+    place[wanted] = torch.arange(len(wanted), device=x_ND.device)
+    needed = (place[tokens] >= 0).nonzero().flatten()
+    x, branch = model.through(x_ND[tokens], position_N[tokens], mixed, needed)
+    states = x.new_zeros(len(wanted), num, x.shape[-1])
+    if len(needed):
+        states[place[tokens[needed]], streams[needed]] = model.finished(x, branch)
+    return aggregate.joined(states, counts_N[wanted])

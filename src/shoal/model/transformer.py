@@ -51,6 +51,7 @@ class Block(nn.Module):
         self.sums = residual.sums(config.num_layers)[layer]
         self.last = layer == config.num_layers - 1
         self.join = desync.averaged(residual.apart)
+        self.both: Callable[[Tensor], Tensor] = _alone  # sums both branches over ranks: one sum
         if not self.parallel:
             self.mlp_norm = RMSNorm(config.hidden, config.rms_norm_eps)
         dense = duo.DuoFFN if config.architecture.ffn.name == "duo" else SwiGLU
@@ -119,9 +120,13 @@ class Block(nn.Module):
                 return x_ND, x_ND
         mixed = self.attention.o_proj(seen)
         if self.parallel:
-            return x_ND, mixed + self.mlp(normed)
+            return x_ND, self.both(mixed + self.mlp(normed))
         x_ND, normed = self.mlp_norm.after(x_ND, mixed)
         return x_ND, self.mlp(normed)
+
+
+def _alone(x: Tensor) -> Tensor:
+    return x
 
 
 class Transformer(nn.Module):
@@ -142,6 +147,8 @@ class Transformer(nn.Module):
         )
         streams = config.architecture.streams
         self.aggregate = parscale.Aggregate(config.hidden, streams) if streams.num > 1 else None
+        self.streams = streams.num  # that are computed: see shoal.model.parscale.use
+        self.counts_N: Tensor | None = None  # of tokens side by side that differ in it
         self.routes = config.architecture.ffn.name == "duo"
         self.forced = False  # routes are given from outside: see shoal.model.duo
         self.head: Ready | None = None  # of inference: see shoal.model.accelerate
@@ -227,12 +234,12 @@ class Transformer(nn.Module):
             mask = torch.full(
                 (length, start + length), float("-inf"), dtype=x_BTD.dtype, device=x_BTD.device
             ).triu_(start + 1)
-        streams = config.architecture.streams
-        if self.aggregate is not None:
-            mask = parscale.causal(mask, streams.prefix, length, start, x_BTD)
+        if self.streams > 1:
+            virtual = config.architecture.streams.prefix
+            mask = parscale.causal(mask, virtual, length, start, x_BTD)
             if mask is not None and mask.dim() == 4:
-                mask = parscale.repeated(mask, streams.num)
-            x_BTD = parscale.repeated(x_BTD, streams.num)
+                mask = parscale.repeated(mask, self.streams)
+            x_BTD = parscale.repeated(x_BTD, self.streams)
         if self.routes:
             duo.begin(self, tokens_BT, torch.arange(start, start + length, device=x_BTD.device))
         drop = None
@@ -254,7 +261,10 @@ class Transformer(nn.Module):
 
     def aggregated(self, normed: Tensor) -> Tensor:
         """The states of all streams in one; as they are where there is one."""
-        return normed if self.aggregate is None else self.aggregate(normed)
+        if self.aggregate is None or self.streams == 1:
+            return normed
+        out: Tensor = self.aggregate(normed, self.streams)
+        return out
 
     def flat(
         self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None

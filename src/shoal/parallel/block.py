@@ -18,7 +18,14 @@ from shoal.model.config import ModelConfig
 from shoal.model.dropout import Drop
 from shoal.model.feedforward import Experts, SwiGLU, gate
 from shoal.model.transformer import Block
-from shoal.parallel.linear import ColumnLinear, LateRowLinear, Linear, RowLinear, grouped
+from shoal.parallel.linear import (
+    ColumnLinear,
+    LateColumnLinear,
+    LateRowLinear,
+    Linear,
+    RowLinear,
+    grouped,
+)
 from shoal.parallel.operators import enter, leave, synced
 
 if TYPE_CHECKING:
@@ -82,11 +89,12 @@ class WholeBlock(Block):
         attention = self.attention
         how: dict[str, Any] = {"sp": sp, "overlap": overlap}
         # What a ladder adds late may be on its way; ranks that are apart add what they have.
-        column, row = (
-            (Linear, Linear)
-            if self.desync
-            else (ColumnLinear, LateRowLinear if self.ladder else RowLinear)
-        )
+        kinds: tuple[type[Linear], type[Linear]] = ColumnLinear, RowLinear
+        if self.ladder:
+            kinds = LateColumnLinear, LateRowLinear
+        elif self.desync:
+            kinds = Linear, Linear
+        column, row = kinds
         if self.desync and comm.world > 1:
             self.join = synced(comm)
         attention.qkv_proj = column.of(attention.qkv_proj, comm, **how)

@@ -185,7 +185,9 @@ class Engine:
                 self.whole = empty(self.config).to(dtype).train()
             else:
                 self.whole = weights.model().to(self.device, dtype).train()
-            self.whole.config = self.config
+            # Fine-tuning may have made another architecture of it.
+            own = {"architecture": self.whole.config.architecture}
+            self.whole.config = self.config.model_copy(update=own)
             self.local = self.whole
         if job.kernel:
             train_with(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ColumnLinear",
+    "LateColumnLinear",
     "LateRowLinear",
     "Linear",
     "RowLinear",
@@ -154,7 +155,7 @@ class _Split(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, total: int
     ) -> Tensor:
         dtype = compute_dtype(x)
-        ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
+        ctx.weight, ctx.bias, ctx.layer, ctx.travelling = weight, bias, layer, layer.travelling
         x_NI, cast = x.to(dtype), weight.to(dtype)
         out: Tensor | None = None
         if layer.gathers_input and layer.tiled:
@@ -192,6 +193,9 @@ class _Split(torch.autograd.Function):
                 out, pending = _scatter_later(out, layer.comm)
             elif layer.copies_input:
                 pending = layer.comm.all_reduce(out, tag=TAG)
+        if ctx.travelling is not None and pending is not None and out is not None:
+            ctx.travelling.append((out, pending))
+            pending = None
         # While the gradient of the input travels.
         of_weight, of_bias = _of_parameters(ctx, x_NI, grad_NO, grad_nO)
         if pending is not None:
@@ -213,6 +217,7 @@ class Linear(nn.Linear):
     comm: Comm
     sp = tiled = late = False
     pending: Pending | None = None
+    travelling: list[tuple[Tensor, Pending]] | None = None
     gathers_input = copies_input = reduces_output = False
 
     @classmethod
@@ -257,6 +262,54 @@ class ColumnLinear(Linear):
 
     def _prepare(self, split: bool) -> None:
         self.gathers_input, self.copies_input = split and self.sp, split and not self.sp
+
+
+class _Arrived(torch.autograd.Function):
+    """Nothing, but on the way back a sum that travelled on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, travelling: list[tuple[Tensor, Pending]]) -> Tensor:
+        ctx.travelling = travelling
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if not ctx.travelling:
+            return grad, None
+        # What autograd brings is the same, but perhaps a copy of it from before the sum.
+        out, pending = ctx.travelling.pop()
+        pending.wait()
+        return out, None
+
+
+class LateColumnLinear(ColumnLinear):
+    """A column-parallel layer the sum of whose input gradient travels on.
+
+    It is waited for when the backward pass of the sub-layer before is through, which a ladder's
+    does not need it for: autograd computes what was made last first, so the place of the wait is
+    set to before that sub-layer.
+
+    Source: Zhang et al., Ladder-Residual, 2025.
+    """
+
+    # By thread, as autograd counts: the place where the newest sub-layer begins.
+    _begun = threading.local()
+
+    def forward(self, x: Tensor, total: int = 0) -> Tensor:
+        """As of :class:`ColumnLinear`."""
+        if not (self.copies_input and torch.is_grad_enabled() and x.requires_grad):
+            return super().forward(x, total)
+        self.travelling = []
+        x = _Arrived.apply(x, self.travelling)  # type: ignore[no-untyped-call]
+        out = super().forward(x, total)
+        self.travelling = None
+        node: Any = x.grad_fn
+        begun = node._sequence_nr()
+        before = getattr(self._begun, "number", 0)
+        node._set_sequence_nr(min(begun, before))
+        self._begun.number = begun
+        return out
 
 
 class RowLinear(Linear):

@@ -46,6 +46,7 @@ class Context:
         seen: where its tokens are a tree or the last part of one, what each sees from the root
             on, a bit each.
         root: where the tree begins; at ``start``, if not given.
+        virtual: they see the prefix of a model that has one.
     """
 
     start: int
@@ -53,6 +54,7 @@ class Context:
     blocks: Sequence[int]
     seen: np.ndarray | None = None
     root: int | None = None
+    virtual: bool = True
 
     @property
     def stop(self) -> int:
@@ -73,6 +75,7 @@ class _Group:
     blocks: Tensor  # [B, W]
     longest: int
     mask: Tensor | None  # [B, 1, 1, longest]
+    bare: Tensor | None  # [B], which see no prefix; None where all see it
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class _Dense:
     count: int  # slots
     longest: int
     mask: Tensor  # [count, 1, 1, longest]
+    bare: Tensor | None  # [count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class _Prompt:
     slot: int | None  # where it is in a slot
     stop: int
     mask: Tensor | None  # [length, stop]
+    virtual: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +234,13 @@ class PagedAttention:
             hidden = np.arange(longest) >= stops_B[:, None]
             mask = torch.zeros(hidden.shape, dtype=dtype, device=self._cache.device)
             mask = mask.masked_fill_(self._tensor(hidden), float("-inf"))[:, None, None]
-        return _Group(first, first + len(contexts), self._tensor(blocks_BW), longest, mask)
+        blocks, bare = self._tensor(blocks_BW), self._bare(contexts)
+        return _Group(first, first + len(contexts), blocks, longest, mask, bare)
+
+    def _bare(self, contexts: Sequence[Context]) -> Tensor | None:
+        if self._prefix is None or all(context.virtual for context in contexts):
+            return None
+        return self._tensor(np.array([not context.virtual for context in contexts]))
 
     def _slots(self, contexts: Sequence[Context], dtype: torch.dtype) -> _Dense:
         slots = np.array([context.blocks[0] for context in contexts]) // self._cache.slot_blocks
@@ -242,7 +253,12 @@ class PagedAttention:
         mask = torch.zeros((count, longest), dtype=dtype, device=self._cache.device)
         hidden = self._tensor(np.arange(longest) >= stops[:, None])
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
-        return _Dense(len(contexts), first, self._tensor(places), count, longest, mask)
+        bare = self._bare(contexts)
+        if bare is not None:
+            found = bare
+            bare = bare.new_zeros(count)
+            bare[places] = found
+        return _Dense(len(contexts), first, self._tensor(places), count, longest, mask, bare)
 
     def _prompt(self, row: int, context: Context, dtype: torch.dtype) -> _Prompt:
         stop = context.stop
@@ -250,7 +266,7 @@ class PagedAttention:
         slots = self._cache.slot_blocks
         slot = context.blocks[0] // slots if slots else None
         if not context.start and context.seen is None:
-            return _Prompt(row, last, None, slot, stop, None)
+            return _Prompt(row, last, None, slot, stop, None, context.virtual)
         filled = context.num_blocks(self._cache.block_size)
         blocks_1W = np.array([context.blocks[:filled]], dtype=np.int64)
         mask = torch.full(
@@ -260,7 +276,8 @@ class PagedAttention:
             root = _root(context)
             hidden = context.seen[:, None] >> np.arange(stop - root) & 1 == 0
             mask[:, root:].masked_fill_(self._tensor(hidden), float("-inf"))
-        return _Prompt(row, last, self._tensor(blocks_1W), slot, stop, mask)
+        blocks = self._tensor(blocks_1W)
+        return _Prompt(row, last, blocks, slot, stop, mask, context.virtual)
 
     def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
         """Store the new keys and values; what the queries see [N, H, d]."""
@@ -285,7 +302,9 @@ class PagedAttention:
                 keys, values = self._cache.gather(layer, prompt.blocks)
                 keys, values = keys[:, : prompt.stop], values[:, : prompt.stop]
             length = prompt.last - prompt.first
-            keys, values, mask = self._behind(layer, keys, values, prompt.mask, length)
+            mask = prompt.mask
+            if prompt.virtual:
+                keys, values, mask = self._behind(layer, keys, values, mask, length)
             out = attend(
                 q_NHd[None, rows].transpose(1, 2),
                 keys.transpose(1, 2),
@@ -303,7 +322,7 @@ class PagedAttention:
         """
         keys, values = self._cache.gather(layer, group.blocks)
         keys, values = keys[:, : group.longest], values[:, : group.longest]
-        seen = self._behind(layer, keys, values, group.mask)
+        seen = self._behind(layer, keys, values, group.mask, bare=group.bare)
         return _single(q_NHd[group.first : group.last], *seen)
 
     def _decode_slots(self, layer: int, q_NHd: Tensor, dense: _Dense) -> Tensor:
@@ -311,17 +330,34 @@ class PagedAttention:
         keys, values = self._cache.slots(layer, dense.first_slot, dense.count, dense.longest)
         queries = q_NHd.new_zeros(dense.count, *q_NHd.shape[1:])
         queries[dense.places] = q_NHd[: dense.last]
-        return _single(queries, *self._behind(layer, keys, values, dense.mask))[dense.places]
+        seen = self._behind(layer, keys, values, dense.mask, bare=dense.bare)
+        return _single(queries, *seen)[dense.places]
 
     def _behind(
-        self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None, length: int = 1
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        length: int = 1,
+        *,
+        bare: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values [B, S, K, d] behind the prefix, and the mask of so many queries."""
+        """Keys and values [B, S, K, d] behind the prefix, and the mask of so many queries.
+
+        Rows that are ``bare`` do not see the prefix.
+        """
         if self._prefix is None:
             return keys, values, mask
         prefix = self._prefix(layer).to(keys.dtype)
         keys, values = before(prefix.unsqueeze(1), keys, values)
-        return keys, values, causal(mask, prefix.shape[1], length, 0, keys)
+        virtual = prefix.shape[1]
+        mask = causal(mask, virtual, length, 0, keys)
+        if bare is not None:
+            hidden = torch.zeros(len(keys), 1, 1, keys.shape[1], dtype=keys.dtype, device=keys.device)
+            hidden[bare, ..., :virtual] = float("-inf")
+            mask = hidden if mask is None else mask + hidden
+        return keys, values, mask
 
 
 def _single(q_BHd: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

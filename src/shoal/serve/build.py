@@ -344,6 +344,13 @@ def engine_of(
         hint="shoal serve starts ranks; what profiles, replays or hands over uses one process",
         error=ServeError,
     )
+    require(
+        not job.room_for_adapters or config.architecture.name not in ("parscale", "desync"),
+        "adapters",
+        sorted(job.adapters) or job.room_for_adapters,
+        expected=f"none for a {config.architecture.name} model, whose tokens are several rows each",
+        error=ServeError,
+    )
     job = concrete(job, config, weight.dtype)
     preempt_part: PreemptPart = table("preempt").build(job.preempt, where="preempt")
     kv, limits, cache = cache_of(job, model, zeros)
@@ -389,6 +396,8 @@ def engine_of(
         scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
         built = scheduler_part.build(kv, limits, preemption)
     engine = Engine(built, runner, kv=kv, vocab_size=config.vocab_size, adapters=bank)
+    if type(runner) is LocalRunner:
+        engine.streams = config.architecture.streams.num
     if isinstance(runner, SpeculativeRunner):
         speculate(engine, runner, limits, job)
     return engine, limits, runner

@@ -96,12 +96,14 @@ class ModelInfo:
         max_position: most tokens of a request, prompt and output.
         eos_ids: tokens that end a text.
         workers: most concurrent workers of a request, and those of one that does not say.
+        streams: parallel streams of the model, of which a request may ask for fewer.
     """
 
     vocab_size: int
     max_position: int
     eos_ids: frozenset[int]
     workers: int = 1
+    streams: int = 1
 
 
 class _Link:
@@ -448,6 +450,7 @@ class EngineClient:
                         message["max_position"],
                         frozenset(message["eos_ids"]),
                         message.get("workers", 1),
+                        streams=message.get("streams", 1),
                     )
                     return link
         except BaseException:

@@ -35,8 +35,12 @@ MAX_LOGPROBS = 20
 MAX_PENALTY = 10.0
 
 
-def check_params(params: SamplingParams) -> None:
+def check_params(params: SamplingParams, *, streams: int = 1) -> None:
     """Refuse what cannot be sampled.
+
+    Args:
+        params: of a request.
+        streams: of the model, of which a request may ask for fewer.
 
     Raises:
         ServeError: a value that is out of its range.
@@ -77,6 +81,14 @@ def check_params(params: SamplingParams) -> None:
             params.stop_ids,
             params.grammar is None or (bool(params.stop_ids) and not params.min_tokens),
             "a token that ends the output, and no min_tokens",
+        ),
+        (
+            "streams",
+            params.streams,
+            params.streams is None or 1 <= params.streams <= max(1, streams),
+            f"1 to {streams}, the streams of the model"
+            if streams > 1
+            else "1: the model has no parallel streams that a request could choose among",
         ),
         ("pooling", params.pooling, params.pooling in (None, "mean", "last"), "mean or last"),
         (
@@ -151,6 +163,8 @@ class Engine:
         self.last_chunks: tuple[Chunk, ...] = ()
         # Refuses what this engine cannot sample; set by whoever knows more than ranges.
         self.check: Callable[[SamplingParams], None] | None = None
+        # Of the model; a request may ask for fewer.
+        self.streams = 1
         self._guesses = self._right = self._guessing = 0
 
     def add(self, request: Request) -> None:
@@ -159,7 +173,7 @@ class Engine:
         Raises:
             ServeError: its parameters or tokens are wrong, or it can never run.
         """
-        check_params(request.params)
+        check_params(request.params, streams=self.streams)
         if self.check is not None:
             self.check(request.params)
         require(
@@ -188,6 +202,10 @@ class Engine:
                     error=ServeError,
                 )
         request.arrival = self.clock()
+        if request.params.streams is not None and self.streams > 1:
+            # Other streams have other keys and values.
+            own = f"streams={request.params.streams}"
+            request.salt = request.salt if own in request.salt else f"{own} {request.salt}"
         if self.adapters is None:
             self.scheduler.add(request)
             return

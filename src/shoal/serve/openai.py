@@ -186,6 +186,9 @@ def _sampling(
     top_k = fields.integer("top_k", -1, model.vocab_size, 0)
     seed = fields.integer("seed", -(2**63), 2**63 - 1, None)
     most = max_tokens or model.max_position
+    streams = fields.get("streams")
+    if streams is not None and (type(streams) is not int or not 1 <= streams <= model.streams):
+        wrong("streams", streams, f"an integer from 1 to {model.streams}, the model's streams")
     return SamplingParams(
         max_tokens=most,
         temperature=fields.number("temperature", 0.0, 2.0, 1.0),
@@ -200,6 +203,7 @@ def _sampling(
         presence_penalty=fields.number("presence_penalty", -2.0, 2.0, 0.0),
         logit_bias=_bias(fields.get("logit_bias"), limits, model),
         min_tokens=fields.integer("min_tokens", 0, most, 0) or 0,
+        streams=streams,
     )
 
 

@@ -2,8 +2,8 @@
 
 It is the model's own code with fewer heads and a narrower feed-forward layer, its operators
 taken by dispatch as in one process. After attention and after the feed-forward layer the ranks
-of a stage add up what each of them has: two sums a layer. Embedding and head are shared by rows
-of the vocabulary.
+of a stage add up what each of them has: two sums a layer, or one where both branches read the
+same. Embedding and head are shared by rows of the vocabulary.
 
 Shapes: N tokens, D hidden, R rows, V vocabulary, C = ceil(V / tp) rows of a rank.
 
@@ -12,6 +12,7 @@ Source: Shoeybi et al., Megatron-LM, 2019, section 3; Du et al., EnergonAI, 2022
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -97,17 +98,24 @@ def _ranks(config: ModelConfig, wanted: int) -> tuple[int, ...]:
     return (config.architecture.residual.apart,)
 
 
+def _summed(comm: Comm, biases: list[Tensor], out: Tensor) -> Tensor:
+    """The sum of the ranks' shares of an output, which is overwritten, and of its biases."""
+    comm.all_reduce(out, tag=_SUM).wait()
+    for bias in biases:
+        out.add_(bias)
+    return out
+
+
 class _Summed(nn.Module):
     """A layer of which each rank computes a share of the sum; the bias is added once, after it."""
 
     def __init__(self, inner: nn.Module, comm: Comm, bias: Tensor | None) -> None:
         super().__init__()
-        self.inner, self._comm, self._bias = inner, comm, bias
+        self.inner, self._comm = inner, comm
+        self._biases = [] if bias is None else [bias]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
-        self._comm.all_reduce(out, tag=_SUM).wait()
-        return out if self._bias is None else out.add_(self._bias)
+        return _summed(self._comm, self._biases, self.inner(x))
 
 
 class PartModel:
@@ -152,6 +160,10 @@ class PartModel:
         self._table.weight = nn.Parameter(local.embed.weight, requires_grad=False)
         if tp.world > 1 and self._residual == "standard":
             for block, (mixed, fed) in zip(self.local.blocks, self._biases, strict=True):
+                if config.family == "parallel":
+                    biases = [one for one in (mixed, fed) if one is not None]
+                    block.both = partial(_summed, tp, biases)  # type: ignore[assignment]
+                    continue
                 block.attention.o_proj = _Summed(block.attention.o_proj, tp, mixed)  # type: ignore[union-attr,arg-type]
                 block.mlp = _Summed(block.mlp, tp, fed)  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ prompts as it likes.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -21,7 +22,8 @@ from shoal.ir import Chunk, Request, Step, StepResult
 from shoal.kernel.protocols import Ready
 from shoal.model.attention import Mixer
 from shoal.model.config import ModelConfig
-from shoal.model.parscale import prefixes
+from shoal.model.parscale import computing, prefixes
+from shoal.model.transformer import Transformer
 from shoal.serve.adapters import AdapterBank
 from shoal.serve.adjust import Adjuster
 from shoal.serve.attention import Context, PagedAttention
@@ -89,7 +91,8 @@ class Rows:
             self._position += range(first, stop)
             self._slot += slots(blocks, range(first, stop), size)
         self.last.append(len(self._token) - 1)
-        self.contexts.append(Context(first, chunk.length, blocks))
+        virtual = request.params.streams != 1
+        self.contexts.append(Context(first, chunk.length, blocks, virtual=virtual))
 
     def add_tree(self, chunk: Chunk, tree: TokenTree) -> None:
         """Root and nodes: each has the place of its depth, and a slot of its own."""
@@ -236,7 +239,8 @@ class LocalRunner:
         rows_R = None if everything else torch.tensor(needed, dtype=torch.int64, device=device)
         if adapted and self._adapters is not None and not everything:
             self._adapters.select(chunks, needed)
-        hidden_RD = model.flat(fed[0], fed[1], mixer, rows_R)
+        with self._streams(chunks):
+            hidden_RD = model.flat(fed[0], fed[1], mixer, rows_R)
         if hidden_RD is None:
             return StepResult(tokens={})
         vectors: dict[str, list[float]] = {}
@@ -258,6 +262,17 @@ class LocalRunner:
         if logits_RV is None:
             return StepResult(tokens={})
         return self._chosen(logits_RV, requests, vectors, failed)
+
+    def _streams(self, chunks: Sequence[Chunk]) -> contextlib.AbstractContextManager[None]:
+        """Within, each request is computed by as many streams as it asked for."""
+        if all(chunk.request.params.streams is None for chunk in chunks):
+            return contextlib.nullcontext()
+        assert isinstance(self.model, Transformer)
+        most = self.model.config.architecture.streams.num
+        counts = [chunk.request.params.streams or most for chunk in chunks]
+        lengths = [chunk.length for chunk in chunks]
+        counts_N = torch.from_numpy(np.repeat(np.array(counts), lengths))
+        return computing(self.model, counts_N.to(self.cache.device))
 
     def _chosen(
         self,

@@ -235,7 +235,7 @@ class LadderClaim:
     ) -> None:
         from shoal.claims.experiments.ladder_ranks import Decoding
 
-        def timed(*names: str, rounds: int = 8) -> dict[str, tuple[float, ...]]:
+        def timed(*names: str, rounds: int = 5) -> dict[str, tuple[float, ...]]:
             arms = {name: lambda name=name: runs.run(name) for name in names}  # type: ignore[misc]
             return interleave(arms, rounds, seed=context.seed).seconds
 

@@ -27,6 +27,7 @@ PEFTS = PartTable(
         "compacter": "shoal.train.peft.compacter:Compacter",
         "prompt": "shoal.train.peft.prompt:Prompt",
         "prefix": "shoal.train.peft.prefix:Prefix",
+        "streams": "shoal.train.peft.streams:ParallelStreams",
         "ia3": "shoal.train.peft.ia3:IA3",
         "ssf": "shoal.train.peft.ssf:SSF",
         "bitfit": "shoal.train.peft.bitfit:BitFit",

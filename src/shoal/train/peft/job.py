@@ -145,7 +145,7 @@ def fingerprint(model: nn.Module) -> str:
 def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
     """Write the newest checkpoint as an adapter directory, and merged where that is possible.
 
-    It is not where the method cannot be merged, or leaves biases that directories of the model's
+    It is not where the method can neither be merged nor makes a model of its own, or leaves biases that directories of the model's
     family have no room for.
 
     Raises:
@@ -180,6 +180,8 @@ def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
         whole = with_biases(merged)
         if whole is not None:
             huggingface.write(directory.export, whole, tokenizer)
+    elif getattr(handle.method, "whole", False):
+        huggingface.write(directory.export, model, tokenizer)
 
 
 def with_biases(model: Transformer) -> Transformer | None:

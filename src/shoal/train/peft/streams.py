@@ -1,0 +1,78 @@
+"""Parallel streams on a trained model that stands still: prefixes and aggregator are trained.
+
+What comes out is a ParScale model around the same backbone: with one stream, which a request may
+ask for, it is the base to the bit.
+
+Source: Chen et al., Parallel Scaling Law for Language Models, 2025, dynamic parallel scaling.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.ir.architecture import Streams
+from shoal.train.peft.prompts import PromptMethod
+
+if TYPE_CHECKING:
+    from shoal.ir import ModelShape
+    from shoal.train.peft.run.handle import Handle
+
+__all__ = ["ParallelStreams"]
+
+
+@part
+class ParallelStreams(PromptMethod):
+    """Prefixes of each stream and what joins the streams; a fresh one changes the output.
+
+    Args:
+        num: streams P, at least 2.
+        prefix: virtual tokens of each stream in every layer.
+        smoothing: share of the streams' mean in their learned mean.
+        fewer: every other step computes fewer streams, at random, so that requests may ask for
+            fewer; else all steps compute all.
+    """
+
+    num: int = 4
+    prefix: int = 48
+    smoothing: float = 0.1
+    fewer: bool = True
+    name: ClassVar[str] = "streams"
+    whole: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        from shoal.core.errors import require
+
+        for option, good, wanted in (
+            ("num", 2 <= self.num <= 64, "2 to 64"),
+            ("prefix", self.prefix >= 1, "1 or more"),
+            ("smoothing", 0 <= self.smoothing <= 1, "0 to 1"),
+        ):
+            value = getattr(self, option)
+            require(good, f"finetune.streams.{option}", value, expected=wanted)
+
+    @property
+    def streams(self) -> Streams:
+        """The option of the model that comes out."""
+        return Streams(num=self.num, prefix=self.prefix, smoothing=self.smoothing)
+
+    def parameters(self, shape: ModelShape) -> float:
+        """Prefixes of all streams and layers, and two matrices with biases."""
+        prefixes = 2 * shape.num_layers * self.prefix * shape.num_kv_heads * shape.head_dim
+        joined = self.num * shape.hidden * (shape.hidden + 1) + shape.hidden + self.num
+        return float(self.num * prefixes + joined)
+
+    def shape(self, base: ModelShape) -> ModelShape:
+        """Of the model that is computed: every stream is."""
+        architecture = base.architecture.model_copy(update={"streams": self.streams})
+        return base.model_copy(update={"architecture": architecture})
+
+    def put_into(self, handle: Handle, seed: int) -> None:
+        """Give the model streams, until the method is removed.
+
+        Raises:
+            ModelError: it is not a plain model of this library.
+        """
+        from shoal.train.peft.run.streams import OwnStreams
+
+        handle.modules[""] = OwnStreams(handle, self.streams, seed, fewer=self.fewer)
