@@ -59,6 +59,9 @@ class SamplingParams:
             ends with a token of ``stop_ids``.
         pooling: also give a vector of the prompt: the mean of its final hidden states, which
             needs a ``salt`` of its own, or the last one; None for none.
+        compute: share of the all-big model's feed-forward operations that the request is to take,
+            in (0, 1], of a model whose tokens choose among layers of two sizes; None leaves it to
+            the model.
         workers: it is one of so many requests with the same prompt that are answered together, the
             later ones forks of the first, where the engine has concurrent workers.
     """
@@ -78,6 +81,7 @@ class SamplingParams:
     min_tokens: int = 0
     grammar: str | None = None
     pooling: Literal["mean", "last"] | None = None
+    compute: float | None = None
     workers: int = 1
 
 

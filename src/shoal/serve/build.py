@@ -388,6 +388,7 @@ def engine_of(
         scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
         built = scheduler_part.build(kv, limits, preemption)
     engine = Engine(built, runner, kv=kv, vocab_size=config.vocab_size, adapters=bank)
+    engine.shares = config.architecture.ffn.shares
     if isinstance(runner, SpeculativeRunner):
         speculate(engine, runner, limits, job)
     return engine, limits, runner

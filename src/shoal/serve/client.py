@@ -96,12 +96,14 @@ class ModelInfo:
         max_position: most tokens of a request, prompt and output.
         eos_ids: tokens that end a text.
         workers: most concurrent workers of a request, and those of one that does not say.
+        shares: a request may take a share of the model.
     """
 
     vocab_size: int
     max_position: int
     eos_ids: frozenset[int]
     workers: int = 1
+    shares: bool = False
 
 
 class _Link:
@@ -437,6 +439,7 @@ class EngineClient:
                         message["max_position"],
                         frozenset(message["eos_ids"]),
                         message.get("workers", 1),
+                        message.get("shares", False),
                     )
                     return link
         except BaseException:

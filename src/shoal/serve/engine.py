@@ -35,8 +35,12 @@ MAX_LOGPROBS = 20
 MAX_PENALTY = 10.0
 
 
-def check_params(params: SamplingParams) -> None:
+def check_params(params: SamplingParams, *, shares: bool = False) -> None:
     """Refuse what cannot be sampled.
+
+    Args:
+        params: of a request.
+        shares: the model can compute less for it.
 
     Raises:
         ServeError: a value that is out of its range.
@@ -77,6 +81,15 @@ def check_params(params: SamplingParams) -> None:
             params.stop_ids,
             params.grammar is None or (bool(params.stop_ids) and not params.min_tokens),
             "a token that ends the output, and no min_tokens",
+        ),
+        (
+            "compute",
+            params.compute,
+            params.compute is None or (shares and 0 < params.compute <= 1),
+            "a share in (0, 1]"
+            if shares
+            else "nothing: the model has no feed-forward layers of two sizes (ffn: duo) whose "
+            "routers were trained; shoal model routers trains them",
         ),
         ("pooling", params.pooling, params.pooling in (None, "mean", "last"), "mean or last"),
         (
@@ -151,6 +164,8 @@ class Engine:
         self.last_chunks: tuple[Chunk, ...] = ()
         # Refuses what this engine cannot sample; set by whoever knows more than ranges.
         self.check: Callable[[SamplingParams], None] | None = None
+        # A request may say how much of the model it takes.
+        self.shares = False
         self._guesses = self._right = self._guessing = 0
 
     def add(self, request: Request) -> None:
@@ -159,7 +174,7 @@ class Engine:
         Raises:
             ServeError: its parameters or tokens are wrong, or it can never run.
         """
-        check_params(request.params)
+        check_params(request.params, shares=self.shares)
         if self.check is not None:
             self.check(request.params)
         require(
@@ -188,6 +203,10 @@ class Engine:
                     error=ServeError,
                 )
         request.arrival = self.clock()
+        if request.params.compute is not None:
+            # Keys and values of deeper layers follow from what was computed for them.
+            own = f"compute={request.params.compute!r}"
+            request.salt = request.salt if own in request.salt else f"{own} {request.salt}"
         if self.adapters is None:
             self.scheduler.add(request)
             return

@@ -186,6 +186,13 @@ def _sampling(
     top_k = fields.integer("top_k", -1, model.vocab_size, 0)
     seed = fields.integer("seed", -(2**63), 2**63 - 1, None)
     most = max_tokens or model.max_position
+    compute = None
+    if fields.get("compute") is not None:
+        compute = fields.number("compute", 0.0, 1.0, 1.0)
+    if compute is not None and not model.shares:
+        wrong("compute", compute, "nothing: the model has no trained routers (ffn: duo)")
+    if compute == 0:
+        wrong("compute", compute, "a number above 0, up to 1")
     return SamplingParams(
         max_tokens=most,
         temperature=fields.number("temperature", 0.0, 2.0, 1.0),
@@ -200,6 +207,7 @@ def _sampling(
         presence_penalty=fields.number("presence_penalty", -2.0, 2.0, 0.0),
         logit_bias=_bias(fields.get("logit_bias"), limits, model),
         min_tokens=fields.integer("min_tokens", 0, most, 0) or 0,
+        compute=compute,
     )
 
 

@@ -184,6 +184,7 @@ def _start(start: Mapping[str, Any], parent: Connection) -> EngineLike:
             "max_position": min(job.max_position or config.max_position, config.max_position),
             "eos_ids": sorted(config.eos_ids),
             "workers": getattr(engine, "workers", 1),
+            "shares": getattr(engine, "shares", False),
         }
     )
     return engine

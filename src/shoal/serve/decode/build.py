@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from shoal.core.errors import require
@@ -21,8 +20,6 @@ from shoal.serve.decode.runner import SpeculativeRunner
 from shoal.serve.engine import Engine
 
 __all__ = ["speculate", "speculative_runner"]
-
-log = logging.getLogger("shoal.serve")
 
 
 def acceptance(choice: Choice, *, lossless: bool = False) -> Acceptance:
@@ -88,12 +85,6 @@ def speculate(engine: Engine, runner: SpeculativeRunner, limits: Limits, job: Se
     assert job.speculative is not None
     assert isinstance(scheduler, Queues)
     costs = measure_costs(runner, limits)
-    if costs.falls:
-        log.warning(
-            "steps of %s rows took less time than steps of fewer rows: the machine is busy, or "
-            "another kernel begins there; the number of guesses may not be the best",
-            ", ".join(map(str, costs.falls)),
-        )
     part: Foretold = table("speculative").build(job.speculative, where="speculative")
     scheduler.drafting = Paying(part.expects().tokens, costs)
     engine.check = runner.accept.check

@@ -124,12 +124,13 @@ class SpeculativeRunner(LocalRunner):
         everything = self.drafter.needs == "all"
         needed = None if everything else place_R
         embeds = self._embedded(fed[0], rows, chunks, trees)
-        if embeds is None:
-            hidden = self.model.flat(fed[0], fed[1], mixer, needed)
-        else:
-            model = self.model
-            assert isinstance(model, Transformer)
-            hidden = model.finished(*model.through(embeds, fed[1], mixer, needed))
+        with self._computing(chunks, rows.contexts, needed):
+            if embeds is None:
+                hidden = self.model.flat(fed[0], fed[1], mixer, needed)
+            else:
+                model = self.model
+                assert isinstance(model, Transformer)
+                hidden = model.finished(*model.through(embeds, fed[1], mixer, needed))
         assert hidden is not None
         if everything:
             return hidden, self._logits(hidden[place_R]), first
