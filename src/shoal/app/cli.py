@@ -27,6 +27,7 @@ from shoal.app.commands import (
     sbp,
     score,
     serve,
+    study,
     train,
 )
 from shoal.core.errors import ShoalError
@@ -85,6 +86,7 @@ app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 app.command("check")(check.check)
 app.command("score")(score.score)
+app.add_typer(study.app, name="study")
 app.add_typer(claims.app, name="claims")
 app.command("dash")(dash.dash)
 app.command("demo")(demo.demo)

@@ -8,6 +8,7 @@ misreading it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -15,9 +16,11 @@ from pydantic import Field, PositiveInt, model_validator
 from shoal.core.config import Value
 from shoal.core.errors import ModelError, require
 
-__all__ = ["Architecture", "FeedForward", "Residual", "Streams"]
+__all__ = ["ALL_BIG", "Architecture", "FeedForward", "Residual", "Streams"]
 
 _PREFIX = "shoal_"
+# More than any router's scores differ by.
+ALL_BIG = 1e4
 
 
 class Residual(Value):
@@ -132,16 +135,58 @@ class FeedForward(Value):
         small_ratio: width of the small one, as a share of the big one's.
         router: who chooses big, small or nothing for a token: a trained layer, chance, or nobody
             (``fixed``: always big).
+        shifts: (share of the all-big model's feed-forward operations, what is taken from a route's
+            score for all of the big one's cost so that routers spend that share), shares rising;
+            measured when routers are trained, for requests that ask for a share.
     """
 
     name: Literal["plain", "duo"] = "plain"
     small_ratio: float = Field(default=0.125, gt=0.0, lt=1.0)
     router: Literal["linear", "random", "fixed"] = "fixed"
+    shifts: tuple[tuple[float, float], ...] = ()
 
     @model_validator(mode="before")
     @classmethod
     def _named(cls, raw: Any) -> Any:
         return {"name": raw} if isinstance(raw, str) else raw
+
+    @model_validator(mode="after")
+    def _ordered(self) -> FeedForward:
+        shares, shifts = zip(*self.shifts, strict=True) if self.shifts else ((), ())
+        require(
+            list(shares) == sorted(set(shares))
+            and list(shifts) == sorted(shifts, reverse=True)
+            and all(0 < share <= 1 for share in shares),
+            "ffn.shifts",
+            self.shifts,
+            expected="pairs whose shares rise, above 0 and up to 1, and whose shifts fall",
+            error=ModelError,
+        )
+        return self
+
+    @property
+    def shares(self) -> bool:
+        """Requests may ask for a share of the computation."""
+        return self.name == "duo" and self.router != "random" and bool(self.shifts)
+
+    def shift(self, share: float | None) -> float:
+        """What is taken from a route's score for all of the big one's cost.
+
+        Args:
+            share: of the all-big model's feed-forward operations, in (0, 1]; 1 is all big, and a
+                share between those that were measured lies straight between them. None is what
+                the model does by itself.
+        """
+        if share == 1 or (share is None and self.router == "fixed"):
+            return -ALL_BIG
+        if share is None:
+            return 0.0
+        shares, shifts = zip(*self.shifts, strict=True)
+        at = min(max(1, bisect_left(shares, share)), len(shares) - 1)
+        if at < 1 or not shares[0] < share < shares[-1]:
+            return float(shifts[0] if share <= shares[0] else shifts[-1])
+        part = (share - shares[at - 1]) / (shares[at] - shares[at - 1])
+        return float(shifts[at - 1] + part * (shifts[at] - shifts[at - 1]))
 
     def small_width(self, ffn_hidden: int) -> int:
         """Width of the small layer, a multiple of 8."""

@@ -208,3 +208,14 @@ class Drafting(Protocol):
     def observe(self, guessed: Sequence[int], accepted: Sequence[int]) -> None:
         """Of each request that was to guess: nodes of its tree, 0 for none, and those accepted."""
         ...
+
+    def took(self, requests: int, asked: int, nodes: int, seconds: float) -> None:
+        """How long a step of decodes alone took.
+
+        Args:
+            requests: in it.
+            asked: of them, those that were to guess.
+            nodes: of all trees.
+            seconds: of the step.
+        """
+        ...

@@ -61,6 +61,9 @@ class SamplingParams:
             needs a ``salt`` of its own, or the last one; None for none.
         streams: how many of a model's parallel streams compute it; None for all of them, 1 for the
             base model without a prefix.
+        compute: share of the all-big model's feed-forward operations that the request is to take,
+            in (0, 1], of a model whose tokens choose among layers of two sizes; None leaves it to
+            the model.
         workers: it is one of so many requests with the same prompt that are answered together, the
             later ones forks of the first, where the engine has concurrent workers.
     """
@@ -81,6 +84,7 @@ class SamplingParams:
     grammar: str | None = None
     pooling: Literal["mean", "last"] | None = None
     streams: int | None = None
+    compute: float | None = None
     workers: int = 1
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "SMALL",
     "DuoFFN",
     "committed",
+    "computing",
     "drawn",
     "ffn_flops",
     "pattern_losses",
@@ -57,6 +58,8 @@ class DuoFFN(SwiGLU):
     Attributes:
         fixed: where ``routes`` is None all is big; else the router chooses.
         routes: route of every token, [B, T] or [N].
+        shift: taken from a route's score for all of the big one's cost, of every token [N] or of
+            all; None where routers choose by themselves.
         soft: routes are sampled with a gradient, and what they cost is kept in ``shares``.
     """
 
@@ -69,6 +72,9 @@ class DuoFFN(SwiGLU):
         self.router = nn.Linear(config.hidden, _ROUTES, bias=True)
         self.fixed = ffn.router == "fixed"
         self.routes: Tensor | None = None
+        self.shift: Tensor | None = None
+        small = self.small.down_proj.in_features
+        self.costs = (1.0, small / config.ffn_hidden, 0.0)  # over those of the big one
         self.soft: torch.Generator | None = None
         self.shares: Tensor | None = None
 
@@ -76,10 +82,10 @@ class DuoFFN(SwiGLU):
         """Each token by itself, on its route."""
         if self.soft is not None:
             return self._sampled(x, self.soft)
-        if self.routes is None and self.fixed:
+        if self.routes is None and self.shift is None and self.fixed:
             return super().forward(x)
         x_ND = x.reshape(-1, x.shape[-1])
-        routes = self.router(x_ND).argmax(-1) if self.routes is None else self.routes.reshape(-1)
+        routes = self._chosen(x_ND) if self.routes is None else self.routes.reshape(-1)
         out: Tensor | None = None
         for route, layer in ((BIG, super().forward), (SMALL, self.small)):
             (rows,) = torch.nonzero(routes == route, as_tuple=True)
@@ -89,6 +95,17 @@ class DuoFFN(SwiGLU):
         assert out is not None
         whole: Tensor = out.view(x.shape)
         return whole
+
+    def _chosen(self, x_ND: Tensor) -> Tensor:
+        """Of every token the route with the best score, less what it costs."""
+        return self.best(self.router(x_ND))
+
+    def best(self, scores_N3: Tensor) -> Tensor:
+        """Routes [N] of these scores of the router."""
+        if self.shift is not None:
+            costs = torch.tensor(self.costs, device=scores_N3.device)
+            scores_N3 = scores_N3.float() - self.shift.reshape(-1, 1) * costs
+        return scores_N3.argmax(-1)
 
     def _sampled(self, x: Tensor, source: torch.Generator) -> Tensor:
         """Both layers, weighed by a one-hot sample whose gradient is that of its softmax."""
@@ -175,6 +192,27 @@ def routed(model: Transformer, routes: Tensor | None) -> Iterator[None]:
             layer.routes = old
 
 
+@contextlib.contextmanager
+def computing(model: Transformer, shift_N: Tensor, rows_R: Tensor | None = None) -> Iterator[None]:
+    """Within, what big layers cost is weighed against the scores of routes, token by token.
+
+    Args:
+        model: whose routers choose.
+        shift_N: see :class:`DuoFFN`.
+        rows_R: tokens that the last layer is asked for; all, if not given.
+    """
+    layers = _layers(model)
+    for layer in layers:
+        layer.shift = shift_N
+    if rows_R is not None and shift_N.dim():
+        layers[-1].shift = shift_N[rows_R]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.shift = None
+
+
 def begin(
     model: Transformer, tokens: Tensor, positions: Tensor, rows_R: Tensor | None = None
 ) -> None:
@@ -201,11 +239,13 @@ def begin(
 
 @torch.no_grad()
 def router_routes(model: Transformer, tokens_BT: Tensor) -> Tensor:
-    """Routes [L, B, T] that the routers choose for these sequences."""
+    """Routes [L, B, T] that the routers choose for these sequences; see :func:`computing` too."""
     layers = _layers(model)
     seen: list[Tensor] = []
     hooks = [
-        layer.router.register_forward_hook(lambda _m, _i, out: seen.append(out.argmax(-1)))
+        layer.router.register_forward_hook(
+            lambda _m, _i, out, layer=layer: seen.append(layer.best(out))
+        )
         for layer in layers
     ]
     routers = [layer.fixed for layer in layers]
@@ -272,7 +312,7 @@ def pattern_losses(
     model: Transformer,
     tokens_BT: Tensor,
     targets_BT: Tensor,
-    patterns_KL: Tensor,
+    patterns: Tensor,
     reference_LBT: Tensor,
 ) -> Tensor:
     """Loss [K, B, T] of each token on each pattern, all other tokens on their reference routes.
@@ -281,14 +321,14 @@ def pattern_losses(
         model: not in training.
         tokens_BT: ids.
         targets_BT: next tokens.
-        patterns_KL: routes by layer.
+        patterns: routes by layer [K, L], or of every token its own [K, B, T, L].
         reference_LBT: routes of the tokens that a token sees.
     """
     length = tokens_BT.shape[1]
     past = _keys(model, tokens_BT, reference_LBT)
     # A token sees those before it as they are, and itself on its own route.
     mask = torch.full((length, length), float("-inf")).triu_(0)
-    hidden, _ = _on_patterns(model, tokens_BT, patterns_KL, past, mask, 0)
+    hidden, _ = _on_patterns(model, tokens_BT, patterns, past, mask, 0)
     return _losses(model, hidden, targets_BT)
 
 
@@ -336,7 +376,7 @@ def _keys(model: Transformer, tokens_BT: Tensor, routes_LBT: Tensor) -> Past:
 def _on_patterns(
     model: Transformer,
     tokens_BT: Tensor,
-    patterns_KL: Tensor,
+    patterns: Tensor,
     past: Past,
     mask_TS: Tensor,
     start: int,
@@ -346,17 +386,18 @@ def _on_patterns(
     A pattern's tokens see the past and themselves, not each other.
     """
     config = model.config
-    patterns, (batch, length) = len(patterns_KL), tokens_BT.shape
-    x = model.embed(tokens_BT).expand(patterns, -1, -1, -1).reshape(patterns * batch, length, -1)
+    count, (batch, length) = len(patterns), tokens_BT.shape
+    if patterns.dim() == 2:
+        patterns = patterns[:, None, None].expand(-1, batch, length, -1)
+    x = model.embed(tokens_BT).expand(count, -1, -1, -1).reshape(count * batch, length, -1)
     cos, sin = tables(config, start, length, x.device, x.dtype)
     group = config.num_heads // config.num_kv_heads
     found: Past = []
-    routes_LK = patterns_KL.T.repeat_interleave(batch, 1)
     blocks: list[Block] = list(model.blocks)  # type: ignore[arg-type]
     for number, (block, (keys, values)) in enumerate(zip(blocks, past, strict=True)):
         attention = block.attention
         q, k, v = attention.rotated(attention.qkv_proj(block.attention_norm(x)), cos, sin)
-        by_token = (patterns, batch, length, config.num_kv_heads)
+        by_token = (count, batch, length, config.num_kv_heads)
         wide = q.reshape(*by_token, group, -1) / config.head_dim**0.5
         own_k, own_v = k.reshape(*by_token, 1, -1), v.reshape(*by_token, 1, -1)
         found.append((own_k.squeeze(-2), own_v.squeeze(-2)))
@@ -366,12 +407,12 @@ def _on_patterns(
         weight = torch.softmax(torch.cat([seen, own], -1), -1)
         mixed = torch.einsum("pbtkgs,bskd->pbtkgd", weight[..., :-1], values)
         mixed = mixed + weight[..., -1:] * own_v
-        x = x + attention.o_proj(mixed.reshape(patterns * batch, length, -1))
+        x = x + attention.o_proj(mixed.reshape(count * batch, length, -1))
         assert isinstance(block.mlp, DuoFFN)
-        block.mlp.routes = routes_LK[number].unsqueeze(1).expand(-1, length)
+        block.mlp.routes = patterns[..., number].reshape(count * batch, length)
         x = x + block.mlp(block.mlp_norm(x))
         block.mlp.routes = None
-    return model.norm(x).view(patterns, batch, length, -1), found
+    return model.norm(x).view(count, batch, length, -1), found
 
 
 def _losses(model: Transformer, hidden_KBTD: Tensor, targets_BT: Tensor) -> Tensor:

@@ -398,6 +398,7 @@ def engine_of(
     engine = Engine(built, runner, kv=kv, vocab_size=config.vocab_size, adapters=bank)
     if type(runner) is LocalRunner:
         engine.streams = config.architecture.streams.num
+    engine.shares = config.architecture.ffn.shares
     if isinstance(runner, SpeculativeRunner):
         speculate(engine, runner, limits, job)
     return engine, limits, runner

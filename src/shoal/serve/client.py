@@ -97,6 +97,7 @@ class ModelInfo:
         eos_ids: tokens that end a text.
         workers: most concurrent workers of a request, and those of one that does not say.
         streams: parallel streams of the model, of which a request may ask for fewer.
+        shares: a request may take a share of the model.
     """
 
     vocab_size: int
@@ -104,6 +105,7 @@ class ModelInfo:
     eos_ids: frozenset[int]
     workers: int = 1
     streams: int = 1
+    shares: bool = False
 
 
 class _Link:
@@ -451,6 +453,7 @@ class EngineClient:
                         frozenset(message["eos_ids"]),
                         message.get("workers", 1),
                         streams=message.get("streams", 1),
+                        shares=message.get("shares", False),
                     )
                     return link
         except BaseException:

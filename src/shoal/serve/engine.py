@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ServeError, require
@@ -35,12 +35,13 @@ MAX_LOGPROBS = 20
 MAX_PENALTY = 10.0
 
 
-def check_params(params: SamplingParams, *, streams: int = 1) -> None:
+def check_params(params: SamplingParams, *, streams: int = 1, shares: bool = False) -> None:
     """Refuse what cannot be sampled.
 
     Args:
         params: of a request.
         streams: of the model, of which a request may ask for fewer.
+        shares: the model can compute less for it.
 
     Raises:
         ServeError: a value that is out of its range.
@@ -89,6 +90,15 @@ def check_params(params: SamplingParams, *, streams: int = 1) -> None:
             f"1 to {streams}, the streams of the model"
             if streams > 1
             else "1: the model has no parallel streams that a request could choose among",
+        ),
+        (
+            "compute",
+            params.compute,
+            params.compute is None or (shares and 0 < params.compute <= 1),
+            "a share in (0, 1]"
+            if shares
+            else "nothing: the model has no feed-forward layers of two sizes (ffn: duo) whose "
+            "routers were trained; shoal model routers trains them",
         ),
         ("pooling", params.pooling, params.pooling in (None, "mean", "last"), "mean or last"),
         (
@@ -165,6 +175,8 @@ class Engine:
         self.check: Callable[[SamplingParams], None] | None = None
         # Of the model; a request may ask for fewer.
         self.streams = 1
+        # A request may say how much of the model it takes.
+        self.shares = False
         self._guesses = self._right = self._guessing = 0
 
     def add(self, request: Request) -> None:
@@ -173,7 +185,7 @@ class Engine:
         Raises:
             ServeError: its parameters or tokens are wrong, or it can never run.
         """
-        check_params(request.params, streams=self.streams)
+        check_params(request.params, streams=self.streams, shares=self.shares)
         if self.check is not None:
             self.check(request.params)
         require(
@@ -202,9 +214,7 @@ class Engine:
                     error=ServeError,
                 )
         request.arrival = self.clock()
-        if request.params.streams is not None and self.streams > 1:
-            # Other streams have other keys and values.
-            own = f"streams={request.params.streams}"
+        for own in self._own(request.params):
             request.salt = request.salt if own in request.salt else f"{own} {request.salt}"
         if self.adapters is None:
             self.scheduler.add(request)
@@ -216,6 +226,14 @@ class Engine:
             self.adapters.leave(request.adapter)
             raise
         self._adapted[request.id] = request.adapter
+
+    def _own(self, params: SamplingParams) -> Iterator[str]:
+        """What makes the keys and values of a request others than those of its tokens."""
+        if params.streams is not None and self.streams > 1:
+            yield f"streams={params.streams}"
+        if params.compute is not None:
+            # Those of deeper layers follow from what was computed for them.
+            yield f"compute={params.compute!r}"
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request; None if there is none of that id (any more)."""

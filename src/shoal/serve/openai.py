@@ -189,6 +189,13 @@ def _sampling(
     streams = fields.get("streams")
     if streams is not None and (type(streams) is not int or not 1 <= streams <= model.streams):
         wrong("streams", streams, f"an integer from 1 to {model.streams}, the model's streams")
+    compute = None
+    if fields.get("compute") is not None:
+        compute = fields.number("compute", 0.0, 1.0, 1.0)
+    if compute is not None and not model.shares:
+        wrong("compute", compute, "nothing: the model has no trained routers (ffn: duo)")
+    if compute == 0:
+        wrong("compute", compute, "a number above 0, up to 1")
     return SamplingParams(
         max_tokens=most,
         temperature=fields.number("temperature", 0.0, 2.0, 1.0),
@@ -204,6 +211,7 @@ def _sampling(
         logit_bias=_bias(fields.get("logit_bias"), limits, model),
         min_tokens=fields.integer("min_tokens", 0, most, 0) or 0,
         streams=streams,
+        compute=compute,
     )
 
 

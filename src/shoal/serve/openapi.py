@@ -103,6 +103,7 @@ def _common(limits: HttpLimits, name: str) -> dict[str, _Schema]:
         "include_stop_str_in_output": _FLAG,
         "min_tokens": {"type": ["integer", "null"], "minimum": 0},
         "streams": {"type": ["integer", "null"], "minimum": 1},
+        "compute": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
         "ignore_eos": _FLAG,
         "response_format": _OBJECT,
         "structured_outputs": _OBJECT,

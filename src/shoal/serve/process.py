@@ -186,6 +186,7 @@ def _start(start: Mapping[str, Any], parent: Connection) -> EngineLike:
             "eos_ids": sorted(config.eos_ids),
             "workers": getattr(engine, "workers", 1),
             "streams": getattr(engine, "streams", 1),
+            "shares": getattr(engine, "shares", False),
         }
     )
     return engine

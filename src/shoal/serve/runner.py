@@ -22,7 +22,9 @@ from shoal.ir import Chunk, Request, Step, StepResult
 from shoal.kernel.protocols import Ready
 from shoal.model.attention import Mixer
 from shoal.model.config import ModelConfig
-from shoal.model.parscale import computing, prefixes
+from shoal.model.duo import computing
+from shoal.model.parscale import computing as streaming
+from shoal.model.parscale import prefixes
 from shoal.model.transformer import Transformer
 from shoal.serve.adapters import AdapterBank
 from shoal.serve.adjust import Adjuster
@@ -160,6 +162,7 @@ class LocalRunner:
         self._adapters = adapters
         self._recorded_of: str | None = None  # the adapter that was merged in what was recorded
         self.attention, self.prompts, self._exact = attention, prompts, exact
+        self._ffn = model.config.architecture.ffn
         self._prefix = prefixes(model) if model.config.architecture.streams.num > 1 else None
         self._clock = clock
         self._adjust = adjust or Adjuster()
@@ -239,7 +242,7 @@ class LocalRunner:
         rows_R = None if everything else torch.tensor(needed, dtype=torch.int64, device=device)
         if adapted and self._adapters is not None and not everything:
             self._adapters.select(chunks, needed)
-        with self._streams(chunks):
+        with self._streams(chunks), self._computing(chunks, rows.contexts, rows_R):
             hidden_RD = model.flat(fed[0], fed[1], mixer, rows_R)
         if hidden_RD is None:
             return StepResult(tokens={})
@@ -272,7 +275,19 @@ class LocalRunner:
         counts = [chunk.request.params.streams or most for chunk in chunks]
         lengths = [chunk.length for chunk in chunks]
         counts_N = torch.from_numpy(np.repeat(np.array(counts), lengths))
-        return computing(self.model, counts_N.to(self.cache.device))
+        return streaming(self.model, counts_N.to(self.cache.device))
+
+    def _computing(
+        self, chunks: Sequence[Chunk], contexts: Sequence[Context], rows_R: Tensor | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Within, each request takes the share of the model that it asked for."""
+        if all(chunk.request.params.compute is None for chunk in chunks):
+            return contextlib.nullcontext()
+        assert isinstance(self.model, Transformer)
+        shifts = torch.tensor([self._ffn.shift(chunk.request.params.compute) for chunk in chunks])
+        lengths = torch.tensor([context.length for context in contexts])
+        shift_N = shifts.repeat_interleave(lengths).to(self.cache.device)
+        return computing(self.model, shift_N, rows_R)
 
     def _chosen(
         self,

@@ -93,6 +93,8 @@ BAD_COMPLETIONS = {
     "frequency_penalty": {"frequency_penalty": "-1"},
     "repetition_penalty": {"repetition_penalty": 0},
     "min_p": {"min_p": 1.1},
+    "compute": {"compute": 0.5},
+    "compute-text": {"compute": "half"},
     "min_tokens": {"min_tokens": 3},
     "include_stop": {"include_stop_str_in_output": "yes"},
     "prompt_logprobs": {"prompt_logprobs": 1},

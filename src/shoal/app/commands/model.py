@@ -9,6 +9,7 @@ import typer
 
 from shoal.app.commands.model_kv import kv
 from shoal.app.commands.model_mini import mini
+from shoal.app.commands.model_routers import routers
 from shoal.app.commands.model_saves import inspect, stalls, timeline
 from shoal.app.show import Format
 
@@ -328,6 +329,7 @@ app.command("stalls")(stalls)
 app.command("timeline")(timeline)
 app.command("kv")(kv)
 app.command("mini")(mini)
+app.command("routers")(routers)
 
 
 @app.command("generate")

@@ -205,6 +205,9 @@ class Queues:
             self.drafting.observe(
                 list(result.guessed.values()), [len(tokens_of[one]) - 1 for one in result.guessed]
             )
+        if self.drafting is not None and {chunk.length for chunk in step.chunks} == {1}:
+            nodes = sum(result.guessed.values())
+            self.drafting.took(len(step.chunks), len(result.guessed), nodes, result.seconds)
         for chunk in step.chunks:
             request = chunk.request
             if running.get(request.id) is not request:

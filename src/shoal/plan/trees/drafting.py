@@ -4,8 +4,9 @@ A step of more rows takes longer, on one machine hardly and on another by every 
 requests the rows of all of them add up. So the number of nodes is the one with the most expected
 tokens per second for as many requests as decode now, and none where plain decoding has more. What
 is accepted is watched: the expected tokens behind the first are scaled by what came of earlier
-guesses, and the rows by how often there was anything to guess. Where guessing is off because it
-went badly, it is tried again now and then.
+guesses, and the rows by how often there was anything to guess. So are the seconds of the steps
+themselves: a table that was measured on a busy machine is put right by what steps with guesses and
+steps without take. Where guessing is off because it went badly, it is tried again now and then.
 
 Source: Chen et al., Hardware-Aware Parallel Prompt Decoding, 2024, section 3.3.
 """
@@ -13,6 +14,7 @@ Source: Chen et al., Hardware-Aware Parallel Prompt Decoding, 2024, section 3.3.
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,10 @@ _NEWEST = 0.02
 # Steps without a guess after which some are made to see whether they pay now. A drafter that was
 # told nothing meanwhile guesses nothing in the first of them.
 _AGAIN, _TRIED = 256, 2
+
+# While guesses are made, a step without any is made so often, and more often until some are known,
+# to see what it would take.
+_COMPARE, _SOON, _FEW = 512, 4, 4
 
 # Guessing has to be so much better than plain decoding, or the difference is noise.
 _GAIN = 1.02
@@ -157,6 +163,9 @@ class Always:
     def observe(self, guessed: Sequence[int], accepted: Sequence[int]) -> None:
         """See :class:`~shoal.ir.decoding.Drafting`."""
 
+    def took(self, requests: int, asked: int, nodes: int, seconds: float) -> None:
+        """See :class:`~shoal.ir.decoding.Drafting`."""
+
 
 class Paying:
     """Guesses while they give more tokens per second than plain decoding.
@@ -184,8 +193,10 @@ class Paying:
         self._chosen: dict[int, int] = {}
         self._hopeless: dict[int, bool] = {}
         self._off = 0
+        self._on: dict[int, int] = {}
         self._fresh = True
-        self._known = (1.0, 1.0)
+        self._known: dict[int, tuple[float, float, float]] = {}
+        self._pace: dict[tuple[int, bool], _Pace] = {}
 
     def rate(self, nodes: int, requests: int) -> float:
         """Expected tokens per s of all requests together."""
@@ -199,7 +210,18 @@ class Paying:
         if not nodes:
             return self.cost.seconds(requests)
         rows = round(requests * (1 + self.share * nodes))
-        return self.cost.seconds(rows) + self.cost.drafting_s(requests, nodes)
+        foretold = self.cost.seconds(rows) + self.cost.drafting_s(requests, nodes)
+        return foretold * math.exp(self._dearer(requests))
+
+    def _dearer(self, requests: int) -> float:
+        """Logarithm of what guesses take more than foretold, beside plain steps, as was seen."""
+        guessing, plain = (self._paced(requests, guessed) for guessed in (True, False))
+        if min(guessing.count, plain.count) < _FEW:
+            return 0.0
+        return guessing.log - plain.log
+
+    def _paced(self, requests: int, guessed: bool) -> _Pace:
+        return self._pace.setdefault((requests.bit_length(), guessed), _Pace())
 
     def best(self, requests: int) -> int:
         """Nodes with the most expected tokens per s; 0 where none is better than plain."""
@@ -208,14 +230,18 @@ class Paying:
 
     def nodes(self, requests: int) -> int:
         """See :class:`~shoal.ir.decoding.Drafting`."""
-        now = (self.worth, self.share)
-        if max(abs(a - b) for a, b in zip(now, self._known, strict=True)) > 0.02:
-            self._known = now
-            self._chosen.clear()
-        chosen = self._chosen.get(requests)
-        if chosen is None:
-            chosen = self._chosen[requests] = self.best(requests)
+        now = (self.worth, self.share, self._dearer(requests))
+        known = self._known.get(requests)
+        if known is None or max(abs(a - b) for a, b in zip(now, known, strict=True)) > 0.02:
+            self._known[requests] = now
+            self._chosen[requests] = self.best(requests)
+        chosen = self._chosen[requests]
         if chosen:
+            self._on[requests] = on = self._on.get(requests, 0) + 1
+            seldom = self._paced(requests, False).count >= _FEW
+            if on % (_COMPARE if seldom else _SOON) == 0:
+                self._off = 1
+                return 0
             self._fresh = self._off > 0
             self._off = 0
             return chosen
@@ -245,6 +271,15 @@ class Paying:
         if hoped > 0:
             self.worth += _newest(len(trees)) * (min(2.0, sum(accepted) / hoped) - self.worth)
 
+    def took(self, requests: int, asked: int, nodes: int, seconds: float) -> None:
+        """See :class:`~shoal.ir.decoding.Drafting`."""
+        if asked and not nodes:
+            return
+        foretold = self.cost.seconds(requests + nodes)
+        if nodes:
+            foretold += self.cost.drafting_s(asked, nodes // asked)
+        self._paced(requests, nodes > 0).see(seconds / foretold)
+
     def table(self, requests: int = 1) -> Mapping[int, tuple[float, float, float]]:
         """By number of nodes: expected tokens, seconds of a step, and tokens per s over plain's."""
         plain = self.rate(0, requests)
@@ -256,6 +291,25 @@ class Paying:
             )
             for nodes in range(len(self.expected))
         }
+
+
+class _Pace:
+    """How many times as long as foretold steps take: about the median, in logarithms.
+
+    Some steps take much longer, such as the first of their kind, or those in which the machine does
+    something else. So each moves what is known by as much, whatever it took.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.log = 0.0
+
+    def see(self, times: float) -> None:
+        """A step took so many times as long as foretold."""
+        if times > 0:
+            step = max(0.015, 1.0 / (4 + self.count))
+            self.log += max(-step, min(step, math.log(times) - self.log))
+            self.count += 1
 
 
 def _newest(count: int) -> float:

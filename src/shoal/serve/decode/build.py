@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from shoal.core.errors import require
@@ -11,7 +10,7 @@ from shoal.ir import Foretold, Limits, ServeJob
 from shoal.kernel.protocols import Ready
 from shoal.model.transformer import Transformer
 from shoal.plan.batching.common import Queues
-from shoal.plan.trees.drafting import Paying, RowCosts
+from shoal.plan.trees.drafting import Paying
 from shoal.serve.cache import PagedCache
 from shoal.serve.captured import Captured
 from shoal.serve.decode.captured import CapturedRows
@@ -21,8 +20,6 @@ from shoal.serve.decode.runner import SpeculativeRunner
 from shoal.serve.engine import Engine
 
 __all__ = ["speculate", "speculative_runner"]
-
-log = logging.getLogger("shoal.serve")
 
 
 def acceptance(choice: Choice, *, lossless: bool = False) -> Acceptance:
@@ -92,22 +89,11 @@ def speculate(engine: Engine, runner: SpeculativeRunner, limits: Limits, job: Se
         ways: list[Paying] = []
         for number, expected in enumerate(drafter.ways()):
             drafter.take(number)
-            ways.append(Paying(expected, _costs(runner, limits)))
+            ways.append(Paying(expected, measure_costs(runner, limits)))
         best = max(range(len(ways)), key=lambda way: ways[way].rate(ways[way].best(1), 1))
         drafter.take(best)
         scheduler.drafting = ways[best]
     else:
         part: Foretold = table("speculative").build(job.speculative, where="speculative")
-        scheduler.drafting = Paying(part.expects().tokens, _costs(runner, limits))
+        scheduler.drafting = Paying(part.expects().tokens, measure_costs(runner, limits))
     engine.check = runner.accept.check
-
-
-def _costs(runner: SpeculativeRunner, limits: Limits) -> RowCosts:
-    costs = measure_costs(runner, limits)
-    if costs.falls:
-        log.warning(
-            "steps of %s rows took less time than steps of fewer rows: the machine is busy, or "
-            "another kernel begins there; the number of guesses may not be the best",
-            ", ".join(map(str, costs.falls)),
-        )
-    return costs

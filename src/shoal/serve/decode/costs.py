@@ -8,6 +8,7 @@ as whole steps of one request and of four, with guesses and without.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree, branches
 from shoal.serve.decode.runner import SpeculativeRunner
 
 __all__ = ["measure_costs"]
+
+log = logging.getLogger("shoal.serve")
 
 _ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
 _ROUNDS, _SECONDS = 15, 2.0
@@ -65,7 +68,7 @@ def measure_costs(
     seconds: float = _SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> RowCosts:
-    """Seconds of steps by their rows, and of guesses, interleaved; medians.
+    """Seconds of steps by their rows, and of guesses, interleaved; of each the lower quartile.
 
     Args:
         runner: whose model and drafter are measured; its cache is not touched.
@@ -161,9 +164,20 @@ def measure_costs(
         for _ in range(max(3, min(_ROUNDS, int(seconds / max(round_s, 1e-9))))):
             for times, work in zip(taken, works, strict=True):
                 times.append(timed(work))
-    medians = list(map(statistics.median, taken))
-    steps, medians = medians[: len(counts)], medians[len(counts) :]
-    fewer, (alone, several, *wholes) = medians[: len(_FEWER)], medians[len(_FEWER) :]
+    # Whatever else a machine does adds to what is measured: the lower quartile says more than the
+    # middle, and fewer rows take no longer than more.
+    lows = [statistics.quantiles(times, n=4)[0] for times in taken]
+    falls = RowCosts(rows=tuple(counts), seconds_of=tuple(lows[: len(counts)])).falls
+    if falls:
+        log.warning(
+            "steps of %s rows took less time than steps of fewer rows: the machine is busy, or "
+            "another kernel begins there; fewer rows are taken to cost no more",
+            ", ".join(map(str, falls)),
+        )
+    for place in range(len(counts) - 2, -1, -1):
+        lows[place] = min(lows[place], lows[place + 1])
+    steps, lows = lows[: len(counts)], lows[len(counts) :]
+    fewer, (alone, several, *wholes) = lows[: len(_FEWER)], lows[len(_FEWER) :]
     costs = RowCosts(rows=tuple(counts), seconds_of=tuple(steps))
     # A whole step with guesses over one without, less what its rows take more.
     beside = [

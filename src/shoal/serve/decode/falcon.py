@@ -198,7 +198,9 @@ class FalconDrafter:
     def _trees(self, known: Sequence[Kept], passes: Sequence[Passes]) -> list[TokenTree]:
         from shoal.serve.decode.featured import reached, reading
 
-        trees = [one.begin(kept.request.tokens[-1]) for one, kept in zip(passes, known, strict=True)]
+        trees = [
+            one.begin(kept.request.tokens[-1]) for one, kept in zip(passes, known, strict=True)
+        ]
         certain, order = reading(self.net, known)
         made = reached(self._read(certain), certain, known, order)
         spans = [slice(number, number + 1) for number in range(len(known))]

@@ -131,9 +131,7 @@ class FastFalcon:
         size = (self.layers, sequences, self.config.hidden)
         return State(self.weight.new_zeros(size), self.weight.new_zeros(size, dtype=self._wide))
 
-    def mixed(
-        self, x_ETX: Tensor, state: State, lengths: Sequence[int], out_ETD: Tensor
-    ) -> State:
+    def mixed(self, x_ETX: Tensor, state: State, lengths: Sequence[int], out_ETD: Tensor) -> State:
         """The LSTM over more places; its state behind each sequence's last one.
 
         Args:

@@ -91,7 +91,9 @@ class Passes:
                     chains=chains,
                     parents=np.array(parents, dtype=int),
                     before=start,
-                    seen=np.array([bits & (1 << 64) - 1 for bits in seen], np.uint64).view(np.int64),
+                    seen=np.array([bits & (1 << 64) - 1 for bits in seen], np.uint64).view(
+                        np.int64
+                    ),
                 )
             )
         self.rows = len(before)

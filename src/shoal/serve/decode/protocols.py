@@ -170,7 +170,11 @@ class Drafter(Protocol):
         ...
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        """These tokens are certain, after every step, for requests that guess or may later."""
+        """These tokens are certain, for requests that guess or may later.
+
+        Told after every step with a prompt or with requests that were to guess; of other steps
+        only to a drafter that needs all states. What one was not told it must notice.
+        """
         ...
 
     def memory_bytes(self) -> int:

@@ -67,10 +67,7 @@ class SpeculativeRunner(LocalRunner):
     def _compute(self, step: Step) -> StepResult:
         if any(chunk.request.params.pooling for chunk in step.chunks):
             return super()._compute(step)  # of which the drafter then has seen nothing
-        if self.drafter.needs != "all" and not any(
-            chunk.drafts or chunk.length > 1 or not chunk.yields for chunk in step.chunks
-        ):
-            # Nobody guesses, so it is to cost nothing. Who wants the last state waits for a step.
+        if self._silent(step):
             return super()._compute(step)
         asking = [chunk for chunk in step.chunks if chunk.drafts]
         guesses = [Guess(chunk.request, chunk.drafts) for chunk in asking]
@@ -89,6 +86,16 @@ class SpeculativeRunner(LocalRunner):
             self._check(chunk, trees.get(chunk.request.id))
         hidden_ND, logits_RV, first = self.forward(chunks, trees)
         return self._accepted(chunks, trees, hidden_ND, logits_RV, first)
+
+    def _silent(self, step: Step) -> bool:
+        """Nobody guesses, and nobody has to be told: the step is to cost what it does without.
+
+        A drafter that wants the last state waits for a step where guessing begins anew; one that
+        wants them all is told everything.
+        """
+        return self.drafter.needs != "all" and not any(
+            chunk.drafts or chunk.length > 1 or not chunk.yields for chunk in step.chunks
+        )
 
     def forward(
         self, chunks: Sequence[Chunk], trees: dict[str, TokenTree]
@@ -124,12 +131,13 @@ class SpeculativeRunner(LocalRunner):
         everything = self.drafter.needs == "all"
         needed = None if everything else place_R
         embeds = self._embedded(fed[0], rows, chunks, trees)
-        if embeds is None:
-            hidden = self.model.flat(fed[0], fed[1], mixer, needed)
-        else:
-            model = self.model
-            assert isinstance(model, Transformer)
-            hidden = model.finished(*model.through(embeds, fed[1], mixer, needed))
+        with self._computing(chunks, rows.contexts, needed):
+            if embeds is None:
+                hidden = self.model.flat(fed[0], fed[1], mixer, needed)
+            else:
+                model = self.model
+                assert isinstance(model, Transformer)
+                hidden = model.finished(*model.through(embeds, fed[1], mixer, needed))
         assert hidden is not None
         if everything:
             return hidden, self._logits(hidden[place_R]), first

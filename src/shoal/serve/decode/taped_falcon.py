@@ -53,9 +53,7 @@ class TapedFalcon(Steps):
         refused: why one is not recorded.
     """
 
-    def __init__(
-        self, net: FastFalcon, cache: PagedCache, attention: Ready, longest: int
-    ) -> None:
+    def __init__(self, net: FastFalcon, cache: PagedCache, attention: Ready, longest: int) -> None:
         super().__init__(net, cache, attention, longest)  # type: ignore[arg-type]
         self._net = net
         self.recorded: dict[_Key, _Pass | None] = {}
