@@ -131,9 +131,7 @@ class FuzzyModel:
         assert branch_ND is not None
         return x_ND, branch_ND
 
-    def _walked(
-        self, layers: range, x_ND: Tensor, seen: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _walked(self, layers: range, x_ND: Tensor, seen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """A group in order: what a layer's attention gave, then its feed-forward layer."""
         branch_ND: Tensor | None = None
         for layer, seen_NE in zip(layers, seen, strict=True):
@@ -145,9 +143,7 @@ class FuzzyModel:
         assert branch_ND is not None
         return x_ND, branch_ND
 
-    def _summed(
-        self, layers: range, x_ND: Tensor, seen: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _summed(self, layers: range, x_ND: Tensor, seen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """A group whose feed-forward layers read one stream, layer by layer."""
         blocks = [self._blocks[layer] for layer in layers]
         mixed = torch.stack(

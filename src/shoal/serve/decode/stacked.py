@@ -43,7 +43,9 @@ class Stacked(nn.Module):
         projections = [one.attention.qkv_proj for one in blocks]
         self.qkv_proj = _linear(
             torch.cat([_folded(one.attention_norm, one.attention.qkv_proj) for one in blocks]),
-            torch.cat([one.bias for one in projections]) if projections[0].bias is not None else None,
+            torch.cat([one.bias for one in projections])
+            if projections[0].bias is not None
+            else None,
         )
         if full:
             self.mlp_norm = _plain_norm(blocks[0].mlp_norm)
