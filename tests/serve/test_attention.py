@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -101,3 +102,23 @@ def test_groups_cover_everything_and_pad_little():
             padded = (last - first) * stops[first]
             assert padded - sum(stops[first:last]) <= max(256, padded // 3)
     assert _groups([]) == []
+
+
+def test_prompts_by_a_kernel_stand_behind_trees_without_one():
+    config = ModelConfig(
+        vocab_size=8, hidden=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
+        ffn_hidden=8,
+    )  # fmt: skip
+    call = Call(1, 100, 2, 1, 8, 4, "fp32", queries=8)
+    kernel = dispatch(call, wanted="reference").prepare(call)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(7, 2, 8), torch.randn(7, 1, 8), torch.randn(7, 1, 8)
+    seen = np.array([1, 3, 5])
+    contexts = [Context(2, 3, [0, 1], seen), Context(0, 4, [2])]
+    slots = torch.tensor([2, 3, 4, 8, 9, 10, 11])
+    found = []
+    for prompts in (None, kernel):
+        cache = PagedCache(config, 3, 4)
+        mixer = PagedAttention(cache, contexts, slots, torch.float32, prompts=prompts)
+        found.append(mixer(0, q, k, v))
+    torch.testing.assert_close(*found)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_draft_model import _fresh_keys, engine_with, known_costs  # noqa: E402, F401
 from test_speculative import prompts  # noqa: E402
 
-from shoal.core.errors import ConfigError, ModelError, ServeError, ShoalError  # noqa: E402
+from shoal.core.errors import ConfigError, ModelError, ServeError  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
@@ -179,7 +179,7 @@ def by_ranks(deep):
 
     def start(**options):
         engine = easy(deep, realise="ranks", ranks=2, group=3, **options)
-        teams.append(engine.runner.drafter.net._team)
+        teams.append(engine.runner.drafter.net.team)
         return engine, teams[-1]
 
     yield start
@@ -204,7 +204,9 @@ def test_ranks_guess_what_one_process_does(deep, serve_all, by_ranks):
     engine.step()
     os.kill(team.processes[0].pid, signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(ServeError, match=r"rank 1 of the draft \(process \d+\) ended with exit code -9"):
+    with pytest.raises(
+        ServeError, match=r"rank 1 of the draft \(process \d+\) ended with exit code -9"
+    ):
         while engine.busy:
             engine.step()
     assert time.monotonic() - began < 2

@@ -282,16 +282,17 @@ class PagedAttention:
     def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
         """Store the new keys and values; what the queries see [N, H, d]."""
         self._cache.write(layer, self._slots_N, k_NKd, v_NKd)
-        parts = [self._decode(layer, q_NHd, group) for group in self._groups]
+        # By their first row: which of them come first depends on which have a kernel.
+        parts = {group.first: self._decode(layer, q_NHd, group) for group in self._groups}
         if self._dense is not None:
-            parts.append(self._decode_slots(layer, q_NHd, self._dense))
+            parts[0] = self._decode_slots(layer, q_NHd, self._dense)
         for paged in self._paged:
             whole = paged.last - paged.first == len(q_NHd)
             queries = q_NHd if whole else q_NHd[paged.first : paged.last]
             sides = self._cache.sides(layer)
             where = (paged.blocks, paged.lengths, paged.requests)
             more = () if paged.tree is None else (paged.tree,)
-            parts.append(paged.kernel(queries, *sides, *where, *more))
+            parts[paged.first] = paged.kernel(queries, *sides, *where, *more)
         for prompt in self._prompts:
             rows = slice(prompt.first, prompt.last)
             if prompt.blocks is None:
@@ -312,8 +313,8 @@ class PagedAttention:
                 mask,
                 causal=mask is None and length > 1,
             )
-            parts.append(out[0].transpose(0, 1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            parts[prompt.first] = out[0].transpose(0, 1)
+        return parts[0] if len(parts) == 1 else torch.cat([parts[row] for row in sorted(parts)])
 
     def _decode(self, layer: int, q_NHd: Tensor, group: _Group) -> Tensor:
         """One token of each request of a group.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.claims.protocols import Paired
 from shoal.core.measure import interleave
+from shoal.core.random import generator
 
 if TYPE_CHECKING:
+    from shoal.claims.bench.decode import Answer, Bench
     from shoal.parallel.protocols import Comm
     from shoal.serve.decode.draft_net import DraftNet
 
-__all__ = ["PASSES", "passes", "ranked_passes", "repeated"]
+__all__ = ["PASSES", "answers_in_turn", "passes", "ranked_passes", "repeated"]
 
 PASSES = 100
 _RANKS = 2
@@ -35,9 +38,16 @@ def repeated(net: DraftNet) -> None:
 
 
 def passes(
-    comm: Comm, *, path: str, job: dict[str, Any], groups: list[int], full: bool, pairs: int, seed: int
+    comm: Comm,
+    *,
+    path: str,
+    job: dict[str, Any],
+    groups: list[int],
+    full: bool,
+    pairs: int,
+    seed: int,
 ) -> dict[str, Any]:
-    """Seconds of draft passes on one rank, in turn; see :func:`~shoal.parallel.processes.run_processes`.
+    """Seconds of draft passes on one rank, in turn; what each process of the ranks does.
 
     Args:
         comm: the ranks.
@@ -95,3 +105,68 @@ def ranked_passes(
     seconds = found["seconds"]
     told = {"not_recorded": found["not_recorded"], "ranks": _RANKS}
     return Paired(method=tuple(seconds["method"]), baseline=tuple(seconds["baseline"])), told
+
+
+def answers_in_turn(
+    bench: Bench,
+    name: str,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    rounds: int,
+    seed: int,
+    own_core: bool = False,
+) -> dict[str, list[list[Answer]]]:
+    """Answers with the draft by groups and with the same draft layer by layer, in turn.
+
+    One engine gives both, so that both have the same ranks: its drafter is exchanged.
+
+    Args:
+        bench: its engines.
+        name: of one whose draft guesses by groups.
+        prompts: to answer.
+        new_tokens: of each answer.
+        rounds: times that all are answered.
+        seed: of the order.
+        own_core: hold this process to the first core meanwhile; another rank has the last.
+
+    Returns:
+        ``method`` and ``baseline`` -> round -> answers.
+    """
+    from shoal.serve.decode.draft_model import DraftModelDrafter
+
+    engine: Any = bench.engines[name]
+    runner, decides = engine.runner, engine.scheduler.drafting
+    grouped = runner.drafter
+    plain = DraftModelDrafter(
+        grouped.net, depth=grouped.depth, breadth=1, nodes=grouped.depth, limit=grouped.limit
+    )
+    drafters = {
+        "method": (grouped, copy.deepcopy(decides)),
+        "baseline": (plain, copy.deepcopy(decides)),
+    }
+
+    def answer(which: str, prompt: Sequence[int]) -> Answer:
+        runner.drafter, engine.scheduler.drafting = drafters[which]
+        return bench.answer(name, [prompt], new_tokens)
+
+    cores = os.sched_getaffinity(0)
+    found: dict[str, list[list[Answer]]] = {which: [] for which in drafters}
+    if own_core:
+        os.sched_setaffinity(0, {min(cores)})
+    try:
+        for which in drafters:  # kernels are prepared and passes recorded before anything is timed
+            for prompt in prompts[:3]:
+                answer(which, prompt)
+        for turn in range(rounds):
+            for answers in found.values():
+                answers.append([])
+            for number, prompt in enumerate(prompts):
+                draws = generator(seed, purpose="bench order", step=turn * len(prompts) + number)
+                for place in draws.permutation(2).tolist():
+                    which = list(drafters)[place]
+                    found[which][turn].append(answer(which, prompt))
+    finally:
+        runner.drafter, engine.scheduler.drafting = grouped, decides
+        os.sched_setaffinity(0, cores)
+    return found

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from shoal.claims.experiments.easyspec_ranks import PASSES, repeated
 from shoal.claims.protocols import Paired
 from shoal.core.measure import interleave
 from shoal.plan.fuzzy import draft_step_s, even_groups
 from shoal.plan.trees.drafting import Always
 
 if TYPE_CHECKING:
-    from shoal.claims.bench.decode import Bench
-    from shoal.serve.decode.draft_net import DraftNet
+    from shoal.claims.bench.decode import Answer, Bench
 
-__all__ = ["acceptance", "eight_devices", "timed_passes", "tiny"]
+__all__ = ["Timed", "acceptance", "eight_devices", "reading_s", "timed_passes", "tiny"]
 
 # Rounds after which stale keys and values have had time to do harm.
 _LATE = 20
-_PASSES = 100
 
 
 class _Told(Always):
@@ -61,27 +60,99 @@ def acceptance(
 
 def timed_passes(engine: Any, pairs: int, seed: int) -> Paired:
     """Seconds of draft passes of one row, by groups and layer by layer, in turn."""
-    import torch
-
-    from shoal.serve.decode.captured import Branch
-
     drafter = engine.runner.drafter
-    blocks = list(range(16))
-    zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
-    row = Branch([7], blocks, 200, 200, zero, one)
-
-    def passes(net: DraftNet) -> None:
-        with torch.inference_mode():
-            for _ in range(_PASSES):
-                net.rows([row])
-
     timed = interleave(
-        {"method": lambda: passes(drafter.quick), "baseline": lambda: passes(drafter.net)},
+        {"method": lambda: repeated(drafter.quick), "baseline": lambda: repeated(drafter.net)},
         pairs,
         warmup=3,
         seed=seed,
     )
     return Paired(method=timed.seconds["method"], baseline=timed.seconds["baseline"])
+
+
+def reading_s(draft: Path, pairs: int, seed: int) -> float:
+    """Seconds in which one core reads every weight of a draft once, as one product of a row.
+
+    No pass by groups can take less: it multiplies by all of them.
+    """
+    import torch
+
+    from shoal.model import huggingface
+    from shoal.model.linear import DispatchedLinear
+
+    config = huggingface.read_config(draft)
+    model = huggingface.read(draft, torch.bfloat16)
+    matrices = sum(one.numel() for one in model.parameters() if one.dim() == 2)
+    numbers = matrices - (0 if config.tied else config.vocab_size * config.hidden)
+    weight = torch.zeros(numbers // config.hidden, config.hidden, dtype=torch.bfloat16)
+    wide, row = DispatchedLinear(weight), weight[:1].clone()
+
+    def read() -> None:
+        with torch.inference_mode():
+            for _ in range(PASSES):
+                wide(row)
+
+    timed = interleave({"read": read}, pairs, warmup=2, seed=seed)
+    return statistics.median(timed.seconds["read"]) / PASSES
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Passes and answers of one realisation, by groups and layer by layer.
+
+    Args:
+        passes: s of a hundred passes.
+        answers: s of a token.
+        speedup: of the passes.
+        bounds: of both speedups.
+        details: of both in words and numbers.
+    """
+
+    passes: Paired
+    answers: Paired
+    speedup: float
+    bounds: dict[str, float]
+    details: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        passes: Paired,
+        answers: Mapping[str, Sequence[Sequence[Answer]]],
+        read_s: float,
+        depth: int,
+    ) -> Timed:
+        """From what was timed.
+
+        Args:
+            passes: see above.
+            answers: by groups (``method``) and layer by layer.
+            read_s: in which the weights are read, faster than which no pass can be.
+            depth: passes of a round; the first of them is exact.
+        """
+        from shoal.claims.experiments.decoding import seconds_per_token, told
+
+        each = seconds_per_token(answers["method"], answers["baseline"])[0]
+        method, baseline = (
+            statistics.median(one) / PASSES for one in (passes.method, passes.baseline)
+        )
+        words = {name: told(rounds[0]) for name, rounds in answers.items()}
+        speedup = _speedup(passes)
+        round_s = statistics.median(each.baseline) * words["baseline"]["tokens_per_step"]
+        bounds = {
+            "draft_pass": baseline / read_s,
+            "end_to_end": round_s / (round_s - (depth - 1) * (baseline - read_s)),
+        }
+        details = {
+            "draft_pass": speedup, "method_us": 1e6 * method, "baseline_us": 1e6 * baseline,
+            "reading_us": 1e6 * read_s, "end_to_end": _speedup(each), "answers": words,
+        }  # fmt: skip
+        return cls(passes, each, speedup, bounds, details)
+
+
+def _speedup(pairs: Paired) -> float:
+    ratios = (slow / fast for fast, slow in zip(pairs.method, pairs.baseline, strict=True))
+    return statistics.median(ratios)
 
 
 def eight_devices(group: int) -> tuple[float, float]:

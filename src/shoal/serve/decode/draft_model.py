@@ -167,8 +167,8 @@ class DraftModelDrafter:
         from shoal.serve.decode.draft_net import DraftMemory, Kept
 
         self.net, self.quick = net, quick or net
-        self._depth, self._breadth, self._nodes = depth, breadth, nodes or breadth * depth
-        self._limit, self._draws = limit, draws
+        self.depth, self._breadth, self._nodes = depth, breadth, nodes or breadth * depth
+        self.limit, self._draws = limit, draws
         self._keeps = quick is None or not repairs
         cache = net.cache
         self.memory: DraftMemory[Kept] = DraftMemory(cache.num_blocks, cache.block_size, Kept)
@@ -185,7 +185,7 @@ class DraftModelDrafter:
         with torch.inference_mode():
             for guess, kept in zip(guesses, known, strict=True):
                 tokens = guess.request.tokens
-                depth = min(self._depth, self._nodes, guess.nodes, self._limit - len(tokens))
+                depth = min(self.depth, self._nodes, guess.nodes, self.limit - len(tokens))
                 room = len(tokens) + self._breadth * max(0, depth - 1)
                 if depth >= 1 and self.memory.hold(kept, room, len(guesses)):
                     growing.append((guess, kept, Growing(tokens[-1], depth, self._breadth)))

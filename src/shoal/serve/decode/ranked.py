@@ -14,13 +14,13 @@ from torch import Tensor
 
 from shoal.ir import MAX_NODES, ServeJob
 from shoal.kernel.tape import Tape, record
+from shoal.model.transformer import Transformer
 from shoal.parallel.layer import Exchange, LayerRanks, Program, Share, cut, meet
 from shoal.parallel.protocols import Comm
 from shoal.plan.fuzzy import Groups
 from shoal.serve.decode.captured import Recording, Recordings
 from shoal.serve.decode.draft_files import draft_net
 from shoal.serve.decode.draft_net import DraftNet
-from shoal.model.transformer import Transformer
 
 __all__ = ["RankedRecordings", "part_of", "ranked"]
 

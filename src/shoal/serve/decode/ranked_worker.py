@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import enum
+import itertools
 import json
 import os
 import socket
@@ -73,7 +74,7 @@ def _unpack(numbers: np.ndarray) -> list[Branch]:
         rows, held, start, root = numbers[at : at + 4].tolist()
         ends = np.cumsum([at + 4, rows, held, rows, rows])
         tokens, blocks, depth, seen = (
-            numbers[first:last] for first, last in zip(ends, ends[1:], strict=False)
+            numbers[first:last] for first, last in itertools.pairwise(ends.tolist())
         )
         several.append(Branch(tokens, blocks.tolist(), start, root, depth, seen))
         at = int(ends[-1])
@@ -182,7 +183,8 @@ class Team:
             for rank, process in enumerate(self.processes, 1):
                 code = process.poll()
                 if code is not None:
-                    return f"rank {rank} of the draft (process {process.pid}) ended with exit code {code}"
+                    who = f"rank {rank} of the draft (process {process.pid})"
+                    return f"{who} ended with exit code {code}"
             time.sleep(0.01)
         return f"the ranks of the draft do not answer ({cause})"
 
@@ -234,22 +236,22 @@ class RankedNet(DraftNet):
             prompts=own.prompts,
             recorded=own.recorded,
         )
-        self._team, self._ask = team, _Ask.QUICK if quick else _Ask.EXACT
+        self.team, self._ask = team, _Ask.QUICK if quick else _Ask.EXACT
 
     def read(self, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> None:
         """See :class:`~shoal.serve.decode.draft_net.DraftNet`."""
-        with self._team.asked(_Ask.READ, [start, len(tokens), *tokens, *blocks]):
+        with self.team.asked(_Ask.READ, [start, len(tokens), *tokens, *blocks]):
             super().read(tokens, start, blocks)
 
     def rows(self, several: Sequence[Branch]) -> Tensor:
         """See :class:`~shoal.serve.decode.draft_net.DraftNet`."""
-        with self._team.asked(self._ask, _pack(several)):
+        with self.team.asked(self._ask, _pack(several)):
             return super().rows(several)
 
     def keep(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See :class:`~shoal.serve.decode.draft_net.DraftNet`."""
         if sources:
-            with self._team.asked(_Ask.KEEP, [*sources, *targets]):
+            with self.team.asked(_Ask.KEEP, [*sources, *targets]):
                 super().keep(sources, targets)
 
 
