@@ -9,7 +9,7 @@ whole recipe, by the paper's own numbers. They take turns problem by problem. To
 answers, their end included, and not what fills a block behind it. The A/A run puts one token an
 iteration in the place of the recipe. Told beside them are the recipe's other policy and what is
 left of it without smoothing, and an autoregressive model of the same shape, trained on the same
-problems for as many tokens.
+problems for 5 of the other's 8 M tokens: it learns from every token of an answer.
 
 The quick run needs no trained model: a fresh one, and what can be counted with it. Answers of a
 batch are those of single requests, and one token an iteration is the published order.
