@@ -45,7 +45,7 @@ _RECIPES: dict[str, tuple[int, int, int, float]] = {
     "shoal-draft-8l": (2_500_000, 512, 4, 3e-3),
     "shoal-draft-4m": (2_500_000, 512, 4, 3e-3),
     "shoal-27m": (3_000_000, 512, 4, 1.2e-3),
-    "shoal-mdlm-3m": (8_000_000, 64, 64, 3e-3),
+    "shoal-mdlm-3m": (5_000_000, 64, 64, 3e-3),
     "shoal-ar-3m": (5_000_000, 64, 64, 3e-3),
 }
 
