@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -166,7 +165,7 @@ def test_recorded_passes_make_what_others_make(target, tmp_path, serve_all):
     taped = drafter._taped
 
     def flat(made):
-        return [made.features_EkD, made.logits_EkV, made.outputs_ERD, *made.state]
+        return [made.features, made.logits, *made.state]
 
     def both(reading):
         found = [one.clone() for one in flat(drafter.net.read(reading, drafter._cache))]

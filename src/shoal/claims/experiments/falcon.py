@@ -54,6 +54,7 @@ class FalconClaim:
         rounds: times that all are continued.
         new: tokens of an answer.
         nodes: of the trees by which accepted lengths are compared.
+        weights: format of the nets' matrices, where answers are timed.
         exact_texts: prompts whose tokens are compared in fp64.
         threads: that compute; 0 for all cores.
     """
@@ -66,6 +67,7 @@ class FalconClaim:
     rounds: int = 5
     new: int = 96
     nodes: int = 16
+    weights: str = "plain"
     exact_texts: int = 4
     threads: int = 0
 
@@ -137,9 +139,11 @@ class FalconClaim:
             right = [read_config(one).calibration[1][0] for one in (glanced, without)]
             gains.append(right[0] - right[1])
         metrics["second_token_gain"] = Paired(method=tuple(gains))
-        falcon = {"name": "falcon", "path": str(self._net(context))}
-        one_a_pass = {"name": "falcon", "path": str(single)}
+        # As many passes as pay; where lengths are compared, as many as the trees are judged for.
+        falcon = {"name": "falcon", "path": str(self._net(context)), "weights": self.weights}
+        one_a_pass = {**falcon, "path": str(single)}
         method = one_a_pass if as_baseline else falcon
+        passes = self.k * self.forwards if as_baseline else self.forwards
         asked = prompts_of(context, self.texts, 64, 0)
         context.progress("tokens in fp64", 0.5)
         same = equal_answers(target, method, asked[: self.exact_texts], self.new // 2)
@@ -158,7 +162,11 @@ class FalconClaim:
         require(bool(places), "claim.falcon", len(places), expected="an answer that is no loop")
         context.progress("accepted tokens", 0.9)
         lengths: dict[str, list[float]] = {}
-        other = Bench(target, {"single": one_a_pass, "method": method}, threads=bench.threads)
+        judged = {
+            "single": {**one_a_pass, "forwards": self.k * self.forwards},
+            "method": {**method, "forwards": passes},
+        }
+        other = Bench(target, judged, threads=bench.threads)
         for name, engine in other.engines.items():
             engine.scheduler.drafting = Always(self.nodes)  # type: ignore[attr-defined]
             lengths[name] = [
@@ -167,6 +175,10 @@ class FalconClaim:
         metrics["accepted_of_single"] = Paired(
             method=tuple(lengths["method"]), baseline=tuple(lengths["single"])
         )
+        timing: dict[str, Any] = {
+            name: getattr(bench.engines[name].runner, "drafter", None)
+            for name in ("single", "falcon")
+        }
         details: dict[str, JsonValue] = {
             "trained_s": dict(context.remember("trained", dict)),
             "second_token_gains": list(gains),
@@ -185,6 +197,11 @@ class FalconClaim:
             "right_by_level": {
                 "falcon": [row[0] for row in read_config(Path(falcon["path"])).calibration],
                 "single": [row[0] for row in read_config(single).calibration],
+            },
+            "passes": {
+                name: -(-drafter.spec.depth // drafter.net.k)
+                for name, drafter in timing.items()
+                if drafter is not None
             },
             "loops": len(asked) - len(places),
         }

@@ -138,11 +138,11 @@ def measure_costs(
             [Seen(one, 0, tokens[:-2], hidden[:-2], tokens[-2]) for one in others]
         )
         # It reads all but the last place now, so that every guess that is timed reads that one.
-        for one in others:
-            one.tokens.pop()
-        runner.drafter.propose([Guess(one, MAX_NODES) for one in others])
-        for one in others:
-            one.tokens.append(tokens[-1])
+        for other in others:
+            other.tokens.pop()
+        runner.drafter.propose([Guess(other, MAX_NODES) for other in others])
+        for other in others:
+            other.tokens.append(tokens[-1])
     works: list[Callable[[], object]] = [
         *(lambda held=trees[count]: measured.forward([chunk], held) for count in counts),
         *(lambda nodes=nodes: guess(1, nodes) for nodes in _FEWER),

@@ -198,9 +198,8 @@ class FalconDrafter:
     def _trees(self, known: Sequence[Kept], passes: Sequence[Passes]) -> list[TokenTree]:
         from shoal.serve.decode.featured import reached, reading
 
-        trees = [
-            one.begin(kept.request.tokens[-1]) for one, kept in zip(passes, known, strict=True)
-        ]
+        roots = [kept.request.tokens[-1] for kept in known]
+        trees = [one.begin(root) for one, root in zip(passes, roots, strict=True)]
         certain, order = reading(self.net, known)
         made = reached(self._read(certain), certain, known, order)
         spans = [slice(number, number + 1) for number in range(len(known))]
@@ -208,7 +207,7 @@ class FalconDrafter:
             if turn:
                 further, spans = self._further(turn, known, passes, trees, made, spans)
                 made = self._read(further)
-            best = self.net.best(made.logits_EkV, self._width)
+            best = self.net.best(made.logits, self._width)
             for one, tokens, span in zip(passes, trees, spans, strict=True):
                 one.fill(turn, tokens, best[span])
         return [one.tree(tokens) for one, tokens in zip(passes, trees, strict=True)]
@@ -255,7 +254,7 @@ class FalconDrafter:
             branches.append(Branch(rows, kept.blocks, start, kept.length, depth, read.seen))
         from_E = torch.from_numpy(np.concatenate(parents)).to(embed_VD.device)
         tokens_Ek = torch.from_numpy(np.concatenate(chains)).to(embed_VD.device)
-        x_EkX = torch.cat((made.features_EkD[from_E], embed_VD[tokens_Ek]), -1)
+        x_EkX = torch.cat((made.features[from_E], embed_VD[tokens_Ek]), -1)
         state = State(made.state.h[:, from_E], made.state.c[:, from_E])
         return Reading(x_EkX, [k] * first, state, None, branches, False), following
 

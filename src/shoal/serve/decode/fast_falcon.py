@@ -45,7 +45,7 @@ class Reading(NamedTuple):
     """What a pass reads.
 
     Args:
-        x_ETX: features and embeddings side by side [E, T, 2 D].
+        x: features and embeddings side by side [E, T, 2 D].
         lengths: places of each sequence, falling; what lies behind them is not read.
         state: before them.
         earlier: [E, R - T, D] what the LSTM gave at the places before, where the block is to read
@@ -54,7 +54,7 @@ class Reading(NamedTuple):
         everything: the last k rows of each sequence see all that stands there.
     """
 
-    x_ETX: Tensor
+    x: Tensor
     lengths: Sequence[int]
     state: State
     earlier: Tensor | None
@@ -66,15 +66,15 @@ class Made(NamedTuple):
     """What a pass makes.
 
     Args:
-        features_EkD: of the next k places of each sequence.
-        logits_EkV: of the tokens behind them.
-        outputs_ERD: of the LSTM at the rows of the block; padded where lengths differ.
+        features: of the next k places of each sequence [E, k, D].
+        logits: of the tokens behind them [E, k, V].
+        outputs: of the LSTM at the rows of the block [E, R, D]; padded where lengths differ.
         state: behind each sequence's last place.
     """
 
-    features_EkD: Tensor
-    logits_EkV: Tensor
-    outputs_ERD: Tensor
+    features: Tensor
+    logits: Tensor
+    outputs: Tensor
     state: State
 
 
@@ -147,16 +147,17 @@ class FastFalcon:
         for layer in range(self.layers):
             gates_ETG = self._into[layer](x_ETX).view(sequences, places, 4 * width)
             last = layer == self.layers - 1
-            out = out_ETD if last else x_ETX.new_empty(sequences, places, width)
+            whole = out = out_ETD if last else x_ETX.new_empty(sequences, places, width)
             h, c = state.h[layer], state.c[layer]
             new_h, new_c = after.h[layer], after.c[layer]
             for place, count in enumerate(active):
-                self._cell(
-                    gates_ETG[:count, place], self._onto[layer](h[:count]), c[:count],
-                    new_c[:count], new_h[:count], out[:count, place],
-                )  # fmt: skip
+                if count < len(h):
+                    h, c, new_h, new_c = h[:count], c[:count], new_h[:count], new_c[:count]
+                    gates_ETG, out = gates_ETG[:count], out[:count]
+                onto = self._onto[layer](h)
+                self._cell(gates_ETG[:, place], onto, c, new_c, new_h, out[:, place])
                 h, c = new_h, new_c
-            x_ETX = out
+            x_ETX = whole
         return after
 
     def block(
@@ -185,7 +186,7 @@ class FastFalcon:
             reading: what is read.
             cache: keys and values of the places before; those of the rows are added.
         """
-        x, lengths, earlier = reading.x_ETX, list(reading.lengths), reading.earlier
+        x, lengths, earlier = reading.x, list(reading.lengths), reading.earlier
         sequences, places = x.shape[:2]
         before = 0 if earlier is None else earlier.shape[1]
         width = self.config.hidden

@@ -144,16 +144,14 @@ def _certain(kept: Kept, rows: int) -> Branch:
 def reached(made: Made, reading: Reading, known: Sequence[Kept], order: Sequence[int]) -> Made:
     """Keep what was read; features, scores and state in the order of ``known``."""
     missing = 0 if reading.earlier is None else reading.earlier.shape[1]
-    k = made.features_EkD.shape[1]
+    k = made.features.shape[1]
     for row, place in enumerate(order):
         stop = missing + reading.lengths[row]
         known[place].reached(
-            made.state.h[:, row], made.state.c[:, row], made.outputs_ERD[row, stop - k : stop]
+            made.state.h[:, row], made.state.c[:, row], made.outputs[row, stop - k : stop]
         )
     if list(order) == list(range(len(order))):
         return made
     back = [list(order).index(place) for place in range(len(known))]
     state = State(made.state.h[:, back], made.state.c[:, back])
-    return made._replace(
-        features_EkD=made.features_EkD[back], logits_EkV=made.logits_EkV[back], state=state
-    )
+    return made._replace(features=made.features[back], logits=made.logits[back], state=state)

@@ -78,7 +78,7 @@ class Passes:
             own = [node for node in range(len(spec)) if spec.level[node] // k == turn]
             start = len(before)
             before += [node for node in ends for _ in range(k)]
-            seen = [
+            bits = [
                 sum(1 << row for row, end in enumerate(before) if end in paths[node])
                 for node in ends for _ in range(k)
             ]  # fmt: skip
@@ -91,9 +91,7 @@ class Passes:
                     chains=chains,
                     parents=np.array(parents, dtype=int),
                     before=start,
-                    seen=np.array([bits & (1 << 64) - 1 for bits in seen], np.uint64).view(
-                        np.int64
-                    ),
+                    seen=np.array(bits, dtype=object).astype(np.uint64).view(np.int64),
                 )
             )
         self.rows = len(before)

@@ -18,8 +18,7 @@ from shoal.kernel.protocols import Ready
 from shoal.kernel.rnn.cell import copied, native
 from shoal.kernel.tape import Tape, record
 from shoal.serve.cache import PagedCache
-from shoal.serve.decode.captured import Recording
-from shoal.serve.decode.captured import Recordings as Steps
+from shoal.serve.decode.captured import Recording, Recordings
 from shoal.serve.decode.fast_falcon import FastFalcon, Made, Reading, State
 
 __all__ = ["TapedFalcon", "recorded"]
@@ -31,14 +30,14 @@ class _Pass(NamedTuple):
     """A recorded pass: what it reads and gives, in memory that stays."""
 
     rows: Recording
-    x_ETX: Tensor
+    x: Tensor
     state: State
-    outputs_ERD: Tensor
+    outputs: Tensor
     made: Made
     tape: Tape
 
 
-class TapedFalcon(Steps):
+class TapedFalcon:
     """Passes of the net over its cache, all sequences of which have as many places.
 
     Args:
@@ -54,14 +53,15 @@ class TapedFalcon(Steps):
     """
 
     def __init__(self, net: FastFalcon, cache: PagedCache, attention: Ready, longest: int) -> None:
-        super().__init__(net, cache, attention, longest)  # type: ignore[arg-type]
-        self._net = net
+        self._net, self._cache = net, cache
+        self._steps = Recordings(net.shell, cache, attention, longest)
+        self._width = -(-longest // cache.block_size)
         self.recorded: dict[_Key, _Pass | None] = {}
         self.refused: dict[_Key, str] = {}
 
     def read(self, reading: Reading) -> Made:
         """A pass; what it makes may lie in memory that the next one of its kind writes."""
-        sequences, places, _ = reading.x_ETX.shape
+        sequences, places, _ = reading.x.shape
         before = 0 if reading.earlier is None else reading.earlier.shape[1]
         key = (len(reading.branches), sequences, places, before)
         rows = sequences * (before + places)
@@ -75,7 +75,7 @@ class TapedFalcon(Steps):
         known = self.recorded[key]
         if known is None:
             return self._record(key, reading)
-        self.write(known.rows, reading.branches)
+        self._steps.write(known.rows, reading.branches)
         _fill(known, reading)
         if known.tape.play():
             return known.made
@@ -89,11 +89,11 @@ class TapedFalcon(Steps):
         recording = Recording(requests, rows, self._width, net.weight)
         width = net.weight.shape[1]
         outputs = net.weight.new_zeros(sequences, before + places, width)
-        x_ETX, begun = reading.x_ETX.clone(), State(*(one.clone() for one in reading.state))
+        x_ETX, begun = reading.x.clone(), State(*(one.clone() for one in reading.state))
         if reading.earlier is not None:
             outputs[:, :before] = reading.earlier
-        self.write(recording, reading.branches)
-        mixer = self.mixer(recording, False)
+        self._steps.write(recording, reading.branches)
+        mixer = self._steps.mixer(recording, False)
         caught: list[tuple[Tensor, State]] = []
 
         def compute() -> Tensor:
@@ -124,11 +124,11 @@ class TapedFalcon(Steps):
 
 
 def _fill(known: _Pass, reading: Reading) -> None:
-    known.x_ETX.copy_(reading.x_ETX)
+    known.x.copy_(reading.x)
     known.state.h.copy_(reading.state.h)
     known.state.c.copy_(reading.state.c)
     if reading.earlier is not None:
-        known.outputs_ERD[:, : reading.earlier.shape[1]].copy_(reading.earlier)
+        known.outputs[:, : reading.earlier.shape[1]].copy_(reading.earlier)
 
 
 def recorded(
