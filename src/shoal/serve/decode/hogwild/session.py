@@ -210,9 +210,12 @@ class Session:
     def _end_full(self) -> None:
         """End the workers whose view, or the room of all, would be full."""
         coming = sum(len(one.pending) + len(one.prefix) for one in self.running)
+        most = self._store.longest - coming
+        if self._taken() <= min(self.room - coming, most):
+            return  # no view is longer than all together
         full = self._taken() + coming > self.room
         for worker in self.running:
-            if full or len(self.view(worker)) + coming > self._store.longest:
+            if full or len(self.view(worker)) > most:
                 worker.finish = "length"
 
     def _written(self) -> list[Asked]:

@@ -27,21 +27,17 @@ class View:
     writer: str | None
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.blocks) and self.blocks[-1].writer == self.writer,
-            f"view of {self.writer}",
-            [block.writer for block in self.blocks],
-            expected="blocks that end in the one it writes to",
-            error=ServeError,
-        )
+        # Views are made in every step: what would be said is put together where it is.
+        if not self.blocks or self.blocks[-1].writer != self.writer:
+            self._refuse(
+                [block.writer for block in self.blocks], "blocks that end in the one it writes to"
+            )
         numbers = [block.number for block in self.blocks]
-        require(
-            len(set(numbers)) == len(numbers),
-            f"view of {self.writer}",
-            numbers,
-            expected="each block once: their positions would overlap",
-            error=ServeError,
-        )
+        if len({*numbers}) < len(numbers):
+            self._refuse(numbers, "each block once: their positions would overlap")
+
+    def _refuse(self, value: object, expected: str) -> None:
+        require(False, f"view of {self.writer}", value, expected=expected, error=ServeError)
 
     @property
     def own(self) -> Block:
@@ -49,7 +45,7 @@ class View:
         return self.blocks[-1]
 
     def __len__(self) -> int:
-        return sum(len(block) for block in self.blocks)
+        return sum(map(len, self.blocks))
 
     def placed(self) -> Iterator[tuple[Block, int]]:
         """Blocks that hold something, with the position of their first token."""
