@@ -33,6 +33,7 @@ from shoal.core.random import generator
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shoal.cost.parscale import EqualLoss, ParallelLaw
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
@@ -84,6 +85,26 @@ class ParScaleClaim:
             baseline="one stream",
             evidence="arithmetic",
             paper="k = 0.39 and 0.33",
+        ),
+        Metric(
+            name="memory_saved_1b6",
+            unit="x",
+            statistic="min",
+            comparison=">=",
+            threshold=5.0,
+            baseline="four streams' increase",
+            evidence="arithmetic",
+            paper="up to 22 times less memory increase",
+        ),
+        Metric(
+            name="latency_saved_1b6",
+            unit="x",
+            statistic="min",
+            comparison=">=",
+            threshold=1.0,
+            baseline="four streams' increase",
+            evidence="arithmetic",
+            paper="up to 6 times less latency increase",
         ),
         Metric.counted("wrong_tokens", "<=", 0.0, "plain generation"),
         Metric(
@@ -193,9 +214,24 @@ class ParScaleClaim:
             said = np.array([law.loss(point.params, point.streams) for point in points])
             fits.append(1 - float(((true - said) ** 2).sum() / ((true - true.mean()) ** 2).sum()))
             away.append(abs(law.k - _PAPER_K[corpus]))
+        rows = [self._at_1b6(law, as_baseline=as_baseline) for law in laws.values()]
+        metrics["memory_saved_1b6"] = Paired(method=tuple(row.memory_saved or 0.0 for row in rows))
+        metrics["latency_saved_1b6"] = Paired(method=tuple(row.latency_saved or 0.0 for row in rows))
+        details["increases_1b6"] = [row.model_dump() for row in rows]
         metrics["law_r2"] = Paired(method=tuple(fits))
         metrics["law_k"] = Paired(method=tuple(away))
         details["laws"] = {corpus: law.model_dump() for corpus, law in laws.items()}
+
+    def _at_1b6(self, law: ParallelLaw, *, as_baseline: bool) -> EqualLoss:
+        """Four streams of 1.6e9 parameters beside the dense model, one request of 256 tokens."""
+        from shoal.cost.parscale import equal_loss
+        from shoal.cost.shapes import find
+        from shoal.machine.described import load
+
+        if as_baseline:
+            law = law.model_copy(update={"k": 0.0})
+        shape, machine = find("Qwen2.5-1.5B"), load("1xH200")
+        return equal_loss(law, shape, machine, params=1.6e9, streams=(4,), context=256)[0]
 
     def _train(
         self,
