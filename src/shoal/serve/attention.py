@@ -354,7 +354,9 @@ class PagedAttention:
         virtual = prefix.shape[1]
         mask = causal(mask, virtual, length, 0, keys)
         if bare is not None:
-            hidden = torch.zeros(len(keys), 1, 1, keys.shape[1], dtype=keys.dtype, device=keys.device)
+            hidden = torch.zeros(
+                len(keys), 1, 1, keys.shape[1], dtype=keys.dtype, device=keys.device
+            )
             hidden[bare, ..., :virtual] = float("-inf")
             mask = hidden if mask is None else mask + hidden
         return keys, values, mask

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from shoal.cost.parscale import EqualLoss, ParallelLaw
     from shoal.model.config import ModelConfig
-    from shoal.model.transformer import Transformer
 
 __all__ = ["ParScaleClaim"]
 
@@ -216,7 +215,9 @@ class ParScaleClaim:
             away.append(abs(law.k - _PAPER_K[corpus]))
         rows = [self._at_1b6(law, as_baseline=as_baseline) for law in laws.values()]
         metrics["memory_saved_1b6"] = Paired(method=tuple(row.memory_saved or 0.0 for row in rows))
-        metrics["latency_saved_1b6"] = Paired(method=tuple(row.latency_saved or 0.0 for row in rows))
+        metrics["latency_saved_1b6"] = Paired(
+            method=tuple(row.latency_saved or 0.0 for row in rows)
+        )
         details["increases_1b6"] = [row.model_dump() for row in rows]
         metrics["law_r2"] = Paired(method=tuple(fits))
         metrics["law_k"] = Paired(method=tuple(away))
@@ -241,6 +242,8 @@ class ParScaleClaim:
         *,
         as_baseline: bool,
     ) -> None:
+        import torch
+
         from shoal.claims.experiments.arch_training import Recipe, heldout, text, train
         from shoal.train.zoo import random
 
@@ -281,6 +284,7 @@ class ParScaleClaim:
         cached = (1 - share) * _cache_bytes(around[0]) + share * _cache_bytes(around[1])
         growth = 4 * (equal - sizes[self.hidden]) + cached - _cache_bytes(grown)
         metrics["memory_saved"] = Paired(method=(growth,), baseline=(float(more),))
+        threads = torch.get_num_threads()
         timed = interleave(
             {
                 "streams": _decoder(self._config(self.hidden, 1 if as_baseline else 4)),
@@ -291,6 +295,7 @@ class ParScaleClaim:
             self.rounds,
             seed=context.seed,
         ).seconds
+        torch.set_num_threads(threads)
         between = zip(timed["below"], timed["above"], strict=True)
         as_good = tuple((1 - share) * low + share * high for low, high in between)
         metrics["latency"] = Paired(method=timed["streams"], baseline=as_good)
@@ -322,11 +327,13 @@ def _cache_bytes(config: ModelConfig) -> int:
 
 
 def _decoder(config: ModelConfig) -> Callable[[], object]:
-    """Decode 32 tokens of one sequence, plainly."""
+    """Decode 32 tokens of one sequence with the kernels of serving, on one thread."""
+    from shoal.ir import ServeJob
     from shoal.model.generate import generate
+    from shoal.serve.build import prepare
     from shoal.train.zoo import random
 
-    model: Transformer = random(config).eval().requires_grad_(False)
+    model = prepare(ServeJob(model="mini", precision="fp32", threads=1), random(config))
     return lambda: generate(model, [1, 2, 3, 4], 32)
 
 
