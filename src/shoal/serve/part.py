@@ -84,8 +84,8 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
             wanted,
             expected="with parallel.tp or parallel.pp above 1: no instances for phases, preempt = "
             "recompute (or swap, with one step under way), weights = plain, a kv_format that does "
-            "not sort channels; and no architecture but a family's own or, with tp, ladder, streams, "
-            "or desync with as many ranks as the model has",
+            "not sort channels; and no architecture but a family's own or, with tp, ladder, "
+            "streams, or desync with as many ranks as the model has",
             hint="leave it out, or serve with one process",
             error=ServeError,
         )
