@@ -75,9 +75,7 @@ class _Log:
         return type("Pending", (), {"wait": staticmethod(wait)})()
 
 
-def _forward(
-    comm: Any, residual: Any, *, backward: bool = False
-) -> tuple[list[str], torch.Tensor]:
+def _forward(comm: Any, residual: Any, *, backward: bool = False) -> tuple[list[str], torch.Tensor]:
     """The sums of four blocks on one of two ranks, there or back, and the stream behind them."""
     model = config(num_layers=4, architecture={"residual": residual})
     fresh = Fresh(model, dtype=torch.float64)

@@ -67,16 +67,17 @@ def test_an_engine_gives_the_tokens_of_plain_generation(
 
 
 @pytest.mark.parametrize(
-    ("family", "residual"),
+    ("family", "option"),
     [
-        ("llama", {"name": "ladder"}),
-        ("qwen3", {"name": "ladder"}),
-        ("mixtral", {"name": "ladder"}),
-        ("qwen3", {"name": "desync", "every": 3}),
+        ("llama", {"residual": "ladder"}),
+        ("qwen3", {"residual": "ladder"}),
+        ("mixtral", {"residual": "ladder"}),
+        ("qwen3", {"residual": {"name": "desync", "every": 3}}),
+        ("qwen3", {"streams": STREAMS}),
     ],
 )
-def test_two_ranks_give_the_tokens_of_one(family, residual, random_model, engine_for, serve_all):
-    config = changed(family, residual=residual)
+def test_two_ranks_give_the_tokens_of_one(family, option, random_model, engine_for, serve_all):
+    config = changed(family, **option)
     want = serve_all(engine_for(random_model(config)), prompts(), max_tokens=12)
     engine, ranks = thread_engine(job(parallel={"tp": 2}), random_model(config))
     assert serve_all(engine, prompts(), max_tokens=12) == want
@@ -97,7 +98,8 @@ def test_branches_that_read_the_same_are_one_sum(bias, random_model, engine_for,
     ("option", "parallel"),
     [
         ({"residual": "ladder"}, {"pp": 2}),
-        ({"streams": 2}, {"tp": 2}),
+        ({"streams": 2}, {"pp": 2}),
+        ({"ffn": "duo"}, {"tp": 2}),
         ({"residual": "desync"}, {"tp": 4}),
     ],
 )

@@ -206,7 +206,7 @@ class EqualLoss(Value):
         streams: P.
         loss: of both, by the law.
         dense_params: parameters of the dense model.
-        memory_bytes: weights and cache of the streams.
+        memory_bytes: weights, prefixes, aggregator and cache of the streams.
         dense_memory_bytes: the same of the dense model.
         step_s: seconds of a decoding step of the streams, by the roofline.
         dense_step_s: the same of the dense model.
@@ -237,8 +237,9 @@ def equal_loss(
 ) -> list[EqualLoss]:
     """What streams cost in decoding, and what the dense model of equal loss would.
 
-    A step reads the weights once and the cache of every stream, and computes every stream. The
-    dense model grows in width, so its cache grows with the root of its parameters.
+    A step reads the weights once, the prefixes and aggregator of the streams among them, and the
+    cache of every stream, and computes every stream. The dense model grows in width, so its cache
+    grows with the root of its parameters.
 
     Args:
         law: says which loss.
@@ -262,8 +263,12 @@ def equal_loss(
         )
 
     def cost(count: float, num: int) -> tuple[float, float]:
-        cache = num * batch * context * kv_bytes * math.sqrt(count / own)
+        wider = math.sqrt(count / own)
+        cache = num * batch * context * kv_bytes * wider
         read = count * _BYTES + cache
+        if num > 1:
+            prefixes = num * shape.architecture.streams.prefix * kv_bytes * wider
+            read += prefixes + num * (shape.hidden * wider) ** 2 * _BYTES
         return read, max(read / speed, 2.0 * count * num * batch / rate)
 
     one_bytes, one_s = cost(base, 1)

@@ -56,7 +56,7 @@ def own(x: Tensor, ranks: int, groups: Sequence[int]) -> Tensor:
 
 
 def shared(x: Tensor, ranks: int) -> Tensor:
-    """What each rank has of [B, ..., columns], zeros where it has nothing: [R * B, ..., columns]."""
+    """Of [B, ..., columns] what each rank has, and zeros for the rest: [R * B, ..., columns]."""
     if ranks == 1:
         return x
     width = x.shape[-1] // ranks

@@ -233,6 +233,9 @@ def _slices(
     if leaf.startswith("mlp.gate_up_proj"):
         dim = 1 if config.num_experts else 0
         return _cut(shape, dim, (config.ffn_hidden,) * 2, (tp,) * 2, (rank,) * 2)
+    if leaf == "attention.prefix":
+        heads = min(tp, config.num_kv_heads)
+        return _cut(shape, 3, (config.num_kv_heads,), (heads,), (rank * heads // tp,))
     if leaf in ("attention.o_proj.weight", "mlp.down_proj.weight", "mlp.down_proj"):
         dim = len(shape) - 1
         return _cut(shape, dim, (shape[dim],), (tp,), (rank,))

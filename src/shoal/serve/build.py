@@ -351,6 +351,13 @@ def engine_of(
         expected=f"none for a {config.architecture.name} model, whose tokens are several rows each",
         error=ServeError,
     )
+    require(
+        config.architecture.name != "parscale" or runner_type is LocalRunner,
+        "kv",
+        job.kv.name,
+        expected="paged or slots for a model with streams: no other cache knows their prefixes",
+        error=ServeError,
+    )
     job = concrete(job, config, weight.dtype)
     preempt_part: PreemptPart = table("preempt").build(job.preempt, where="preempt")
     kv, limits, cache = cache_of(job, model, zeros)

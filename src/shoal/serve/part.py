@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import Parallel, ServeJob
-from shoal.model import desync, ladder
+from shoal.model import desync, ladder, parscale
 from shoal.model.attention import Mixer
 from shoal.model.feedforward import SwiGLU
 from shoal.model.transformer import Block, Transformer
@@ -84,8 +84,8 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
             wanted,
             expected="with parallel.tp or parallel.pp above 1: no instances for phases, preempt = "
             "recompute (or swap, with one step under way), weights = plain, a kv_format that does "
-            "not sort channels; and no architecture but a family's own or, with tp, a ladder, or as "
-            "many ranks as a model with desync has",
+            "not sort channels; and no architecture but a family's own or, with tp, ladder, "
+            "streams, or desync with as many ranks as the model has",
             hint="leave it out, or serve with one process",
             error=ServeError,
         )
@@ -93,7 +93,7 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
 
 def _ranks(config: ModelConfig, wanted: int) -> tuple[int, ...]:
     """How many ranks can share the heads of a model, if it is not only one."""
-    if config.architecture.name in ("", "ladder"):
+    if config.architecture.name in ("", "ladder", "parscale"):
         return (wanted,)
     return (config.architecture.residual.apart,)
 
@@ -172,6 +172,11 @@ class PartModel:
         """See :class:`~shoal.serve.runner.FlatModel`."""
         return self.local.embed.weight
 
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """This rank's share of the layers."""
+        return self.local.blocks
+
     def flat(
         self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
     ) -> Tensor | None:
@@ -187,6 +192,8 @@ class PartModel:
         if self._residual == "desync":
             joined = desync.through(self.local, x_ND, position_N, mixer, needed, self._synced)
             return self.local.finished(*joined)
+        if self.config.architecture.streams.num > 1:
+            return parscale.flat(self.local, x_ND, position_N, mixer, needed)
         x_ND, branch_ND = self.local.through(x_ND, position_N, mixer, needed)
         if not self.boundary.last:
             self.boundary.send(self.ticket, x_ND + branch_ND)

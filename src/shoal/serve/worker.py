@@ -101,6 +101,7 @@ class Rank:
         Raises:
             ShoalError: a step cannot be computed, or another rank is gone.
         """
+        from shoal.model.parscale import heads_of
         from shoal.serve.adjust import Adjuster
         from shoal.serve.build import attention_kernel, vocabulary
         from shoal.serve.cache import PagedCache
@@ -110,7 +111,7 @@ class Rank:
 
         weight = self.model.weight
         cache = PagedCache(
-            self.model.local_config,
+            heads_of(self.model.local_config),
             num_blocks,
             block_size,
             dtype=weight.dtype,

@@ -33,8 +33,8 @@ from shoal.core.random import generator
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shoal.cost.parscale import EqualLoss, ParallelLaw
     from shoal.model.config import ModelConfig
-    from shoal.model.transformer import Transformer
 
 __all__ = ["ParScaleClaim"]
 
@@ -84,6 +84,26 @@ class ParScaleClaim:
             baseline="one stream",
             evidence="arithmetic",
             paper="k = 0.39 and 0.33",
+        ),
+        Metric(
+            name="memory_saved_1b6",
+            unit="x",
+            statistic="min",
+            comparison=">=",
+            threshold=5.0,
+            baseline="four streams' increase",
+            evidence="arithmetic",
+            paper="up to 22 times less memory increase",
+        ),
+        Metric(
+            name="latency_saved_1b6",
+            unit="x",
+            statistic="min",
+            comparison=">=",
+            threshold=1.0,
+            baseline="four streams' increase",
+            evidence="arithmetic",
+            paper="up to 6 times less latency increase",
         ),
         Metric.counted("wrong_tokens", "<=", 0.0, "plain generation"),
         Metric(
@@ -193,9 +213,26 @@ class ParScaleClaim:
             said = np.array([law.loss(point.params, point.streams) for point in points])
             fits.append(1 - float(((true - said) ** 2).sum() / ((true - true.mean()) ** 2).sum()))
             away.append(abs(law.k - _PAPER_K[corpus]))
+        rows = [self._at_1b6(law, as_baseline=as_baseline) for law in laws.values()]
+        metrics["memory_saved_1b6"] = Paired(method=tuple(row.memory_saved or 0.0 for row in rows))
+        metrics["latency_saved_1b6"] = Paired(
+            method=tuple(row.latency_saved or 0.0 for row in rows)
+        )
+        details["increases_1b6"] = [row.model_dump() for row in rows]
         metrics["law_r2"] = Paired(method=tuple(fits))
         metrics["law_k"] = Paired(method=tuple(away))
         details["laws"] = {corpus: law.model_dump() for corpus, law in laws.items()}
+
+    def _at_1b6(self, law: ParallelLaw, *, as_baseline: bool) -> EqualLoss:
+        """Four streams of 1.6e9 parameters beside the dense model, one request of 256 tokens."""
+        from shoal.cost.parscale import equal_loss
+        from shoal.cost.shapes import find
+        from shoal.machine.described import load
+
+        if as_baseline:
+            law = law.model_copy(update={"k": 0.0})
+        shape, machine = find("Qwen2.5-1.5B"), load("1xH200")
+        return equal_loss(law, shape, machine, params=1.6e9, streams=(4,), context=256)[0]
 
     def _train(
         self,
@@ -205,6 +242,8 @@ class ParScaleClaim:
         *,
         as_baseline: bool,
     ) -> None:
+        import torch
+
         from shoal.claims.experiments.arch_training import Recipe, heldout, text, train
         from shoal.train.zoo import random
 
@@ -245,6 +284,7 @@ class ParScaleClaim:
         cached = (1 - share) * _cache_bytes(around[0]) + share * _cache_bytes(around[1])
         growth = 4 * (equal - sizes[self.hidden]) + cached - _cache_bytes(grown)
         metrics["memory_saved"] = Paired(method=(growth,), baseline=(float(more),))
+        threads = torch.get_num_threads()
         timed = interleave(
             {
                 "streams": _decoder(self._config(self.hidden, 1 if as_baseline else 4)),
@@ -255,6 +295,7 @@ class ParScaleClaim:
             self.rounds,
             seed=context.seed,
         ).seconds
+        torch.set_num_threads(threads)
         between = zip(timed["below"], timed["above"], strict=True)
         as_good = tuple((1 - share) * low + share * high for low, high in between)
         metrics["latency"] = Paired(method=timed["streams"], baseline=as_good)
@@ -286,11 +327,13 @@ def _cache_bytes(config: ModelConfig) -> int:
 
 
 def _decoder(config: ModelConfig) -> Callable[[], object]:
-    """Decode 32 tokens of one sequence, plainly."""
+    """Decode 32 tokens of one sequence with the kernels of serving, on one thread."""
+    from shoal.ir import ServeJob
     from shoal.model.generate import generate
+    from shoal.serve.build import prepare
     from shoal.train.zoo import random
 
-    model: Transformer = random(config).eval().requires_grad_(False)
+    model = prepare(ServeJob(model="mini", precision="fp32", threads=1), random(config))
     return lambda: generate(model, [1, 2, 3, 4], 32)
 
 

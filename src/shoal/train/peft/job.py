@@ -145,8 +145,8 @@ def fingerprint(model: nn.Module) -> str:
 def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
     """Write the newest checkpoint as an adapter directory, and merged where that is possible.
 
-    It is not where the method can neither be merged nor makes a model of its own, or leaves biases that directories of the model's
-    family have no room for.
+    It is not where the method can neither be merged nor makes a model of its own, or leaves biases
+    that directories of the model's family have no room for.
 
     Raises:
         CheckpointError: there is none, or it is damaged.

@@ -109,8 +109,9 @@ class PeftMethod(Protocol):
         mergeable: what it learns can be put into the weights of the base.
 
     An export also looks for ``whole``: that the model with the method in it is one that directories
-    hold, though it is more than the base. An estimate looks for ``weight_bits``, bits of a weight of the blocks where the base is not
-    kept in fp32; ``kept``, the share of the activations that is, where it is not all of them;
+    hold, though it is more than the base. An estimate looks for ``weight_bits``, bits of a weight
+    of the blocks where the base is not kept in fp32; ``kept``, the share of the activations that
+    is, where it is not all of them;
     ``drawn(shape)``, numbers that it keeps and does not train; ``shape(shape)``, that of the model
     it makes, where it is another; and ``forward_only``, where there are no gradients.
     """
