@@ -105,7 +105,7 @@ def test_looking_in_vain_is_seen_too():
     paying = Paying(EXPECTED, CHEAP)
     for _ in range(120):
         asked = 8 if paying.nodes(8) else 0
-        paying.took(8, asked, 0, CHEAP.seconds(8) * (2.0 if asked else 1.0))
+        paying.took(8, asked, 0, CHEAP.seconds(8) * (4.0 if asked else 1.0))
     assert not any(paying.nodes(8) for _ in range(100))
 
 
