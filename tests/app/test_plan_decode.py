@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.app.cli import app
+from shoal.machine.fingerprint import fingerprint
+from shoal.plan.decode_measured import MeasuredRow, MeasuredTable, keep
 from shoal.plan.trees.drafting import RowCosts
 
 RIGHT = [[0.6, 0.12, 0.06], [0.4, 0.1, 0.06], [0.3, 0.08, 0.05]]
@@ -50,6 +52,27 @@ def test_best_rows_follow_from_what_they_cost(drafter, tmp_path):
     assert "steps of 64 rows are given less time" in text.output
     none = run("plan", "decode", str(drafter), "--costs", table(tmp_path, 1e-3, 8e-3, 64e-3))
     assert "N* = 1: plain decoding" in none.output
+
+
+def test_what_was_measured_is_cited(drafter, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    costs = table(tmp_path, 1e-3, 1.2e-3, 1e-3)
+    unknown = run("plan", "decode", str(drafter), "--costs", costs)
+    assert "no whole answers were measured on this machine" in unknown.output
+    assert "shoal bench decode --model TARGET --methods medusa --drafter medusa=" in unknown.output
+    rows = [
+        MeasuredRow(method="medusa", batch=batch, speedup=speedup, low=speedup, high=speedup,
+                    tokens_per_step=2.0, date="2026-11-23")
+        for batch, speedup in ((1, 1.64), (16, 1.0))
+    ]  # fmt: skip
+    keep(MeasuredTable(target="x", models=("m",), machine=fingerprint(), precision="bf16",
+                       rows=tuple(rows)))  # fmt: skip
+    told = run("plan", "decode", str(drafter), "--costs", costs)
+    assert "1.64x with 1 request, 1.00x with 16 requests (2026-11-23)" in told.output
+    found = run("plan", "decode", str(drafter), "--costs", costs, "-o", "json")
+    assert [row["batch"] for row in json.loads(found.output)["measured"]] == [1, 16]
+    elsewhere = run("plan", "decode", str(drafter), "--model", "Qwen3-8B", "-m", "H100")
+    assert "1.64x with" not in elsewhere.output
 
 
 def test_prompt_tokens_are_rows_too(drafter, tmp_path):

@@ -100,6 +100,15 @@ def test_a_table_that_was_measured_on_a_busy_machine_is_put_right():
         assert steps(paying, 16, cost, 600) <= 6
 
 
+def test_looking_in_vain_is_seen_too():
+    """A drafter that finds nothing, and takes longer to say so than was measured."""
+    paying = Paying(EXPECTED, CHEAP)
+    for _ in range(120):
+        asked = 8 if paying.nodes(8) else 0
+        paying.took(8, asked, 0, CHEAP.seconds(8) * (4.0 if asked else 1.0))
+    assert not any(paying.nodes(8) for _ in range(100))
+
+
 def test_a_table_that_is_right_stays_on():
     paying = Paying(EXPECTED, CHEAP)
     assert steps(paying, 1, CHEAP, 1000) > 980

@@ -273,12 +273,10 @@ class Paying:
 
     def took(self, requests: int, asked: int, nodes: int, seconds: float) -> None:
         """See :class:`~shoal.ir.decoding.Drafting`."""
-        if asked and not nodes:
-            return
         foretold = self.cost.seconds(requests + nodes)
-        if nodes:
-            foretold += self.cost.drafting_s(asked, nodes // asked)
-        self._paced(requests, nodes > 0).see(seconds / foretold)
+        if asked:  # even if nothing was found to guess, it was looked for
+            foretold += self.cost.drafting_s(asked, max(1, nodes // asked))
+        self._paced(requests, asked > 0).see(seconds / foretold)
 
     def table(self, requests: int = 1) -> Mapping[int, tuple[float, float, float]]:
         """By number of nodes: expected tokens, seconds of a step, and tokens per s over plain's."""
