@@ -286,7 +286,8 @@ def _serve(end: socket.socket, exact: DraftNet, quick: DraftNet) -> None:
         except (EOFError, ConnectionError):
             return
         if what == _Ask.KEEP:
-            exact.keep(*np.split(numbers, 2))
+            sources, targets = np.split(numbers, 2)
+            exact.keep(sources.tolist(), targets.tolist())
         elif what == _Ask.READ:
             start, length = numbers[:2].tolist()
             exact.read(numbers[2 : 2 + length].tolist(), start, numbers[2 + length :].tolist())
