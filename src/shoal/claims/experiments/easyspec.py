@@ -207,10 +207,11 @@ class EasySpecClaim:
             f"by groups of {size}, {first['stale']:.3f} with stale keys and values kept; in one "
             f"process a pass takes {one['baseline_us']:.0f} us and {one['method_us']:.0f} us by "
             f"groups, of which reading the weights alone is {one['reading_us']:.0f} us: calls of "
-            f"kernels, which groups save, are little of it, and answers are {one['end_to_end']:.3f} "
-            f"times as fast; on two ranks it takes {two['baseline_us']:.0f} us and "
-            f"{two['method_us']:.0f} us, where groups save meetings: both are slower there than in "
-            "one process, for this draft lies in the caches of one core"
+            "kernels, which groups save, are little of it, and answers are "
+            f"{one['end_to_end']:.3f} times as fast; on two ranks it takes "
+            f"{two['baseline_us']:.0f} us and {two['method_us']:.0f} us, where groups "
+            "save meetings; both are slower there than in one process, for this draft lies in the "
+            "caches of one core"
         )
         bounds = {**found[best].bounds, "recovered": 1.0}
         return Samples(metrics=metrics, details=details, profile=profile, bounds=bounds)
