@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 
-def passes(comm, *, path, groups, full):
+def passes(comm, *, path, groups):
+    """The same with attention alone stale, and with feed-forward layers too."""
+    return [_passes(comm, path, tuple(groups), full) for full in (False, True)]
+
+
+def _passes(comm, path, groups, full):
     """The farthest that scores of recorded passes are from those of others, and the recordings."""
     import torch
 
@@ -17,7 +22,7 @@ def passes(comm, *, path, groups, full):
     told["speculative"] = {"name": "draft_model", "path": path}
     job = ServeJob.model_validate(told)
     part = part_of(path, job, 128, torch.bfloat16, comm.rank, comm.world)
-    net = ranked(part, comm, 128, groups=tuple(groups), full=full)
+    net = ranked(part, comm, 128, groups=groups, full=full)
     if net.recorded is None:
         return None
     zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)

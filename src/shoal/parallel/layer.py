@@ -166,8 +166,8 @@ def _keep(
         weight = weight[:, columns]
     linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
     linear.out_features, linear.in_features = weight.shape
-    keeps = bias and had is not None
-    linear.register_parameter("bias", nn.Parameter(had, requires_grad=False) if keeps else None)
+    kept = None if had is None or not bias else nn.Parameter(had.detach(), requires_grad=False)
+    linear.register_parameter("bias", kept)
 
 
 class LayerRanks:
