@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EasySpecClaim"]
 
-_PLAIN_DRAFT = "the same draft, layer by layer, on the same ranks"
+_PLAIN_DRAFT = "the same draft, layer by layer"
 
 
 @part
