@@ -212,6 +212,19 @@ def test_ranks_guess_what_one_process_does(deep, serve_all, by_ranks):
     assert time.monotonic() - began < 2
 
 
+@pytest.mark.slow
+def test_recorded_passes_by_ranks(deep):
+    from shoal.parallel.processes import run_processes
+
+    target = f"{Path(__file__).parent / 'ranked_passes.py'}:passes"
+    told = {"path": str(deep[1]), "groups": [1, 3, 3, 1]}
+    for first, second in zip(*run_processes(target, 2, told), strict=True):
+        if first is None:
+            pytest.skip("no kernel of this machine can be recorded")
+        assert first["far"] < 0.05
+        assert first["played"] == second["played"] == (not first["reasons"])
+
+
 def test_what_ranks_are_told_comes_back():
     from shoal.serve.decode.captured import Branch
     from shoal.serve.decode.ranked_worker import _pack, _unpack

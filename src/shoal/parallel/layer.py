@@ -157,15 +157,17 @@ def _keep(
     columns: Tensor | None = None,
     bias: bool = True,
 ) -> None:
-    weight, had = linear.weight.detach(), linear.bias
+    weight = linear.weight.detach()
+    had: Tensor | None = linear.bias
     if rows is not None:
         weight = weight[rows]
-        had = None if had is None else nn.Parameter(had.detach()[rows], requires_grad=False)
+        had = None if had is None else had.detach()[rows]
     if columns is not None:
         weight = weight[:, columns]
     linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
     linear.out_features, linear.in_features = weight.shape
-    linear.bias = had if bias else None
+    kept = None if had is None or not bias else nn.Parameter(had.detach(), requires_grad=False)
+    linear.register_parameter("bias", kept)
 
 
 class LayerRanks:

@@ -5,11 +5,11 @@ Source: Ma et al., dInfer: An Efficient Inference Framework for Diffusion Langua
 Problems with one right answer each (sorting, sums with carries, JSON), of seeds that the model was
 not trained on, one after the other. The arms are the same model under other parts: one token an
 iteration without a cache; the recipe of Fast-dLLM, a threshold of 0.9 with a dual cache; and the
-whole recipe, whose smoothing is the lighter that was best on problems of another seed. They take turns problem by problem. Tokens are those of
-answers, their end included, and not what fills a block behind it. The A/A run puts one token an
-iteration in the place of the recipe. Told beside them are the recipe's other policy and what is
-left of it without smoothing, and an autoregressive model of the same shape, trained on the same
-problems for as many tokens.
+whole recipe, with a lighter smoothing, chosen on problems of another seed. They take turns problem
+by problem. Tokens are those of answers, their end included, and not what fills a block behind it.
+The A/A run puts one token an iteration in the place of the recipe. Told beside them are the paper's
+smoothing, the recipe without any, its other policy, and an autoregressive model of the same shape,
+trained on the same problems for as many tokens.
 
 The quick run needs no trained model: a fresh one, and what can be counted with it. Answers of a
 batch are those of single requests, and one token an iteration is the published order.
@@ -174,7 +174,7 @@ class DInfer:
         ),
         Attempt(
             metric="tokens_a_pass_over_fast",
-            tried="the same with a model of 8 M tokens, which learned no sums and is never in doubt",
+            tried="the same with a model that learned no sums, in 8 M tokens of training",
             value=0.792,
         ),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from shoal.core.random import generator
 
 if TYPE_CHECKING:
     from shoal.claims.bench.decode import Answer, Bench
+    from shoal.parallel.layer import Share
     from shoal.parallel.protocols import Comm
     from shoal.serve.decode.draft_net import DraftNet
 
@@ -69,12 +71,12 @@ def passes(
     told, limit = parse(ServeJob, job, where="job"), 512
     nets = {}
     for name, grouped in (("method", max(groups) > 1), ("baseline", False)):
-        share = "layers" if grouped else "heads"
+        share: Share = "layers" if grouped else "heads"
         part = part_of(path, told, limit, torch.bfloat16, comm.rank, comm.world, share)
         chosen = tuple(groups) if grouped else None
         nets[name] = ranked(part, comm, limit, share, chosen, full=full and grouped)
     timed = interleave(
-        {name: lambda net=net: repeated(net) for name, net in nets.items()},
+        {name: functools.partial(repeated, net) for name, net in nets.items()},
         pairs,
         warmup=3,
         seed=seed,

@@ -117,7 +117,7 @@ class FuzzyModel:
             stacked = self._stacked.get(layers[0])
             if stacked is not None:
                 x_ND, seen_NnE = self._fused(stacked, layers, x_ND, branch_ND, turn, mixer)
-                seen = seen_NnE.unbind(1)
+                seen = list(seen_NnE.unbind(1))
             else:
                 x_ND, seen = self._seen(layers, x_ND, branch_ND, turn, mixer)
             if not self._full:

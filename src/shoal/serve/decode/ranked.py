@@ -129,8 +129,9 @@ class RankedRecordings(Recordings):
             if then is None:
                 break
             meet(model.comm, then)
-        hidden, result = found[0]
-        assert isinstance(hidden, Tensor) and isinstance(result, Tensor)
+        last = found[0]
+        assert not isinstance(last, Exchange)
+        hidden, result = last
         recording.hidden = hidden
         if not self._all(not reason):
             self.reasons[key] = reason or "a kernel of another rank"

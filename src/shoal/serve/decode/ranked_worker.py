@@ -15,15 +15,18 @@ import itertools
 import json
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shoal.core.config import parse
@@ -94,10 +97,6 @@ class Team:
     """
 
     def __init__(self, told: dict[str, Any], world: int, cores: Sequence[int] = ()) -> None:
-        import weakref
-
-        import torch.distributed as dist
-
         if world > 1 and dist.is_initialized():
             raise ServeError(
                 "speculative.easyspec.realise = ranks: this process already is a rank of others; "
@@ -115,8 +114,6 @@ class Team:
                          "rendezvous": self._rendezvous})  # fmt: skip
 
     def _start(self, told: dict[str, Any]) -> None:
-        import subprocess
-
         own, theirs = socket.socketpair()
         self._ends.append(own)
         command = [sys.executable, "-m", "shoal.serve.decode.ranked_worker"]
@@ -154,7 +151,10 @@ class Team:
         for end in self._ends:
             end.sendall(_READY)
         with self._alive():
-            return _join(0, self.world, self._rendezvous)
+            try:
+                return _join(0, self.world, self._rendezvous)
+            except RuntimeError as cause:
+                raise EOFError(str(cause)) from cause
 
     @contextlib.contextmanager
     def asked(self, what: int, numbers: Sequence[int]) -> Any:
@@ -201,10 +201,6 @@ def _join(rank: int, world: int, rendezvous: str) -> TorchComm:
 
 def _close(ends: list[socket.socket], processes: list[Any], folder: Any) -> None:
     """Hang up; the ranks leave by themselves, or are ended."""
-    import subprocess
-
-    import torch.distributed as dist
-
     for end in ends:
         end.close()
     for process in processes:
@@ -286,7 +282,8 @@ def _serve(end: socket.socket, exact: DraftNet, quick: DraftNet) -> None:
         except (EOFError, ConnectionError):
             return
         if what == _Ask.KEEP:
-            exact.keep(*np.split(numbers, 2))
+            sources, targets = np.split(numbers, 2)
+            exact.keep(sources.tolist(), targets.tolist())
         elif what == _Ask.READ:
             start, length = numbers[:2].tolist()
             exact.read(numbers[2 : 2 + length].tolist(), start, numbers[2 + length :].tolist())

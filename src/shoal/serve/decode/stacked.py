@@ -74,7 +74,7 @@ def _folded(norm: RMSNorm, linear: nn.Linear) -> Tensor:
 
 def _summed(linears: Sequence[nn.Linear]) -> nn.Linear:
     """The sum of what several give, each of its own input; these lie one behind the other."""
-    biases = [one.bias for one in linears]
+    biases: list[Tensor] = [one.bias for one in linears]
     return _linear(
         torch.cat([one.weight for one in linears], 1),
         torch.stack(biases).sum(0) if biases[0] is not None else None,
