@@ -46,11 +46,15 @@ def together(x: Tensor, ranks: int) -> Tensor:
     return x[: len(x) // ranks]
 
 
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    return x.reshape(ranks, len(x) // ranks, *x.shape[1:])
+
+
 def own(x: Tensor, ranks: int, groups: Sequence[int]) -> Tensor:
     """Of each rank's projection [R * B, ..., rows] its own rows of every group, [B, ..., rows]."""
     if ranks == 1:
         return x
-    streams = x.unflatten(0, (ranks, -1)).split(list(groups), -1)
+    streams = torch.split(_by_rank(x, ranks), list(groups), -1)
     parts = [group[rank].chunk(ranks, -1)[rank] for group in streams for rank in range(ranks)]
     return torch.cat(parts, -1)
 
@@ -69,8 +73,7 @@ def averaged(ranks: int) -> Join:
     """The sum on one device, which has all streams."""
 
     def join(x: Tensor, output: Tensor, last: bool) -> Tensor:
-        both = (x / ranks + output).unflatten(0, (ranks, -1))
-        return apart(both.sum(0), ranks)
+        return apart(_by_rank(x / ranks + output, ranks).sum(0), ranks)
 
     return join
 
@@ -126,7 +129,7 @@ def through(
         seen = block.attention.flat(block.attention_norm(x), turn, mixer)
         if block is blocks[-1] and rows_R is not None:
             seen = seen[rows_R]
-            x = x.unflatten(0, (ranks, -1))[:, rows_R].flatten(0, 1)
+            x = _by_rank(x, ranks)[:, rows_R].flatten(0, 1)
             if not len(rows_R):
                 return x, x
         x = _added(block, 0, x, block.attention.o_proj(shared(seen, ranks)), add)

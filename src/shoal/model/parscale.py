@@ -231,14 +231,14 @@ def _some(
         as_tuple=True
     )
 
-    def mixed(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mixed(layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
         def beside(x: Tensor) -> Tensor:
             out = x.new_zeros(total, num, *x.shape[1:])
             out[tokens, streams] = x
             return out.flatten(1, 2)
 
-        seen = mixer(layer, beside(q), beside(k), beside(v))
-        return seen.view(total, num, *q.shape[1:])[tokens, streams]
+        seen = mixer(layer, beside(q_NHd), beside(k_NKd), beside(v_NKd))
+        return seen.reshape(total, num, *q_NHd.shape[1:])[tokens, streams]
 
     wanted = torch.arange(total, device=x_ND.device) if rows_R is None else rows_R
     place = torch.full((total,), -1, device=x_ND.device)

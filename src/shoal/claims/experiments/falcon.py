@@ -54,7 +54,6 @@ class FalconClaim:
         rounds: times that all are continued.
         new: tokens of an answer.
         nodes: of the trees by which accepted lengths are compared.
-        weights: format of the nets' matrices, where answers are timed.
         exact_texts: prompts whose tokens are compared in fp64.
         threads: that compute; 0 for all cores.
     """
@@ -67,7 +66,6 @@ class FalconClaim:
     rounds: int = 5
     new: int = 96
     nodes: int = 16
-    weights: str = "plain"
     exact_texts: int = 4
     threads: int = 0
 
@@ -140,7 +138,7 @@ class FalconClaim:
             gains.append(right[0] - right[1])
         metrics["second_token_gain"] = Paired(method=tuple(gains))
         # As many passes as pay; where lengths are compared, as many as the trees are judged for.
-        falcon = {"name": "falcon", "path": str(self._net(context)), "weights": self.weights}
+        falcon = {"name": "falcon", "path": str(self._net(context))}
         one_a_pass = {**falcon, "path": str(single)}
         method = one_a_pass if as_baseline else falcon
         passes = self.k * self.forwards if as_baseline else self.forwards

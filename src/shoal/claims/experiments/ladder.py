@@ -18,6 +18,7 @@ Inference with Communication Overlapping, 2025.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -235,8 +236,8 @@ class LadderClaim:
     ) -> None:
         from shoal.claims.experiments.ladder_ranks import Decoding
 
-        def timed(*names: str, rounds: int = 5) -> dict[str, tuple[float, ...]]:
-            arms = {name: lambda name=name: runs.run(name) for name in names}  # type: ignore[misc]
+        def timed(*names: str, rounds: int = 5) -> Mapping[str, tuple[float, ...]]:
+            arms = {name: lambda name=name: runs.run(name) for name in names}
             return interleave(arms, rounds, seed=context.seed).seconds
 
         context.progress("decoding", 0.85)
