@@ -39,12 +39,12 @@ def routed(random_model):
     return make
 
 
-def asked(*shares, tokens=24):
+def asked(*shares, tokens=24, prompt_tokens=40, **sampling):
     source = generator(3, purpose="prompts")
     requests = []
     for number, share in enumerate(shares):
-        prompt = source.integers(0, 160, 40).tolist()
-        params = SamplingParams(max_tokens=tokens, compute=share)
+        prompt = source.integers(0, 160, prompt_tokens).tolist()
+        params = SamplingParams(max_tokens=tokens, compute=share, **sampling)
         requests.append(Request(f"r{number}", prompt, len(prompt), params))
     return requests
 
@@ -100,7 +100,10 @@ class Meter:
 def test_computation_follows_it(share, router, routed, engine_for):
     model = routed(router)
     with Meter(model) as meter:
-        answers(engine_for(model), asked(share, share))
+        # Of a prompt's tokens the last layer computes one, so most tokens are new ones here; drawn,
+        # they are spread as the tokens on which shares were measured.
+        more = {"tokens": 100, "prompt_tokens": 2, "temperature": 1.5}
+        answers(engine_for(model), asked(share, share, **more))
     assert meter.share == pytest.approx(share, abs=0.1 if share < 1 else 0)
 
 
