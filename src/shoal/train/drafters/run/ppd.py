@@ -33,8 +33,11 @@ class _Context(KVCache):
     def __init__(self, text: KVCache) -> None:
         self._text = text
 
-    def append(self, layer: int, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor]:
+    def append(
+        self, layer: int, k_BTKd: Tensor, v_BTKd: Tensor, prefix_2PMKd: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """All keys and values of one layer."""
+        assert prefix_2PMKd is None  # targets with streams are refused
         keys, values = self._text.held(layer)
         return torch.cat((keys, k_BTKd), 1), torch.cat((values, v_BTKd), 1)
 

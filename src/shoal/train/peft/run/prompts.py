@@ -232,8 +232,11 @@ class _Keeping(KVCache):
         self.length = 0
         self._kept = kept
 
-    def append(self, layer: int, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor]:
+    def append(
+        self, layer: int, k_BTKd: Tensor, v_BTKd: Tensor, prefix_2PMKd: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Keep keys and values of a layer; they are all there are."""
+        assert prefix_2PMKd is None  # models with streams are refused
         self._kept[layer] = k_BTKd[0], v_BTKd[0]
         return k_BTKd, v_BTKd
 
