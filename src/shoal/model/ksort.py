@@ -49,6 +49,7 @@ class SortedAttention(Attention):
         self.qkv_proj, self.o_proj = attention.qkv_proj, attention.o_proj
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         self.prefix, self.causal = attention.prefix, attention.causal
+        self.apart, self.streams = attention.apart, attention.streams
         # Of every head that is rotated: queries, then keys.
         owner = torch.arange(self.num_heads) // (self.num_heads // self.num_kv_heads)
         of_head = torch.cat([owner, torch.arange(self.num_kv_heads)]).to(channel_Kd.device)
