@@ -67,7 +67,7 @@ void cell(const T* into, int64_t into_apart, const T* onto, const float* before,
 // them side by side. `dh` is what comes of the next step, or missing; `dcell` goes on to the step
 // before.
 template <class T>
-void back(const T* gates, int64_t apart, const float* before, const float* after, const T* dout,
+void back(const T* gates, int64_t apart, const float* before, const float* after, const T* grad_out,
           int64_t dout_apart, const T* dh, float* dcell, T* dgates, T* side, int64_t rows,
           int64_t width) {
   const __m512 one = _mm512_set1_ps(1.0f);
@@ -79,7 +79,7 @@ void back(const T* gates, int64_t apart, const float* before, const float* after
       const __m512 start = sixteen(from, some), keep = sixteen(from + width, some);
       const __m512 give = sixteen(from + 2 * width, some), fresh = sixteen(from + 3 * width, some);
       const __m512 said = tanh_ps(sixteen(after + r * width + i, some));
-      __m512 d = sixteen(dout + r * dout_apart + i, some);
+      __m512 d = sixteen(grad_out + r * dout_apart + i, some);
       if (dh) d = _mm512_add_ps(d, sixteen(dh + r * width + i, some));
       // x (1 - x) and 1 - x x
       const auto slope = [&](__m512 x) { return _mm512_fnmadd_ps(x, x, x); };
@@ -110,10 +110,10 @@ void back(const T* gates, int64_t apart, const float* before, const float* after
     cell<T>(into, into_apart, onto, before, after, h, out, out_apart, gates, rows, width);        \
   }                                                                                               \
   extern "C" void lstm_back_##NAME(const T* gates, int64_t apart, const float* before,            \
-                                   const float* after, const T* dout, int64_t dout_apart,         \
+                                   const float* after, const T* grad_out, int64_t dout_apart,         \
                                    const T* dh, float* dcell, T* dgates, T* side, int64_t rows,   \
                                    int64_t width) {                                               \
-    back<T>(gates, apart, before, after, dout, dout_apart, dh, dcell, dgates, side, rows, width); \
+    back<T>(gates, apart, before, after, grad_out, dout_apart, dh, dcell, dgates, side, rows, width); \
   }
 SHOAL_LSTM(fp32, float)
 SHOAL_LSTM(bf16, uint16_t)
