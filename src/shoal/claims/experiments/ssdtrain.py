@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["SSDTrainClaim"]
 
 _WARM = 3
-# Peaks of a quick run beside the first, on a machine that has other work.
-_AGAIN = 2
 _VOCABULARY = 256
 
 
@@ -126,13 +124,6 @@ class SSDTrainClaim:
         context.progress("counting", 0.2)
         peaks = {name: way.peak() for name, way in ways.items()}
         mine = method.peak()
-        # What others do on this machine keeps writes waiting and lets more stay, no less.
-        for _ in range(_AGAIN if quick and not as_baseline else 0):
-            again = self._way(context, "ssdtrain")
-            for _ in range(_WARM):
-                again.step()
-            mine = min(mine, again.peak())
-            _close({"again": again})
         wrong = sum(
             not _equal(a.grad, b.grad)
             for a, b in zip(method.model.parameters(), ways["keep"].model.parameters(), strict=True)
