@@ -164,6 +164,14 @@ class TensorCache:
         """Around the forward and backward passes of a step: the cache itself."""
         return self
 
+    def written(self) -> None:
+        """Wait until what was saved so far is on the disk, and let go of it."""
+        for entry in self._going:
+            assert entry.ticket is not None
+            with contextlib.suppress(ShoalError):  # told below
+                entry.ticket.wait()
+        self._reap()
+
     def microbatch(self, number: int) -> None:
         """What is saved from now on is of this micro-batch, which has a record of its own.
 

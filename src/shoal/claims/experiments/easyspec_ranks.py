@@ -117,7 +117,6 @@ def answers_in_turn(
     *,
     rounds: int,
     seed: int,
-    own_core: bool = False,
 ) -> dict[str, list[list[Answer]]]:
     """Answers with the draft by groups and with the same draft layer by layer, in turn.
 
@@ -130,7 +129,6 @@ def answers_in_turn(
         new_tokens: of each answer.
         rounds: times that all are answered.
         seed: of the order.
-        own_core: hold this process to the first core meanwhile; another rank has the last.
 
     Returns:
         ``method`` and ``baseline`` -> round -> answers.
@@ -152,10 +150,7 @@ def answers_in_turn(
         runner.drafter, engine.scheduler.drafting = drafters[which]
         return bench.answer(name, [prompt], new_tokens)
 
-    cores = os.sched_getaffinity(0)
     found: dict[str, list[list[Answer]]] = {which: [] for which in drafters}
-    if own_core:
-        os.sched_setaffinity(0, {min(cores)})
     try:
         for which in drafters:  # kernels are prepared and passes recorded before anything is timed
             for prompt in prompts[:3]:
@@ -170,5 +165,4 @@ def answers_in_turn(
                     found[which][turn].append(answer(which, prompt))
     finally:
         runner.drafter, engine.scheduler.drafting = grouped, decides
-        os.sched_setaffinity(0, cores)
     return found

@@ -12,6 +12,7 @@ run keeps.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from shoal.core.parts import part
 
 if TYPE_CHECKING:
     from shoal.claims.bench.activations import Way
+    from shoal.memory.cache import TensorCache
 
 __all__ = ["SSDTrainClaim"]
 
@@ -115,7 +117,10 @@ class SSDTrainClaim:
             torch.set_num_threads(threads)
 
     def _run(self, context: Context, quick: bool, as_baseline: bool) -> Samples:
-        ways = {name: self._way(context, name) for name in ("keep", "recompute", "ssdtrain")}
+        ways = {
+            name: self._way(context, name, waits=quick)
+            for name in ("keep", "recompute", "ssdtrain")
+        }
         method = ways["keep" if as_baseline else "ssdtrain"]
         context.progress("warming up", 0.05)
         for way in ways.values():
@@ -176,7 +181,7 @@ class SSDTrainClaim:
             details=details,
         )
 
-    def _way(self, context: Context, name: str) -> Way:
+    def _way(self, context: Context, name: str, *, waits: bool = False) -> Way:
         from shoal.claims.bench.activations import way
         from shoal.memory.ssdtrain import SSDTrain
         from shoal.model.config import ModelConfig
@@ -192,8 +197,16 @@ class SSDTrainClaim:
             head_dim=64,
             max_position=self.length,
         )
-        disk = SSDTrain(path=str(context.work_dir))
-        return way(name, config, self.sequences, self.length, disk, context.seed)
+        disk = SSDTrain(path=str(context.work_dir), adaptive=not waits)
+        made = way(name, config, self.sequences, self.length, disk, context.seed)
+        if waits and made.cache is not None:
+            for block in made.model.blocks:
+                block.register_forward_hook(functools.partial(_written, made.cache))
+        return made
+
+
+def _written(cache: TensorCache, *_: Any) -> None:
+    cache.written()
 
 
 def _close(ways: dict[str, Way]) -> None:
