@@ -294,7 +294,8 @@ class Attention(nn.Module):
         length = x_BTD.shape[1]
         q, k, v = self._project(x_BTD, cos, sin)
         prefix: Tensor | None = None
-        if self.prefix is not None and self.streams > 1:
+        # A cache that has tokens has the prefix, too.
+        if self.streams > 1 and self.prefix is not None and not (cache and cache.length):
             prefix = self.prefix[:, : self.streams]
         if cache is not None:
             k, v = cache.append(self.layer, k, v, prefix)
