@@ -66,10 +66,7 @@ _TRIED: tuple[tuple[str, dict[str, float]], ...] = (
         "the same, prefixes begin as texts",
         {"loss_2": 0.9984, "loss_4_of_2": 0.9986, "loss_4": 0.9970},
     ),
-    (
-        "the same, another seed",
-        {"loss_2": 0.9959, "loss_4_of_2": 1.0002, "loss_4": 0.9961},
-    ),
+    ("the same, another seed", {"loss_2": 0.9959, "loss_4_of_2": 1.0002, "loss_4": 0.9961}),
     ("the same, as fast as the weights", {"loss_2": 0.9988}),
     ("the same, 20 times as fast as the weights", {"loss_2": 0.9987}),
     (
