@@ -45,7 +45,7 @@ __all__ = ["ParScaleClaim"]
 
 _STREAMS = (1, 2, 4)
 _PAPER_K = {"stack": 0.39, "pile": 0.33}
-# Losses of two stages are of one seed.
+# Losses of two stages are of one seed; but for the other seed, the second warmed up in 10 steps.
 _TRIED: tuple[tuple[str, dict[str, float]], ...] = (
     (
         "streams from the first step on, prefixes drawn, 3 seeds",
