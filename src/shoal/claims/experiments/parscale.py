@@ -384,6 +384,7 @@ class ParScaleClaim:
 
         Returns seconds of a token.
         """
+        context.progress("decoding", 0.95)
         width = self.hidden * math.sqrt(grown)
         below, share = 32 * int(width // 32), width % 32 / 32
         arms = {
