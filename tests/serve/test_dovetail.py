@@ -24,7 +24,8 @@ from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.fusion import FusionDrafter  # noqa: E402
 from shoal.plan.trees.drafting import Always  # noqa: E402
 from shoal.serve.build import engine_of  # noqa: E402
-from shoal.serve.decode.dovetail_worker import FeatureTrees  # noqa: E402
+from shoal.serve.decode.dovetail_trees import FeatureTrees, tree_room  # noqa: E402
+from shoal.serve.decode.fusion_net import PlainFusion  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +105,12 @@ class Line:
         model, _, _, net = served
         options = {"depth": 3, "breadth": 2, "limit": 200, **options}
         self.model = model
-        weight = model.embed.weight
         self.net = net.to(torch.float64)
-        self.trees = FeatureTrees(self.net, weight, model.output_weight, **options)
+        room = options["limit"] + tree_room(options["depth"], options["breadth"])
+        plain = PlainFusion(
+            self.net, model.embed.weight, model.output_weight, count=options["breadth"], room=room
+        )
+        self.trees = FeatureTrees(plain, **options)
 
     def tell(self, tokens, root=None, start=0):
         with torch.inference_mode():
@@ -156,11 +160,11 @@ def test_what_was_drafted_ahead_is_used_where_the_target_agrees(served):
     first = line.trees.tree(1, 21, 10)
     line.trees.on(1, lambda: False)
     state = line.trees._states[1]
-    assert state.cache.length == 20
+    assert state.held.length == 20
     assumed = state.ahead.tokens
     passes = []
-    inner = line.trees._pass
-    line.trees._pass = lambda *args: passes.append(1) or inner(*args)
+    inner = line.trees.net.read
+    line.trees.net.read = lambda *args: passes.append(1) or inner(*args)
     line.tell([*tokens, 42, *assumed[:-1]], root=assumed[-1], start=20)
     assert line.trees.tree(1, 21 + len(assumed), 10).tokens[0] == assumed[-1]
     assert not passes  # it was there

@@ -49,6 +49,8 @@ class Dovetail:
         overlap: let it go on from its own best path while the target verifies.
         link_s: s that each message is held up, to emulate a slower way.
         link_bytes_per_s: bandwidth of that way; 0 leaves messages as fast as they are.
+        weights: format of the drafter's matrices, such as int8-g64, where it is computed by the
+            kernels of inference; a coarser one guesses a little worse, and changes no token.
         accept: which guesses hold.
     """
 
@@ -62,6 +64,7 @@ class Dovetail:
     overlap: bool = False
     link_s: float = 0.0
     link_bytes_per_s: float = 0.0
+    weights: str = "plain"
     accept: Annotated[Choice, PartKind("accept")] = Choice(name="sample_match")
 
     def __post_init__(self) -> None:
@@ -102,15 +105,25 @@ class Dovetail:
         """
         from pathlib import Path
 
+        import torch
+
+        from shoal.serve.decode.dovetail_trees import tree_room
+        from shoal.serve.decode.fast_dovetail import fits
+        from shoal.serve.decode.taped_dovetail import kept_places
         from shoal.serve.decode.trained import stored
 
         config, state = stored("dovetail", Path(self.path), job)
         target, limit = model.config, job.max_position or model.config.max_position
-        itemsize = model.weight.element_size()
+        dtype, itemsize = model.weight.dtype, model.weight.element_size()
         layers = int(config.options.get("layers", 1))
-        copies = (1 if target.tied else 2) * target.vocab_size * target.hidden
-        kept = 2 * layers * limit * target.num_kv_heads * target.head_dim
-        nbytes = itemsize * (sum(one.numel() for one in state.values()) + copies + kept)
+        place = 2 * layers * target.num_kv_heads * target.head_dim
+        longest = limit + tree_room(self.depth, self.breadth)
+        words, net = target.vocab_size * target.hidden, sum(one.numel() for one in state.values())
+        # Kernels of inference want the head in an order of their own, and the gate by tokens.
+        nbytes = itemsize * (net + (1 if target.tied else 2) * words + place * longest)
+        quick = itemsize * (net + 3 * words + place * kept_places(job, longest))
+        fast = fits(target, dtype, torch.device(self.draft_device))
+        fast = fast and not job.exact and (not self.memory_cap or quick <= self.memory_cap)
         if self.memory_cap and nbytes > self.memory_cap:
             raise ConfigError(
                 f"speculative.dovetail.memory_cap = {self.memory_cap}: the drafter with {layers} "
@@ -120,7 +133,7 @@ class Dovetail:
         told = {
             "path": str(Path(self.path).resolve()),
             "model": str(Path(job.model).resolve()),
-            "dtype": str(model.weight.dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
             "itemsize": itemsize,
             "hidden": target.hidden,
             "device": self.draft_device,
@@ -128,10 +141,13 @@ class Dovetail:
             "breadth": self.breadth,
             "limit": limit,
             "overlap": self.overlap,
+            "fast": fast,
+            "weights": self.weights,
+            "job": job.model_dump(mode="json"),
             "cores": list(self.cores),
             "link": [self.link_bytes_per_s, self.link_s] if self.link_bytes_per_s else None,
         }
-        return DovetailDrafter(told, self.nodes, nbytes)
+        return DovetailDrafter(told, self.nodes, quick if fast else nbytes)
 
 
 @dataclass
