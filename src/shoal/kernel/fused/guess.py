@@ -62,7 +62,7 @@ def best(logits_RV: Tensor, tokens_RK: Tensor, values_RK: Tensor) -> None:
 
 def best_reference(logits_RV: Tensor, tokens_RK: Tensor, values_RK: Tensor) -> None:
     """The same by operators of PyTorch."""
-    found = logits_RV.float().log_softmax(-1).sort(-1, descending=True, stable=True)
+    found = logits_RV.float().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
     count = tokens_RK.shape[1]
     tokens_RK.copy_(found.indices[:, :count])
     values_RK.copy_(found.values[:, :count])

@@ -10,7 +10,8 @@ Source: Zhang et al., Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+import statistics
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -30,6 +31,8 @@ __all__ = ["Dovetail", "DovetailDrafter"]
 
 # How long a drafter may take to say that it is ready.
 _START_S = 60.0
+# Trees whose times are remembered.
+_REMEMBERED = 256
 # How long its exit code is waited for once its end is closed.
 _EXIT_S = 1.5
 
@@ -174,6 +177,8 @@ class DovetailDrafter:
         hidden: width of a hidden state.
         itemsize: bytes of one of its numbers.
         expected_bytes: that must have crossed the way by the formula.
+        drafts: passes and s of the drafter for each of the last trees, as it said; a tree that was
+            drafted ahead took none.
     """
 
     needs: ClassVar[Needs] = "all"
@@ -187,13 +192,14 @@ class DovetailDrafter:
         import weakref
 
         from shoal.memory.mover import EmulatedLink
-        from shoal.serve.decode.dovetail_wire import HEAD_BYTES, Channel, Kind
+        from shoal.serve.decode.dovetail_wire import HEAD_BYTES, SPIN_S, Channel, Kind
         from shoal.serve.spinning import spin_briefly
 
         self._nodes, self._bytes = nodes, nbytes
         self.hidden, self.itemsize = told["hidden"], told["itemsize"]
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._numbers = 0
+        self.drafts: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         self.expected_bytes = HEAD_BYTES
         own, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name != "SHOAL_API_KEY"}
@@ -211,7 +217,7 @@ class DovetailDrafter:
         self._end = own
         self._closing = weakref.finalize(self, _close, own, self.process)
         link = EmulatedLink(*told["link"]) if told["link"] else None
-        self.channel = Channel(own, link)
+        self.channel = Channel(own, link, SPIN_S if told["cores"] else 0.0)
         own.settimeout(_START_S)
         with self._alive():
             head = self.channel.head()
@@ -322,11 +328,18 @@ class DovetailDrafter:
                 raise EOFError(f"a message of kind {head.kind} where a draft was due")
             if not head.b:
                 return None
+            self.drafts.append((head.c, 1e-6 * head.d))
             tokens = np.frombuffer(self.channel.body(4 * head.b), dtype=np.uint32)
             parents = np.frombuffer(self.channel.body(head.b), dtype=np.uint8)
         return TokenTree(
             np.array([request.tokens[-1], *tokens.tolist()]), branches((-1, *parents.tolist()))
         )
+
+    @property
+    def level_s(self) -> float:
+        """Median s of a level, of the trees of late; 0 before there was one."""
+        each = [seconds / passes for passes, seconds in self.drafts if passes]
+        return statistics.median(each) if each else 0.0
 
     @property
     def link_bytes(self) -> int:

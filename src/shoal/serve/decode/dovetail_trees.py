@@ -86,12 +86,13 @@ class FeatureTrees:
     Attributes:
         guessed: times that something was drafted ahead.
         right: those that the target agreed with.
+        passes: of the net.
     """
 
     def __init__(self, net: FusionNet, *, depth: int, breadth: int, limit: int) -> None:
         self.net, self._depth, self._breadth, self._limit = net, depth, breadth, limit
         self._states: OrderedDict[int, _State] = OrderedDict()
-        self.guessed = self.right = 0
+        self.guessed = self.right = self.passes = 0
 
     def certain(
         self, request: int, start: int, tokens: list[int], hidden_TD: Tensor, root: int | None
@@ -171,10 +172,12 @@ class FeatureTrees:
             stop = min(count, start + _PIECE)
             tokens = state.tokens[first + 1 + start : first + 1 + stop]
             places = range(first + start, first + stop)
-            read = self.net.read(
-                state.held, Rows(features_TD[start:stop], tokens, places, last=True)
-            )
-            state.last = _kept(read)
+            rows = Rows(features_TD[start:stop], tokens, places, last=True)
+            state.last = _kept(self._pass(state.held, rows))
+
+    def _pass(self, held: Held, rows: Rows) -> Further:
+        self.passes += 1
+        return self.net.read(held, rows)
 
     def _begin(self, root: int, last: Further, base: int, nodes: int) -> _Grown:
         """A tree of one level behind a root, whose feature the net has made."""
@@ -203,7 +206,7 @@ class FeatureTrees:
             held.length = grown.base + grown.rows - 1
             places = [grown.base - 1 + grown.levels] * len(tokens)
             behind = grown.features[growing.above()]
-            made = self.net.read(held, Rows(behind, tokens, places, seen, grown.base))
+            made = self._pass(held, Rows(behind, tokens, places, seen, grown.base))
             rows = grown.rows + len(tokens)
             grown.features[grown.rows : rows] = made.features
             growing.add(made.tokens, made.values)
@@ -221,11 +224,11 @@ class FeatureTrees:
         self.guessed += 1
         behind = grown.features[[growing.computed[growing.parent[row]] for row in rows]]
         places = range(base, base + len(tokens))
-        made = _kept(self.net.read(held, Rows(behind, tokens, places, last=True)))
+        made = _kept(self._pass(held, Rows(behind, tokens, places, last=True)))
         found = None
         if not stop():
             root = int(made.tokens[0, 0])
-            made = self.net.read(held, Rows(made.features, [root], [held.length], last=True))
+            made = self._pass(held, Rows(made.features, [root], [held.length], last=True))
             further = self._begin(root, made, held.length, grown.nodes)
             self._grow(held, further, stop)
             found = _Ahead([*tokens, root], further)

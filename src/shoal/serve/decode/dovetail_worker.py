@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from shoal.model.drafters import files
 from shoal.model.drafters.fusion import FusionDrafter
 from shoal.model.parameters import Parameters
 from shoal.serve.decode.dovetail_trees import FeatureTrees, tree_room
-from shoal.serve.decode.dovetail_wire import Channel, Head, Kind
+from shoal.serve.decode.dovetail_wire import SPIN_S, Channel, Head, Kind
 from shoal.serve.decode.fusion_net import FusionNet, PlainFusion
 from shoal.serve.decode.taped_dovetail import fast_net
 
@@ -64,17 +64,14 @@ def load_trees(told: dict[str, Any]) -> FeatureTrees:
     return FeatureTrees(ready, depth=depth, breadth=breadth, limit=limit)
 
 
-def _serve(channel: Channel, end: socket.socket, trees: FeatureTrees, told: dict[str, Any]) -> None:
+def _serve(channel: Channel, trees: FeatureTrees, told: dict[str, Any]) -> None:
     """Answer until the verifier is gone."""
     dtype, hidden, item = getattr(torch, told["dtype"]), told["hidden"], told["itemsize"]
 
-    def wanted() -> bool:
-        return bool(select.select([end], [], [], 0)[0])
-
     drafted: list[int] = []
     while True:
-        if drafted and told["overlap"] and not wanted():
-            trees.on(drafted.pop(), wanted)
+        if drafted and told["overlap"] and not channel.waiting:
+            trees.on(drafted.pop(), lambda: channel.waiting)
             continue
         head = channel.head()
         if head.kind == Kind.VERDICT:
@@ -85,13 +82,15 @@ def _serve(channel: Channel, end: socket.socket, trees: FeatureTrees, told: dict
         elif head.kind == Kind.DROP:
             trees.drop(head.a)
         elif head.kind == Kind.ASK:
+            began, before = time.perf_counter(), trees.passes
             tree = trees.tree(head.a, head.b, head.c)
             if tree is None:
                 channel.send(Head(Kind.DRAFT, head.a, 0))
                 continue
             body = tree.tokens[1:].astype(np.uint32).tobytes()
             body += np.array(tree.shape.parent[1:], dtype=np.uint8).tobytes()
-            channel.send(Head(Kind.DRAFT, head.a, tree.nodes), body)
+            took = min(int(1e6 * (time.perf_counter() - began)), 0xFFFFFFFF)
+            channel.send(Head(Kind.DRAFT, head.a, tree.nodes, trees.passes - before, took), body)
             drafted = [head.a]
 
 
@@ -107,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(max(1, len(told["cores"])))
     end = socket.socket(fileno=given.fd)
     link = EmulatedLink(*told["link"]) if told["link"] else None
-    channel = Channel(end, link)
+    channel = Channel(end, link, SPIN_S if told["cores"] else 0.0)
     try:
         trees = load_trees(told)
     except ShoalError as cause:
@@ -118,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     channel.send(Head(Kind.READY, nbytes & 0xFFFFFFFF, nbytes >> 32))
     with torch.inference_mode():
         try:
-            _serve(channel, end, trees, told)
+            _serve(channel, trees, told)
         except (EOFError, BrokenPipeError):
             return 0
     return 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.model.attention import KVCache
 from shoal.model.drafters.fusion import FusionDrafter
 
-__all__ = ["FusionNet", "Further", "Held", "PlainFusion", "Rows"]
+__all__ = ["Further", "FusionNet", "Held", "PlainFusion", "Rows"]
 
 
 class Held(Protocol):
@@ -71,8 +71,11 @@ class FusionNet(Protocol):
     """of a feature"""
     like: Tensor
     """of the type and on the device of features"""
-    nbytes: int
-    """of weights, copies, and what is kept beside requests"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and copies, and of a cache that requests share."""
+        ...
 
     def hold(self) -> Held:
         """What is kept of a new request: nothing yet."""

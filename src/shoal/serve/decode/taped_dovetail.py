@@ -89,7 +89,9 @@ class TapedFusion(PagedFusion):
                 return super().read(held, rows)
             found = known.found
         held.length += count
-        return Further(*(one[-1:] for one in found)) if rows.last else found
+        if not rows.last:
+            return found
+        return Further(found.features[-1:], found.tokens[-1:], found.values[-1:])
 
     def _record(self, count: int, features_TD: Tensor, branch: Branch) -> Further:
         """Compute a pass, and keep what was asked if that gives the same again."""
