@@ -163,7 +163,7 @@ class DovetailClaim:
             some = [asked[at] for at in places[:6]]
             context.progress("all trees and depths", 0.4)
             rates = sweep.rates(some, self.new_tokens)
-            planned = sweep.planned(self.link_s, self.link_bytes_per_s)
+            planned = sweep.planned(self.link_s, self.link_bytes_per_s, self.overlap)
             best = max(rates, key=rates.__getitem__)
             context.progress("answers in turn", 0.6)
             name = PLAIN if as_baseline else planned
