@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
@@ -82,6 +83,24 @@ def test_same_tokens_and_bytes_by_the_formula(served, engine, engine_for, serve_
         assert stats["draft_trees_total"] > 50
         width, tokens = served[0].config.hidden, sum(map(len, known.values()))
         assert drafter.link_bytes < 2 * tokens * (width * 8 + 4) + stats["draft_trees_total"] * 100
+
+
+@pytest.mark.slow
+def test_the_kernels_of_inference_guess_for_the_same_tokens(served, engine_for, serve_all):
+    asked, model = prompts(), copy.deepcopy(served[0]).to(torch.float32)
+    known = answers(serve_all, engine_for(copy.deepcopy(model)), asked)
+    for options in ({}, {"overlap": True, "weights": "int8-g32"}):
+        found = engine_of(job_of(served, depth=3, breadth=3, nodes=7, **options), model)[0]
+        found.scheduler.drafting = Always(7)
+        drafter = found.runner.drafter
+        try:
+            assert answers(serve_all, found, asked) == known
+            assert drafter.link_bytes == drafter.expected_bytes
+            assert found.stats()["draft_trees_total"] > 50
+            assert drafter.level_s > 0
+            assert max(passes for passes, _ in drafter.drafts) <= 4
+        finally:
+            drafter.close()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Dovetail's net by the kernels of inference: the same trees as operator by operator, and sooner."""
+"""Dovetail by the kernels of inference: the same trees as operator by operator, and sooner."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def told(tree):
 
 
 @fast
+@pytest.mark.slow
 @torch.inference_mode()
 def test_recorded_passes_give_the_bits_of_others_and_the_numbers_of_the_plain_net(model):
     taped, plain = fast_of(model), plain_of(model)
@@ -83,7 +84,7 @@ def test_recorded_passes_give_the_bits_of_others_and_the_numbers_of_the_plain_ne
     for net, held in holds:
         assert net.reserve(held, 60)
         net.read(held, Rows(features, list(range(30)), range(30), last=True))
-    for turn in range(4):
+    for _ in range(4):
         behind = torch.randn(3, taped.width, generator=source)
         rows = [
             Rows(behind, [5, 6, 7], [30, 30, 31], seen, 30),

@@ -82,6 +82,7 @@ class Heterogeneous:
         link_bytes_per_s: of the way between both.
         overlap: the drafter goes on from its best path while the target verifies. Where it was
             right, the next guesses take only what verifying them did not hide.
+        round_s: s of a round beside all of these, such as waking up and walking a tree.
         num_layers: of the target; 0 leaves it on the host whole.
         layer_bytes: of one of its layers.
         layer_s: s of a step of one of its layers on the small device.
@@ -94,6 +95,7 @@ class Heterogeneous:
     link_s: float
     link_bytes_per_s: float
     overlap: bool = False
+    round_s: float = 0.0
     num_layers: int = 0
     layer_bytes: int = 0
     layer_s: float = 0.0
@@ -101,7 +103,9 @@ class Heterogeneous:
     def __post_init__(self) -> None:
         require(self.link_bytes_per_s > 0, "link_bytes_per_s", self.link_bytes_per_s,
                 expected="above 0")  # fmt: skip
-        require(self.link_s >= 0, "link_s", self.link_s, expected="0 s or more")
+        for name in ("link_s", "round_s"):
+            value = getattr(self, name)
+            require(value >= 0, name, value, expected="0 s or more")
 
     def rank(
         self, options: Sequence[DraftOption], nodes: Sequence[int] = range(1, 33)
@@ -153,7 +157,7 @@ class Heterogeneous:
                 link_s += self.link_s + moved / self.link_bytes_per_s
             draft_s = self._draft_s(option, depth, verify_s)
             nbytes = option.nbytes + resident * self.layer_bytes
-            rate = tokens / (draft_s + link_s + verify_s)
+            rate = tokens / (draft_s + link_s + verify_s + self.round_s)
             found.append(
                 Placed(
                     option.layers, nodes, resident, tokens, draft_s, link_s, verify_s, nbytes, rate

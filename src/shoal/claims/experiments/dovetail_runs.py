@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.ir import MAX_NODES
 from shoal.plan.heterogeneous import DraftOption, Heterogeneous
 from shoal.plan.trees.drafting import Always
 
@@ -66,6 +67,9 @@ class Sweep:
         names = [f"{count} {size}" for count in layers for size in nodes]
         # As the drafters said when the engines began and measured what guesses cost.
         self._level_s = {name: self._drafter(name).level_s for name in names}
+        largest = f"{layers[0]} {max(nodes)}"
+        whole_s = self._costs(largest).drafting_s(1, MAX_NODES)
+        self._round_s = max(0.0, whole_s - self._drafter(largest).tree_s)
 
     def _drafter(self, name: str) -> Any:
         return self._bench.engines[name].runner.drafter  # type: ignore[attr-defined]
@@ -100,6 +104,7 @@ class Sweep:
             link_s=link_s,
             link_bytes_per_s=link_bytes_per_s,
             overlap=overlap,
+            round_s=self._round_s,
         )
         # A level of a larger tree has more rows, so each size has its own times.
         found = [

@@ -342,6 +342,12 @@ class DovetailDrafter:
         return statistics.median(each) if each else 0.0
 
     @property
+    def tree_s(self) -> float:
+        """Median s of a tree that was not there already, of late; 0 before there was one."""
+        whole = [seconds for passes, seconds in self.drafts if passes]
+        return statistics.median(whole) if whole else 0.0
+
+    @property
     def link_bytes(self) -> int:
         """Bytes that crossed the way, in both directions."""
         return self.channel.sent + self.channel.received
