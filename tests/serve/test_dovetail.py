@@ -26,6 +26,7 @@ from shoal.model.drafters.fusion import FusionDrafter  # noqa: E402
 from shoal.plan.trees.drafting import Always  # noqa: E402
 from shoal.serve.build import engine_of  # noqa: E402
 from shoal.serve.decode.dovetail_trees import FeatureTrees, tree_room  # noqa: E402
+from shoal.serve.decode.dovetail_worker import Due  # noqa: E402
 from shoal.serve.decode.fusion_net import PlainFusion  # noqa: E402
 
 
@@ -199,6 +200,17 @@ def test_what_was_drafted_ahead_is_used_where_the_target_agrees(served):
     one, two = other.trees.tree(1, 22, 10), fresh.trees.tree(1, 22, 10)
     assert one.tokens.tolist() == two.tokens.tolist()
     assert one.shape.parent == two.shape.parent
+
+
+def test_no_pass_begins_shortly_before_the_verdict_is_due():
+    due = Due()
+    for start in range(0, 50, 10):
+        assert not due.soon(start + 5, 2.0)  # nothing is drafted, or too little is known
+        due.sent(start)
+        due.came(start + 8)
+        due.came(start + 9)  # a question behind its verdict
+    due.sent(100)
+    assert [due.soon(100 + at, 2.0) for at in (1, 6.5, 7.5, 8.5)] == [False, False, True, False]
 
 
 def test_the_gate_at_its_ends_takes_one_input_alone(served):

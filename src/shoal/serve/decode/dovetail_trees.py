@@ -9,6 +9,7 @@ Shapes: T new places, D hidden.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,12 +88,14 @@ class FeatureTrees:
         guessed: times that something was drafted ahead.
         right: those that the target agreed with.
         passes: of the net.
+        pass_s: s of a pass, about.
     """
 
     def __init__(self, net: FusionNet, *, depth: int, breadth: int, limit: int) -> None:
         self.net, self._depth, self._breadth, self._limit = net, depth, breadth, limit
         self._states: OrderedDict[int, _State] = OrderedDict()
         self.guessed = self.right = self.passes = 0
+        self.pass_s = 0.0
 
     def certain(
         self, request: int, start: int, tokens: list[int], hidden_TD: Tensor, root: int | None
@@ -176,8 +179,12 @@ class FeatureTrees:
             state.last = _kept(self._pass(state.held, rows))
 
     def _pass(self, held: Held, rows: Rows) -> Further:
+        began = time.perf_counter()
+        made = self.net.read(held, rows)
+        took = time.perf_counter() - began
+        self.pass_s += (took - self.pass_s) / min(16, 1 + self.passes)
         self.passes += 1
-        return self.net.read(held, rows)
+        return made
 
     def _begin(self, root: int, last: Further, base: int, nodes: int) -> _Grown:
         """A tree of one level behind a root, whose feature the net has made."""

@@ -30,7 +30,7 @@ from shoal.serve.decode.dovetail_wire import SPIN_S, Channel, Head, Kind
 from shoal.serve.decode.fusion_net import FusionNet, PlainFusion
 from shoal.serve.decode.taped_dovetail import fast_net
 
-__all__ = ["load_trees", "main"]
+__all__ = ["Due", "load_trees", "main"]
 
 
 def load_trees(told: dict[str, Any]) -> FeatureTrees:
@@ -64,16 +64,52 @@ def load_trees(told: dict[str, Any]) -> FeatureTrees:
     return FeatureTrees(ready, depth=depth, breadth=breadth, limit=limit)
 
 
+class Due:
+    """When the verifier will ask again, by how long it took of late.
+
+    What is begun shortly before makes it wait; what it may wait for at most is half a pass.
+    """
+
+    def __init__(self) -> None:
+        self._sent: float | None = None
+        self._usual_s = 0.0
+        self._count = 0
+
+    def sent(self, now: float) -> None:
+        """A draft was sent."""
+        self._sent = now
+
+    def came(self, now: float) -> None:
+        """Something came; what comes first behind a draft is its verdict."""
+        if self._sent is not None:
+            self._count = min(16, self._count + 1)
+            self._usual_s += (now - self._sent - self._usual_s) / self._count
+            self._sent = None
+
+    def soon(self, now: float, pass_s: float) -> bool:
+        """Whether a pass that begins now would end more than half of itself too late."""
+        if self._sent is None or self._count < 4:
+            return False
+        left = self._sent + self._usual_s - now
+        return 0 < left < pass_s / 2
+
+
 def _serve(channel: Channel, trees: FeatureTrees, told: dict[str, Any]) -> None:
     """Answer until the verifier is gone."""
     dtype, hidden, item = getattr(torch, told["dtype"]), told["hidden"], told["itemsize"]
 
     drafted: list[int] = []
+    due = Due()
+
+    def wanted() -> bool:
+        return channel.waiting or due.soon(time.perf_counter(), trees.pass_s)
+
     while True:
         if drafted and told["overlap"] and not channel.waiting:
-            trees.on(drafted.pop(), lambda: channel.waiting)
+            trees.on(drafted.pop(), wanted)
             continue
         head = channel.head()
+        due.came(time.perf_counter())
         if head.kind == Kind.VERDICT:
             tokens = np.frombuffer(channel.body(4 * head.c), dtype=np.uint32).tolist()
             raw = bytearray(channel.body(head.c * hidden * item))
@@ -92,6 +128,7 @@ def _serve(channel: Channel, trees: FeatureTrees, told: dict[str, Any]) -> None:
             took = min(int(1e6 * (time.perf_counter() - began)), 0xFFFFFFFF)
             channel.send(Head(Kind.DRAFT, head.a, tree.nodes, trees.passes - before, took), body)
             drafted = [head.a]
+            due.sent(time.perf_counter())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
