@@ -227,6 +227,7 @@ def test_the_gate_at_its_ends_takes_one_input_alone(served):
     ("options", "message"),
     [
         ({"memory_cap": 1000}, r"memory_cap = 1000: the drafter with 2 layers.*bytes"),
+        ({"weights": "int8-g64"}, "give weights: plain"),
         ({"link_s": 1e-5}, "link_bytes_per_s"),
         ({"nodes": 0}, "nodes = 0"),
         ({"breadth": 40}, "breadth"),

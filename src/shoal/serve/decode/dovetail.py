@@ -103,7 +103,7 @@ class Dovetail:
 
         Raises:
             ModelError: the drafter is of another kind, or for another model or tokenizer.
-            ConfigError: it does not fit in ``memory_cap``.
+            ConfigError: it does not fit in ``memory_cap``, or cannot have ``weights`` here.
             ServeError: its process cannot be started.
         """
         from pathlib import Path
@@ -132,6 +132,12 @@ class Dovetail:
                 f"speculative.dovetail.memory_cap = {self.memory_cap}: the drafter with {layers} "
                 f"layers and the copies of embedding and head takes {nbytes} bytes; give at least "
                 "that, or train a drafter with fewer layers"
+            )
+        if self.weights != "plain" and not fast:
+            raise ConfigError(
+                f"speculative.dovetail.weights = {self.weights}: the drafter is computed without "
+                "the kernels of inference here (another device or precision, exact, or a "
+                f"memory_cap under {quick} bytes); give weights: plain"
             )
         told = {
             "path": str(Path(self.path).resolve()),
