@@ -51,3 +51,13 @@ def test_bad_options() -> None:
     for wrong in ({"late": 1.0}, {"faster": 0.0}, {"wider": (160,)}):
         with pytest.raises(ConfigError, match=r"claim\.parscale"):
             ParScaleClaim(**wrong)
+
+
+def test_the_dense_model_of_a_loss_is_looked_for_among_those_trained():
+    from shoal.claims.experiments.parscale import _equal_size
+
+    sizes = [1_000_000, 4_000_000]
+    assert _equal_size(sizes, [2.0, 1.8], 1.9) == pytest.approx(2_000_000)
+    assert _equal_size(sizes, [2.0, 1.8], 1.7) == 4_000_000
+    assert _equal_size(sizes, [2.0, 2.01], 1.9) == 4_000_000
+    assert _equal_size(sizes, [2.0, 1.8], 2.1) == 1_000_000
