@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError, ModelError  # noqa: E402
-from shoal.ir import Calibration, Request, SamplingParams, ServeJob  # noqa: E402
+from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.ppd import PromptTokens  # noqa: E402
 from shoal.plan.trees.drafting import Always, RowCosts  # noqa: E402
-from shoal.plan.trees.dynamic import DynamicTrees  # noqa: E402
-from shoal.plan.trees.hardware import Hardware  # noqa: E402
 from shoal.serve.build import engine_of  # noqa: E402
 from shoal.serve.decode import prompted  # noqa: E402
 from shoal.serve.decode.draft_model import DraftModel, DraftModelDrafter  # noqa: E402
@@ -237,24 +234,27 @@ def test_near_the_longest_text_one_token_a_pass(home):
     assert passes[-1] == [1]
 
 
-@pytest.mark.parametrize(("row_s", "rows"), [(0.0, 48), (1.0, 1)])
-def test_rows_that_pay_follow_from_what_passes_take(row_s, rows, monkeypatch):
-    now = [0.0]
+@pytest.mark.parametrize(
+    ("row_s", "told_s", "few", "many"),
+    [(0.0, 0.0, 24, 48), (0.05, 0.0, 4, 12), (1.0, 0.0, 1, 1), (0.0, 9.0, 1, 1)],
+)
+def test_rows_that_pay_follow_from_what_passes_take(row_s, told_s, few, many, home, monkeypatch):
+    drafter, now = engine_with(home).runner.drafter, [0.0]
+    net, prompts = drafter.net, drafter.prompts
+    rows, observe = net.rows, prompts.observe
+
+    def slow(several):
+        now[0] += 1.0 + row_s * len(several[0].depth)
+        return rows(several)
+
+    def told(seen):
+        now[0] += told_s
+        observe(seen)
+
     monkeypatch.setattr(prompted.time, "perf_counter", lambda: now[0])
-
-    class Net:
-        cache = SimpleNamespace(block_size=16)
-
-        def read(self, *_):
-            pass
-
-        def rows(self, several):
-            now[0] += 1.0 + row_s * len(several[0].depth)
-            return torch.zeros(1, 1)
-
-    calibration = Calibration(tuple((0.3, 0.2, 0.1, 0.05) for _ in range(3)))
-    trees = DynamicTrees(calibration, Hardware(rows=48), 1, 48)
-    assert PAYING(Net(), SimpleNamespace(trees=trees), 512) == rows
+    monkeypatch.setattr(net, "rows", slow)
+    monkeypatch.setattr(prompts, "observe", told)
+    assert few <= PAYING(net, prompts, 512) <= many
 
 
 def test_prompts_that_do_not_pay_are_left_out(home, monkeypatch):

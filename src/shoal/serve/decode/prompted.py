@@ -17,7 +17,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,7 +26,7 @@ import numpy as np
 from shoal.core.errors import ModelError
 from shoal.core.parts import Choice
 from shoal.ir import Request, SamplingParams, ServeJob
-from shoal.serve.decode.draft_model import DraftModelDrafter
+from shoal.serve.decode.draft_model import DraftModelDrafter, best_tokens
 from shoal.serve.decode.ppd import Ppd
 
 if TYPE_CHECKING:
@@ -112,31 +112,49 @@ def _paying(net: DraftNet, prompts: PpdDrafter, limit: int) -> int:
 
     from shoal.plan.trees.drafting import RowCosts
     from shoal.plan.trees.dynamic import best_rows
-    from shoal.serve.decode.captured import Branch
+    from shoal.serve.decode.protocols import Guess
 
     trees = prompts.trees
     context = max(1, min(_CONTEXT, limit - _MOST))
     blocks = list(range(-(-(context + _MOST) // net.cache.block_size)))
-    counts = [count for count in _ROWS if count <= min(trees.most, limit - context)]
-    several = []
-    for count in counts:
-        at = np.arange(count)
-        zeros = np.zeros(count, dtype=np.int64)
-        several.append(Branch(zeros, blocks, context, context, at, (np.int64(2) << at) - 1))
-    taken: list[list[float]] = [[] for _ in counts]
+    most = min(trees.most, limit - context)
+    counts = sorted(count for count in {*_ROWS, trees.fewest} if count <= most)
+    chains = [_chain(count, context, blocks) for count in counts]
+    asked = [Guess(Request("measured", [0] * context, context, SamplingParams(max_tokens=1)), 1)]
+    plain = DraftModelDrafter(net, depth=1, breadth=1, nodes=1, limit=limit)
+    asking = PromptedDrafter(net, prompts, rows=trees.fewest, depth=1, nodes=1, limit=limit)
+    works: list[Callable[[], object]] = [
+        *(lambda rows=rows: best_tokens(net.rows([rows])) for rows in chains),
+        lambda: plain.propose(asked),
+        lambda: asking.propose(asked),
+    ]
+    taken: list[list[float]] = [[] for _ in works]
     with torch.inference_mode():
         net.read([0] * context, 0, blocks)
         for _ in range(_ROUNDS):
-            for times, rows in zip(taken, several, strict=True):
+            for times, work in zip(taken, works, strict=True):
                 began = time.perf_counter()
-                net.rows([rows]).argmax(-1).tolist()
+                work()
                 times.append(time.perf_counter() - began)
     # The first pass of a kind prepares kernels, the second records. Fewer rows take no longer.
     lows = [statistics.quantiles(times[3:], n=4)[0] for times in taken]
-    seconds = np.minimum.accumulate(lows[::-1])[::-1].tolist()
+    seconds = np.minimum.accumulate(lows[-3::-1])[::-1].tolist()
     costs = RowCosts(rows=tuple(counts), seconds_of=tuple(seconds))
-    expected = trees.expected()[: counts[-1]]
-    return best_rows(expected, [costs.seconds(rows) for rows in range(1, len(expected) + 1)])
+    # What asking takes beside the rows, to be written down, walked through and told.
+    beside = max(0.0, lows[-1] - lows[-2] - costs.seconds(trees.fewest) + costs.seconds(1))
+    expected = trees.expected()[:most]
+    return best_rows(
+        expected,
+        [costs.seconds(rows) + beside * (rows > 1) for rows in range(1, len(expected) + 1)],
+    )
+
+
+def _chain(count: int, start: int, blocks: Sequence[int]) -> Branch:
+    """Rows that stand for a tree of as many."""
+    from shoal.serve.decode.captured import Branch
+
+    at = np.arange(count)
+    return Branch(np.zeros(count, dtype=np.int64), blocks, start, start, at, (2 << at) - 1)
 
 
 class _Text:
@@ -241,28 +259,24 @@ class PromptedDrafter(DraftModelDrafter):
 
     def _pass(self, active: Sequence[_Active]) -> None:
         """Verify what was guessed for these texts, and ask for more."""
-        from shoal.serve.decode.accept.greedy import Greedy
+        from shoal.serve.decode.accept.common import descend
 
         trees = self._trees([one.text for one in active])
         several = [
             one.text.rows(tree, one.kept.blocks) for one, tree in zip(active, trees, strict=True)
         ]
         scores_NV = self.net.rows(several)
+        chosen = best_tokens(scores_NV).tolist()
         ends = np.cumsum([len(one.depth) for one in several]).tolist()
-        places = [range(end - len(tree.shape), end) for end, tree in zip(ends, trees, strict=True)]
-        flat = [row for rows in places for row in rows]
-        paths = Greedy().walk(
-            trees,
-            [one.text.own for one in active],
-            scores_NV if len(flat) == len(scores_NV) else scores_NV[flat],
-        )
         moves: list[tuple[int, int]] = []
-        for (text, kept, grown), tree, path, rows in zip(active, trees, paths, places, strict=True):
-            root, walked = text.root, [(row, depth) for depth, row in enumerate((0, *path.rows))]
+        for (text, kept, grown), tree, end in zip(active, trees, ends, strict=True):
+            root, first = text.root, end - len(tree.shape)
+            path = descend(tree, chosen[first:end])
+            walked = [(row, depth) for depth, row in enumerate((0, *path.rows))]
             for row, depth in walked:
                 below = tree.asking.below[row] if tree.asking is not None else ()
                 if below:
-                    text.asked[root + depth] = scores_NV[[rows[one] for one in below]]
+                    text.asked[root + depth] = scores_NV[[first + one for one in below]]
             moves += self._moved(kept.blocks, root, walked)
             text.own.tokens += path.tokens
             text.start = text.root
