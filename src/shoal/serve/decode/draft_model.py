@@ -12,6 +12,7 @@ al., Accelerating Large Language Model Decoding with Speculative Sampling, 2023.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from shoal.core.config import Kind
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from shoal.serve.decode.growing import Growing
     from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
 
-__all__ = ["DraftModel", "DraftModelDrafter", "check_tree", "expectation"]
+__all__ = ["DraftModel", "DraftModelDrafter", "best_tokens", "check_tree", "expectation"]
 
 # How often a guess is right before anything was seen, by its rank; what is seen replaces it.
 _FIRST, _FALL = 0.6, 0.25
@@ -97,6 +98,8 @@ class DraftModel:
         breadth: nodes that each level goes on from, and guesses of each; 1 makes a chain, more
             grow a tree by the draft's own confidence.
         nodes: most guesses that are verified, the most probable ones; 0 for breadth * depth.
+        prompts: prompt tokens (``ppd``) that were trained for the smaller model: it guesses a chain
+            ahead of itself, and makes the same one in fewer passes; none for a token a pass.
         accept: which guesses hold. With ``rejection`` requests that sample get guesses that are
             drawn from the draft's probabilities.
     """
@@ -105,26 +108,47 @@ class DraftModel:
     depth: int = 4
     breadth: int = 1
     nodes: int = 0
+    prompts: str = ""
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
 
     def __post_init__(self) -> None:
         check_tree("draft_model", self.depth, self.breadth, self.nodes)
+        if self.prompts:
+            require(self.breadth == 1, "speculative.draft_model.breadth", self.breadth,
+                    expected="1 with prompts, which guess a chain",
+                    hint="leave breadth out, or prompts")  # fmt: skip
+            require(self.accept.name != "rejection", "speculative.draft_model.accept",
+                    self.accept.name,
+                    expected="another rule with prompts, which draw nothing",
+                    hint="use accept: sample_match, or leave prompts out")  # fmt: skip
 
     def expects(self) -> Expectation:
         """See :class:`~shoal.serve.decode.protocols.Speculator`."""
-        return expectation(
+        found = expectation(
             self.path, self.depth, self.breadth, self.nodes or self.breadth * self.depth
         )
+        if not self.prompts:
+            return found
+        from shoal.serve.decode.prompted import passes
+
+        return replace(found, reads=passes(self.prompts, self.path, self.depth))
 
     def drafter(self, job: ServeJob, model: Transformer) -> DraftModelDrafter:
         """See :class:`~shoal.serve.decode.protocols.Speculator`.
 
         Raises:
-            ModelError: no model lies there, or it is of another vocabulary or tokenizer.
+            ModelError: no model lies there, or it is of another vocabulary or tokenizer; or its
+                prompts are none, or were trained for another model.
         """
         from shoal.serve.decode.draft_files import load_draft
 
         net, limit = load_draft(self.path, job, model)
+        if self.prompts:
+            from shoal.serve.decode.prompted import drafter_of
+
+            return drafter_of(
+                self.prompts, self.path, net, depth=self.depth, nodes=self.nodes, limit=limit
+            )
         return DraftModelDrafter(
             net,
             depth=self.depth,
@@ -148,6 +172,7 @@ class DraftModelDrafter:
         quick: computes the levels behind the first in the place of ``net``, on the same cache and
             not as exactly: the keys and values that it leaves are computed again by ``net``.
         repairs: they are; False keeps them, to see what that costs.
+        beside: rows of a pass beside those of the tree, which need room, too.
     """
 
     needs: ClassVar[Needs] = "nothing"
@@ -163,12 +188,13 @@ class DraftModelDrafter:
         draws: bool = False,
         quick: DraftNet | None = None,
         repairs: bool = True,
+        beside: int = 0,
     ) -> None:
         from shoal.serve.decode.draft_net import DraftMemory, Kept
 
         self.net, self.quick = net, quick or net
         self.depth, self._breadth, self._nodes = depth, breadth, nodes or breadth * depth
-        self.limit, self._draws = limit, draws
+        self.limit, self._draws, self._beside = limit, draws, beside
         self._keeps = quick is None or not repairs
         cache = net.cache
         self.memory: DraftMemory[Kept] = DraftMemory(cache.num_blocks, cache.block_size, Kept)
@@ -186,7 +212,7 @@ class DraftModelDrafter:
             for guess, kept in zip(guesses, known, strict=True):
                 tokens = guess.request.tokens
                 depth = min(self.depth, self._nodes, guess.nodes, self.limit - len(tokens))
-                room = len(tokens) + self._breadth * max(0, depth - 1)
+                room = len(tokens) + self._breadth * max(0, depth - 1) + self._beside
                 if depth >= 1 and self.memory.hold(kept, room, len(guesses)):
                     growing.append((guess, kept, Growing(tokens[-1], depth, self._breadth)))
             if growing:
@@ -199,23 +225,41 @@ class DraftModelDrafter:
 
     def _settle(self, known: Sequence[Kept]) -> None:
         """Keep what was computed of accepted guesses, at the places that their tokens have."""
-        from shoal.serve.runner import slots
-
-        sources: list[int] = []
-        targets: list[int] = []
+        moves: list[tuple[int, int]] = []
         for kept in known:
             if kept.tree is None:
                 continue
             if self._keeps:
                 kept.length, moved = kept.accepted()
-                far = [(source, target) for source, target in moved if source != target]
-                if far:
-                    places = [(kept.root + one, kept.root + other) for one, other in far]
-                    size = self.net.cache.block_size
-                    sources += slots(kept.blocks, [one for one, _ in places], size)
-                    targets += slots(kept.blocks, [other for _, other in places], size)
+                moves += self._moved(kept.blocks, kept.root, moved)
             kept.tree = None
-        self.net.keep(sources, targets)
+        self._keep(moves)
+
+    def _moved(
+        self, blocks: Sequence[int], root: int, rows: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """Slots (from, to) of the rows behind a root that are to move."""
+        from shoal.serve.runner import slots
+
+        size = self.net.cache.block_size
+        far = [(root + source, root + target) for source, target in rows if source != target]
+        sources = slots(blocks, [source for source, _ in far], size)
+        targets = slots(blocks, [target for _, target in far], size)
+        return list(zip(sources, targets, strict=True))
+
+    def _keep(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.net.keep([source for source, _ in moves], [target for _, target in moves])
+
+    def _begin(self, tokens: Sequence[int], kept: Kept) -> int:
+        """The first place that a pass has to read; what is long is read before."""
+        last = len(tokens) - 1
+        start = min(kept.length, last)
+        if last - start >= _FEW:
+            self.net.read(tokens[start:last], start, kept.blocks)
+            start = last
+        kept.length = len(tokens)
+        kept.root = last
+        return start
 
     def _grow(self, growing: Sequence[tuple[Guess, Kept, Growing]]) -> None:
         import numpy as np
@@ -225,16 +269,10 @@ class DraftModelDrafter:
         several = []
         for guess, kept, _ in growing:
             tokens = guess.request.tokens
-            last = len(tokens) - 1
-            start = min(kept.length, last)
-            if last - start >= _FEW:
-                self.net.read(tokens[start:last], start, kept.blocks)
-                start = last
+            start = self._begin(tokens, kept)
             rows = np.arange(len(tokens) - start)
             seen = (np.int64(1) << rows + 1) - 1
             several.append(Branch(tokens[start:], kept.blocks, start, start, rows, seen))
-            kept.length = len(tokens)
-            kept.root = last
         logits = self.net.rows(several)
         ends = np.cumsum([len(one.depth) for one in several]) - 1
         alone = len(ends) == len(logits)
@@ -270,7 +308,7 @@ class DraftModelDrafter:
         drawing = [self._draws and guess.request.params.temperature > 0 for guess, _, _ in active]
         if not all(drawing):
             if self._breadth == 1:
-                tokens = _best(scores_NV)[:, None]
+                tokens = best_tokens(scores_NV)[:, None]
                 values = np.zeros(tokens.shape)
             else:
                 best = scores_NV.float().log_softmax(-1).topk(self._breadth)
@@ -304,7 +342,7 @@ class DraftModelDrafter:
         return self.net.nbytes + 1000 * token_bytes(config, cache.dtype, cache.form)
 
 
-def _best(scores_NV: Tensor) -> np.ndarray:
+def best_tokens(scores_NV: Tensor) -> np.ndarray:
     """The best token of each row; a tenth of the time that PyTorch takes for rows of bf16."""
     if scores_NV.device.type != "cpu":
         found: np.ndarray = scores_NV.argmax(-1).cpu().numpy()

@@ -17,6 +17,7 @@ from shoal.ir import Request
 from shoal.kernel.protocols import Ready
 from shoal.model.attention import Mixer
 from shoal.model.config import ModelConfig
+from shoal.model.transformer import Transformer
 from shoal.serve.attention import Context, PagedAttention
 from shoal.serve.cache import PagedCache
 from shoal.serve.decode.captured import Branch, Recordable, Recordings
@@ -95,11 +96,17 @@ class DraftNet:
         ]
         tokens = np.concatenate([np.asarray(one.tokens, dtype=np.int64) for one in sorted_])
         positions = np.concatenate([one.root + one.depth for one in sorted_])
-        logits = self._pass(tokens, positions, contexts)
+        ends = np.cumsum([context.length for context in contexts]).tolist()
+        inputs = [
+            (slice(end - len(one.inputs), end), one.inputs)
+            for end, one in zip(ends, sorted_, strict=True)
+            if one.inputs is not None
+        ]
+        logits = self._pass(tokens, positions, contexts, inputs)
         assert logits is not None
         if order == list(range(len(order))):
             return logits
-        first = np.cumsum([0, *(context.length for context in contexts)])
+        first = [0, *ends]
         rows = {place: range(first[at], first[at + 1]) for at, place in enumerate(order)}
         return logits[[row for place in range(len(order)) for row in rows[place]]]
 
@@ -112,6 +119,7 @@ class DraftNet:
         tokens: Sequence[int] | np.ndarray,
         positions: np.ndarray,
         contexts: Sequence[Context],
+        inputs: Sequence[tuple[slice, Tensor]] = (),
         none: bool = False,
     ) -> Tensor | None:
         size, device = self.cache.block_size, self.cache.device
@@ -126,7 +134,15 @@ class DraftNet:
             prompts=self.prompts,
         )
         nobody = torch.empty(0, dtype=torch.int64, device=device) if none else None
-        hidden = self.model.flat(fed[0], fed[1], mixer, nobody)
+        if inputs:  # rows that are no tokens
+            model = self.model
+            assert isinstance(model, Transformer)
+            x_ND = model.embed(fed[0])
+            for rows, fed_ID in inputs:
+                x_ND[rows] = fed_ID
+            hidden: Tensor | None = model.finished(*model.through(x_ND, fed[1], mixer))
+        else:
+            hidden = self.model.flat(fed[0], fed[1], mixer, nobody)
         assert hidden is not None
         return None if none else self.model.logits(hidden)
 
