@@ -68,7 +68,8 @@ def speculative_runner(
     part: Speculator = table("speculative").build(job.speculative, where="speculative")
     drafter = part.drafter(job, model)
     left: FlatModel = model
-    recorded = captured = None
+    recorded: CapturedRows | None = None
+    captured = None
     if isinstance(drafter, Hosting) and drafter.target_layers:
         left, cache = drafter.left(model, cache)
         if recordable is not None:
