@@ -26,6 +26,7 @@ from test_speculative import answers, prompts  # noqa: E402
 
 from shoal.core.errors import ConfigError, ServeError  # noqa: E402
 from shoal.ir import Copy, Request, SamplingParams, ServeJob  # noqa: E402
+from shoal.kernel.fused.guess import native  # noqa: E402
 from shoal.model.parameters import Parameters  # noqa: E402
 from shoal.plan.trees.drafting import Always  # noqa: E402
 from shoal.serve.attention import Context, PagedAttention  # noqa: E402
@@ -43,11 +44,11 @@ from shoal.serve.decode.trained import stored  # noqa: E402
 class Near:
     """Computes the first layers in this process; what they are asked, and not how it crosses."""
 
-    def __init__(self, served, count=1):
+    def __init__(self, served, dtype=torch.float64, ready=False):
         model, place, *_ = served
         job = ServeJob(model=str(place), kv_tokens=256, threads=1, speculative="ngram")
-        embed = model.embed.weight
-        self.front = Front(Parameters(place, embed.dtype), count, embed, job, ready=False)
+        embed = model.embed.weight.to(dtype)
+        self.front = Front(Parameters(place, dtype), 1, embed, job, ready=ready)
         self.hidden, self.itemsize = model.config.hidden, embed.element_size()
         self.expected_bytes = self.crossed = 0
 
@@ -124,6 +125,35 @@ def test_states_are_those_of_the_whole_model_whatever_is_copied_in_the_cache(
     step((Context(10, 1, one), None))
     assert len(peer.front._rooms) == 1
     assert peer.crossed == peer.expected_bytes
+
+
+@pytest.mark.skipif(
+    not native(torch.float32, torch.device("cpu")), reason="needs AVX-512 and a compiler"
+)
+@pytest.mark.slow
+@torch.inference_mode()
+def test_recorded_steps_of_the_layers_give_the_same_states(served):
+    plain, quick = (Near(served, torch.float32, ready).front for ready in (False, True))
+    source = np.random.default_rng(0)
+    for front in (plain, quick):
+        front.room(1, BLOCKS, 16)
+    seen = np.array([0b1, 0b11, 0b101])
+    blocks = [7, 2]
+
+    def both(contexts, depth=()):
+        tokens = source.integers(0, 160, sum(one.length for one in contexts))
+        step = Several((), contexts, tokens, np.array(depth, dtype=np.int64))
+        one, two = (front.states(1, step) for front in (plain, quick))
+        torch.testing.assert_close(two, one, atol=1e-4, rtol=1e-4)
+
+    both([Context(0, 14, blocks)])
+    for start in range(14, 20):
+        both([Context(start, 1, [11, 5]), Context(start, 3, blocks, seen)], (0, 1, 1))
+        both([Context(start, 1, blocks)])
+    recorded = quick._rooms[1].recorded
+    played = {key for key, one in recorded.known.items() if one.tape is not None}
+    assert played  # of few rows, dispatch may take an operator that is not recorded
+    assert played | {*recorded.reasons} == {(2, 4), (1, 1)}
 
 
 def test_a_step_is_read_as_it_was_written():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from shoal.model.parameters import Parameters
 from shoal.model.transformer import Block, Transformer
 from shoal.serve.attention import PagedAttention
 from shoal.serve.cache import PagedCache
+from shoal.serve.decode.captured import Branch, Recordings
 from shoal.serve.decode.dovetail_steps import Inside, Several
 
 __all__ = ["Front", "layer_numbers"]
@@ -36,11 +38,32 @@ def layer_numbers(config: ModelConfig) -> int:
 
 
 class _Room(NamedTuple):
-    """A cache, and the kernels that read it: decodes and trees, and prompts."""
+    """A cache, the kernels that read it (decodes and trees, and prompts), and recorded steps."""
 
     cache: PagedCache
     kernel: Ready | None
     prompts: Ready | None
+    recorded: Recordings | None
+
+
+class _Layers:
+    """Layers as a recording asks for them: their output is what comes of it.
+
+    Args:
+        model: of these layers.
+        embed_VD: of the whole model.
+    """
+
+    def __init__(self, model: Transformer, embed_VD: Tensor) -> None:
+        self.model, self.weight, self.through = model, embed_VD, model.through
+
+    def finished(self, x_ND: Tensor, branch_ND: Tensor) -> Tensor:
+        """The stream with what is left to add to it; a norm's kernel adds, and can be recorded."""
+        return self.model.norm.after(x_ND, branch_ND)[0]
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Nothing comes behind the layers."""
+        return hidden_RD
 
 
 class Front:
@@ -78,7 +101,8 @@ class Front:
             layers = accelerate(
                 layers, job.kernel, positions=positions(job, config), exact=job.exact
             )
-        self._layers, self._embed, self._job = layers, embed_VD, job
+        self._layers, self._embed, self._job = _Layers(layers, embed_VD), embed_VD, job
+        self._recordable = ready and embed_VD.device.type == "cpu"
         self._form = table("kv_format").build(job.kv_format, where="kv_format")
         self._rooms: dict[int, _Room] = {}
 
@@ -96,15 +120,20 @@ class Front:
         if not num_blocks:
             self._rooms.pop(number, None)
             return
-        from shoal.serve.build import attention_kernel
+        from shoal.serve.build import attention_kernel, positions
 
-        like, job, layers = self._embed, self._job, self._layers
+        like, job, layers = self._embed, self._job, self._layers.model
         cache = PagedCache(
             layers.config, num_blocks, block_size,
             dtype=like.dtype, device=like.device, form=self._form,
         )  # fmt: skip
-        kernels = (attention_kernel(job, layers, cache, prompts=many) for many in (False, True))
-        self._rooms[number] = _Room(cache, *kernels)
+        kernel, prompts = (
+            attention_kernel(job, layers, cache, prompts=many) for many in (False, True)
+        )
+        recorded = None
+        if self._recordable and kernel is not None:
+            recorded = Recordings(self._layers, cache, kernel, positions(job, layers.config))
+        self._rooms[number] = _Room(cache, kernel, prompts, recorded)
 
     def states(self, number: int, step: Several) -> Tensor:
         """What comes out of these layers [N, D].
@@ -113,7 +142,7 @@ class Front:
             number: of the cache; its blocks are copied first, and it has the rows then.
             step: rows.
         """
-        cache, kernel, prompts = self._rooms[number]
+        cache, kernel, prompts, recorded = self._rooms[number]
         device = self._embed.device
         for kind, numbers in step.moved:
             if kind == Inside.KEEP:
@@ -121,6 +150,12 @@ class Front:
                 cache.keep(numbers[:half], numbers[half:])
             else:
                 cache.move([Copy(*numbers)])
+        if recorded is not None and all(
+            one.length == 1 or one.seen is not None for one in step.contexts
+        ):
+            found = recorded.play(_branches(step))
+            if found is not None:
+                return found[0]
         tokens_N, position_N, slots_N = (
             torch.from_numpy(one).to(device)
             for one in (step.tokens, step.positions(), step.slots(cache.block_size))
@@ -129,5 +164,18 @@ class Front:
             cache, step.contexts, slots_N, cache.dtype, kernel,
             prompts=prompts, exact=self._job.exact,
         )  # fmt: skip
-        x_ND, branch_ND = self._layers.through(self._embed[tokens_N], position_N, mixer)
-        return x_ND + branch_ND
+        layers = self._layers
+        return layers.finished(*layers.through(self._embed[tokens_N], position_N, mixer))
+
+
+def _branches(step: Several) -> list[Branch]:
+    """Rows of decodes and trees as a recording takes them."""
+    found, row, position = [], 0, step.positions()
+    for one in step.contexts:
+        rows = slice(row, row + one.length)
+        seen = np.ones(1, dtype=np.int64) if one.seen is None else one.seen
+        depth = position[rows] - one.start
+        tokens = step.tokens[rows]
+        found.append(Branch(tokens, one.blocks, one.start, one.start, depth, seen))
+        row = rows.stop
+    return found
