@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from shoal.core.errors import PlanError
+from shoal.core.errors import ConfigError, PlanError
 from shoal.plan.heterogeneous import DraftOption, Heterogeneous
 from shoal.plan.trees.drafting import RowCosts
 
@@ -53,15 +53,69 @@ def test_a_cap_leaves_out_what_does_not_fit():
         CASE.rank([])
 
 
+LAYERED = dataclasses.replace(
+    CASE,
+    num_layers=10,
+    layer_bytes=150,
+    layer=RowCosts(rows=(1, 33), seconds_of=(0.01, 0.03)),
+    head_s=0.2,
+)
+
+
 def test_spare_memory_takes_layers_of_the_target():
-    case = dataclasses.replace(CASE, num_layers=10, layer_bytes=150, layer_s=0.01)
-    best = case.rank([SHALLOW, DEEP])[0]
-    assert best.resident == (1000 - best.nbytes + best.resident * 150) // 150
+    best = LAYERED.rank([SHALLOW, DEEP])[0]
+    assert best.target_layers == (1000 - best.nbytes + best.target_layers * 150) // 150
     assert best.nbytes <= 1000
     plain = CASE.rank([SHALLOW, DEEP])[0]
     assert best.tokens_per_s > plain.tokens_per_s
-    rows = case.table([SHALLOW, DEEP])
-    assert {(row["layers"], row["resident"] > 0) for row in rows} == {
+    rows = LAYERED.table([SHALLOW, DEEP])
+    assert {(row["layers"], row["target_layers"] > 0) for row in rows} == {
         (1, False), (1, True), (3, False), (3, True)
     }  # fmt: skip
+    assert len(rows) == 4
     assert all(row["speedup"] > 1 for row in rows)
+    roomy = dataclasses.replace(LAYERED, memory_cap=10**6)
+    assert roomy.rank([SHALLOW])[0].target_layers == 9  # the host keeps the last
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("layer_s", [0.001, 0.05, 0.5])
+def test_the_best_of_all_is_found_by_trying_all(layer_s, overlap):
+    layer = RowCosts(rows=(1, 33), seconds_of=(layer_s, 2 * layer_s))
+    case = dataclasses.replace(LAYERED, layer=layer, overlap=overlap, link_s=0.02)
+    found = case.rank([SHALLOW, DEEP])
+    tried = {}
+    for option in (SHALLOW, DEEP):
+        for one in CASE.rank([option]):  # of which tokens, and s of guesses without overlap
+            for count in range(10):
+                if option.nbytes + 150 * count > 1000:
+                    continue
+                whole, rows = COSTS.seconds(1 + one.nodes), 1 + one.nodes
+                host = whole if not count else 0.2 + (whole - 0.2) * (10 - count) / 10
+                depth = round(one.draft_s / option.level_s)
+                draft = one.draft_s
+                if overlap:
+                    best = [shares[0] for shares in option.right]
+                    right = best[min(depth, len(best) - 1)]
+                    for share in best[:depth]:
+                        right *= share
+                    left = min(draft, max(0.0, draft + 2 * option.level_s - host))
+                    draft = right * left + (1 - right) * draft
+                messages = 5 if count else 3
+                crossed = 60 + 5 * one.nodes + one.tokens * (4 + 16)
+                if count:
+                    crossed += 40 + rows * (13 + 16)
+                link = 0.02 * messages + crossed / 1e6
+                seconds = draft + host + count * layer.seconds(rows) + link
+                tried[option.layers, one.nodes, count] = one.tokens / seconds
+    assert {(one.layers, one.nodes, one.target_layers) for one in found} == set(tried)
+    for one in found:
+        rate = tried[one.layers, one.nodes, one.target_layers]
+        assert one.tokens_per_s == pytest.approx(rate)
+    assert found[0].tokens_per_s == pytest.approx(max(tried.values()))
+    assert (found[0].target_layers > 0) == (layer_s < 0.1)
+
+
+def test_layers_without_a_size_are_refused():
+    with pytest.raises(ConfigError, match="layer_bytes = 0"):
+        dataclasses.replace(LAYERED, layer_bytes=0)

@@ -49,18 +49,18 @@ class Placed(NamedTuple):
     Args:
         layers: M of the drafter.
         nodes: of a tree.
-        resident: first layers of the target that lie on the small device too.
+        target_layers: L, first layers of the target that lie on the small device too.
         tokens: expected of a round.
         draft_s: s of a round's guesses.
         link_s: s on the way.
-        verify_s: s of the target's step.
+        verify_s: s of the target's step, on both devices.
         nbytes: on the small device.
         tokens_per_s: expected.
     """
 
     layers: int
     nodes: int
-    resident: int
+    target_layers: int
     tokens: float
     draft_s: float
     link_s: float
@@ -83,9 +83,11 @@ class Heterogeneous:
         overlap: the drafter goes on from its best path while the target verifies. Where it was
             right, the next guesses take only what verifying them did not hide.
         round_s: s of a round beside all of these, such as waking up and walking a tree.
-        num_layers: of the target; 0 leaves it on the host whole.
-        layer_bytes: of one of its layers.
-        layer_s: s of a step of one of its layers on the small device.
+        num_layers: of the target.
+        layer_bytes: of one of its layers with its cache.
+        layer: s of a step of one of its layers on the small device, by its rows; None leaves the
+            target on the host whole.
+        head_s: of a step on the host, what is not of the target's layers.
     """
 
     verify: Verifying
@@ -98,14 +100,19 @@ class Heterogeneous:
     round_s: float = 0.0
     num_layers: int = 0
     layer_bytes: int = 0
-    layer_s: float = 0.0
+    layer: Verifying | None = None
+    head_s: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.link_bytes_per_s > 0, "link_bytes_per_s", self.link_bytes_per_s,
                 expected="above 0")  # fmt: skip
-        for name in ("link_s", "round_s"):
+        for name in ("link_s", "round_s", "head_s"):
             value = getattr(self, name)
             require(value >= 0, name, value, expected="0 s or more")
+        for name in ("num_layers", "layer_bytes"):
+            value = getattr(self, name)
+            require(value >= 1 or self.layer is None, name, value,
+                    expected="1 or more, where layers may lie on the small device")  # fmt: skip
 
     def rank(
         self, options: Sequence[DraftOption], nodes: Sequence[int] = range(1, 33)
@@ -139,29 +146,33 @@ class Heterogeneous:
         return sorted(found, key=lambda one: (-one.tokens_per_s, one.nbytes))
 
     def _placed(self, option: DraftOption, nodes: int, depth: int, tokens: float) -> list[Placed]:
-        """On the host alone, and with as many layers on the small device as fit."""
-        choices = {0}
-        if self.num_layers and self.layer_bytes:
+        """With none and with more and more of the target's layers on the small device."""
+        most = 0
+        if self.layer is not None:  # the host keeps the last one
             spare = (self.memory_cap - option.nbytes) // self.layer_bytes
-            choices.add(min(self.num_layers, spare))
+            most = min(self.num_layers - 1, spare)
+        rows = 1 + nodes
         # A verdict with the accepted tokens' states, a question, and a draft.
         crossed = 60 + 5 * nodes + tokens * (4 + self.hidden * self.itemsize)
+        there = 3 * self.link_s + crossed / self.link_bytes_per_s
+        # The rows of a step, and what comes out of the layers, once for all of these.
+        crossed = 40 + rows * (13 + self.hidden * self.itemsize)
+        boundary = 2 * self.link_s + crossed / self.link_bytes_per_s
+        whole_s = self.verify.seconds(rows)
+        head_s = min(self.head_s, whole_s)
         found = []
-        for resident in sorted(choices):
-            link_s = 3 * self.link_s + crossed / self.link_bytes_per_s
-            verify_s = self.verify.seconds(1 + nodes)
-            if resident:
-                verify_s *= 1 - resident / self.num_layers
-                verify_s += resident * self.layer_s
-                moved = (1 + nodes) * self.hidden * self.itemsize
-                link_s += self.link_s + moved / self.link_bytes_per_s
-            draft_s = self._draft_s(option, depth, verify_s)
-            nbytes = option.nbytes + resident * self.layer_bytes
+        for count in range(most + 1):
+            host_s, link_s, verify_s = whole_s, there, whole_s
+            if count and self.layer is not None:
+                host_s = head_s + (whole_s - head_s) * (1 - count / self.num_layers)
+                verify_s = host_s + count * self.layer.seconds(rows)
+                link_s += boundary
+            # What is drafted ahead begins behind the layers that lie there.
+            draft_s = self._draft_s(option, depth, host_s)
+            nbytes = option.nbytes + count * self.layer_bytes
             rate = tokens / (draft_s + link_s + verify_s + self.round_s)
             found.append(
-                Placed(
-                    option.layers, nodes, resident, tokens, draft_s, link_s, verify_s, nbytes, rate
-                )
+                Placed(option.layers, nodes, count, tokens, draft_s, link_s, verify_s, nbytes, rate)
             )
         return found
 
@@ -179,9 +190,9 @@ class Heterogeneous:
     def table(
         self, options: Sequence[DraftOption], nodes: Sequence[int] = range(1, 33)
     ) -> list[Mapping[str, float]]:
-        """The best size of tree for every drafter and every number of resident layers."""
-        best: dict[tuple[int, int], Placed] = {}
+        """The best of every drafter, beside no layers of the target and beside some, best first."""
+        best: dict[tuple[int, bool], Placed] = {}
         for one in self.rank(options, nodes):
-            best.setdefault((one.layers, one.resident), one)
+            best.setdefault((one.layers, one.target_layers > 0), one)
         alone = 1 / self.verify.seconds(1)
         return [{**one._asdict(), "speedup": one.tokens_per_s / alone} for one in best.values()]

@@ -145,7 +145,8 @@ class PagedAttention:
         exact: bool = False,
         prefix: Callable[[int], Tensor] | None = None,
     ) -> None:
-        self._cache, self._slots_N, self._prefix = cache, slots_N, prefix
+        self.cache, self.contexts = cache, contexts
+        self._slots_N, self._prefix = slots_N, prefix
         single = 0
         while single < len(contexts) and contexts[single].length == 1:
             single += 1
@@ -190,7 +191,7 @@ class PagedAttention:
         """Let a kernel answer these, whose rows begin at ``first``; where they end."""
         if not contexts:
             return first
-        size = self._cache.block_size
+        size = self.cache.block_size
         filled = [context.num_blocks(size) for context in contexts]
         blocks_BW = np.zeros((len(contexts), max(filled)), dtype=np.int32)
         for row, (context, width) in enumerate(zip(contexts, filled, strict=True)):
@@ -217,10 +218,10 @@ class PagedAttention:
         return last
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self._cache.device)
+        return torch.from_numpy(values).to(self.cache.device)
 
     def _group(self, first: int, contexts: Sequence[Context], dtype: torch.dtype) -> _Group:
-        size = self._cache.block_size
+        size = self.cache.block_size
         longest = contexts[0].stop
         width = contexts[0].num_blocks(size)
         # Short rows are padded with block 0, whose numbers are finite and get no weight.
@@ -232,7 +233,7 @@ class PagedAttention:
         if contexts[-1].stop < longest:
             stops_B = np.fromiter((context.stop for context in contexts), np.int64, len(contexts))
             hidden = np.arange(longest) >= stops_B[:, None]
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=self._cache.device)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=self.cache.device)
             mask = mask.masked_fill_(self._tensor(hidden), float("-inf"))[:, None, None]
         blocks, bare = self._tensor(blocks_BW), self._bare(contexts)
         return _Group(first, first + len(contexts), blocks, longest, mask, bare)
@@ -243,14 +244,14 @@ class PagedAttention:
         return self._tensor(np.array([not context.virtual for context in contexts]))
 
     def _slots(self, contexts: Sequence[Context], dtype: torch.dtype) -> _Dense:
-        slots = np.array([context.blocks[0] for context in contexts]) // self._cache.slot_blocks
+        slots = np.array([context.blocks[0] for context in contexts]) // self.cache.slot_blocks
         first = int(slots.min())
         places = slots - first
         count, longest = int(places.max()) + 1, contexts[0].stop
         # Slots without a row, whose prompts are still computed, see all: their answer is dropped.
         stops = np.full(count, longest)
         stops[places] = [context.stop for context in contexts]
-        mask = torch.zeros((count, longest), dtype=dtype, device=self._cache.device)
+        mask = torch.zeros((count, longest), dtype=dtype, device=self.cache.device)
         hidden = self._tensor(np.arange(longest) >= stops[:, None])
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
         bare = self._bare(contexts)
@@ -263,14 +264,14 @@ class PagedAttention:
     def _prompt(self, row: int, context: Context, dtype: torch.dtype) -> _Prompt:
         stop = context.stop
         last = row + context.length
-        slots = self._cache.slot_blocks
+        slots = self.cache.slot_blocks
         slot = context.blocks[0] // slots if slots else None
         if not context.start and context.seen is None:
             return _Prompt(row, last, None, slot, stop, None, context.virtual)
-        filled = context.num_blocks(self._cache.block_size)
+        filled = context.num_blocks(self.cache.block_size)
         blocks_1W = np.array([context.blocks[:filled]], dtype=np.int64)
         mask = torch.full(
-            (context.length, stop), float("-inf"), dtype=dtype, device=self._cache.device
+            (context.length, stop), float("-inf"), dtype=dtype, device=self.cache.device
         ).triu_(context.start + 1)
         if context.seen is not None:
             root = _root(context)
@@ -281,7 +282,7 @@ class PagedAttention:
 
     def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
         """Store the new keys and values; what the queries see [N, H, d]."""
-        self._cache.write(layer, self._slots_N, k_NKd, v_NKd)
+        self.cache.write(layer, self._slots_N, k_NKd, v_NKd)
         # By their first row: which of them come first depends on which have a kernel.
         parts = {group.first: self._decode(layer, q_NHd, group) for group in self._groups}
         if self._dense is not None:
@@ -289,7 +290,7 @@ class PagedAttention:
         for paged in self._paged:
             whole = paged.last - paged.first == len(q_NHd)
             queries = q_NHd if whole else q_NHd[paged.first : paged.last]
-            sides = self._cache.sides(layer)
+            sides = self.cache.sides(layer)
             where = (paged.blocks, paged.lengths, paged.requests)
             more = () if paged.tree is None else (paged.tree,)
             parts[paged.first] = paged.kernel(queries, *sides, *where, *more)
@@ -298,9 +299,9 @@ class PagedAttention:
             if prompt.blocks is None:
                 keys, values = k_NKd[None, rows], v_NKd[None, rows]
             elif prompt.slot is not None:
-                keys, values = self._cache.slots(layer, prompt.slot, 1, prompt.stop)
+                keys, values = self.cache.slots(layer, prompt.slot, 1, prompt.stop)
             else:
-                keys, values = self._cache.gather(layer, prompt.blocks)
+                keys, values = self.cache.gather(layer, prompt.blocks)
                 keys, values = keys[:, : prompt.stop], values[:, : prompt.stop]
             length = prompt.last - prompt.first
             mask = prompt.mask
@@ -321,14 +322,14 @@ class PagedAttention:
 
         The G queries that share a key are the queries of one head: no key is repeated.
         """
-        keys, values = self._cache.gather(layer, group.blocks)
+        keys, values = self.cache.gather(layer, group.blocks)
         keys, values = keys[:, : group.longest], values[:, : group.longest]
         seen = self._behind(layer, keys, values, group.mask, bare=group.bare)
         return _single(q_NHd[group.first : group.last], *seen)
 
     def _decode_slots(self, layer: int, q_NHd: Tensor, dense: _Dense) -> Tensor:
         """One token of each request, over all slots as they lie."""
-        keys, values = self._cache.slots(layer, dense.first_slot, dense.count, dense.longest)
+        keys, values = self.cache.slots(layer, dense.first_slot, dense.count, dense.longest)
         queries = q_NHd.new_zeros(dense.count, *q_NHd.shape[1:])
         queries[dense.places] = q_NHd[: dense.last]
         seen = self._behind(layer, keys, values, dense.mask, bare=dense.bare)

@@ -85,7 +85,7 @@ class PagedCache:
             hint="give the cache more memory, or use smaller blocks",
             error=ServeError,
         )
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.config, self.num_blocks, self.block_size = config, num_blocks, block_size
         self.dtype, self.device = dtype, torch.device(device)
         self.form: KVFormat = form or Plain()
         self.put = writer(self.device)
@@ -105,6 +105,13 @@ class PagedCache:
         # The same memory by blocks [L, 2, blocks, ...], one row each: whole blocks are copied
         # fastest.
         self.blocks = [store.view(config.num_layers, 2, num_blocks, -1) for store in self.stores]
+
+    def sized(self, num_blocks: int) -> PagedCache:
+        """An empty one like this with so many blocks, wherever requests lie in it."""
+        return PagedCache(
+            self.config, num_blocks, self.block_size,
+            dtype=self.dtype, device=self.device, form=self.form,
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:

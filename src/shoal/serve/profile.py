@@ -15,8 +15,6 @@ from shoal.core.errors import ServeError, require
 from shoal.core.random import generator
 from shoal.cost.step_cost.fitted import Fitted, Sample
 from shoal.ir import Chunk, Limits, Request, SamplingParams, Step
-from shoal.model.parscale import heads_of
-from shoal.serve.cache import PagedCache
 from shoal.serve.runner import LocalRunner
 
 __all__ = ["Shape", "profile", "quick_cost", "spread"]
@@ -104,8 +102,7 @@ def profile(
     cache = runner.cache
     size = cache.block_size
     blocks = max(sum(_blocks(part, size) for part in shape) for shape in shapes)
-    heads = heads_of(runner.model.config)
-    own = PagedCache(heads, blocks, size, dtype=cache.dtype, device=cache.device, form=cache.form)
+    own = cache.sized(blocks)
     measured = runner.beside(own, clock=clock)
     vocab_size = runner.model.config.vocab_size
     steps = [_step(shape, size, vocab_size) for shape in shapes]

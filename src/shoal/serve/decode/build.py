@@ -15,9 +15,11 @@ from shoal.serve.cache import PagedCache
 from shoal.serve.captured import Captured
 from shoal.serve.decode.captured import CapturedRows
 from shoal.serve.decode.costs import measure_costs
-from shoal.serve.decode.protocols import Acceptance, Adjustable, Speculator
+from shoal.serve.decode.dovetail_layers import LaterRows
+from shoal.serve.decode.protocols import Acceptance, Adjustable, Hosting, Speculator
 from shoal.serve.decode.runner import SpeculativeRunner
 from shoal.serve.engine import Engine
+from shoal.serve.runner import FlatModel
 
 __all__ = ["speculate", "speculative_runner"]
 
@@ -64,14 +66,21 @@ def speculative_runner(
     """
     assert job.speculative is not None and job.max_position is not None
     part: Speculator = table("speculative").build(job.speculative, where="speculative")
-    recorded = captured = None
-    if recordable is not None:
+    drafter = part.drafter(job, model)
+    left: FlatModel = model
+    recorded: CapturedRows | None = None
+    captured = None
+    if isinstance(drafter, Hosting) and drafter.target_layers:
+        left, cache = drafter.left(model, cache)
+        if recordable is not None:
+            recorded = LaterRows(left, cache, recordable, job.max_position)
+    elif recordable is not None:
         recorded = CapturedRows(model, cache, recordable, job.max_position)
         captured = Captured(model, cache, recordable, job.max_position)
     return SpeculativeRunner(
-        model,
+        left,
         cache,
-        drafter=part.drafter(job, model),
+        drafter=drafter,
         accept=acceptance(part.accept, lossless=job.lossless),
         recorded=recorded,
         captured=captured,

@@ -99,6 +99,7 @@ class Recording:
         self.numbers, self._blocks = self.fed.numpy(), self.blocks.numpy()
         self._held: list[Sequence[int]] = [()] * requests
         self.inputs: list[tuple[slice, Tensor]] = []  # rows that are no tokens
+        self.several: Sequence[Branch] = ()  # where somebody else computes what they read
         self.hidden: Tensor | None = None
         self.tape: Playable | None = None
 

@@ -19,7 +19,6 @@ import torch
 
 from shoal.ir import MAX_NODES, Chunk, Limits, Request, SamplingParams, Step
 from shoal.plan.trees.drafting import RowCosts
-from shoal.serve.cache import PagedCache
 from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree, branches
 from shoal.serve.decode.runner import SpeculativeRunner
 
@@ -82,9 +81,7 @@ def measure_costs(
     context = max(1, min(_CONTEXT, room - MAX_NODES - 2))
     blocks = -(-(context + MAX_NODES + 1) // cache.block_size)
     config = runner.model.config
-    own = PagedCache(
-        config, blocks, cache.block_size, dtype=cache.dtype, device=cache.device, form=cache.form
-    )
+    own = cache.sized(blocks)
     measured = runner.over(own)
     tokens = [(7 * place) % config.vocab_size for place in range(context)]
     request = Request("measured", tokens, context, SamplingParams(max_tokens=1))

@@ -1,7 +1,8 @@
 """The drafter on the weak accelerator, the target on the host: two processes and a narrow way.
 
-Only token numbers and hidden states of accepted tokens cross it, never weights. Verifying on a
-host costs by the row, so trees are small, and the drafter may be deep.
+Only token numbers and hidden states cross it, never weights. Verifying on a host costs by the row,
+so trees are small, and the drafter may be deep; what memory it leaves on the accelerator takes the
+target's first layers.
 
 Source: Zhang et al., Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for LLM inference,
 2025.
@@ -14,10 +15,10 @@ import statistics
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from shoal.core.config import Kind as PartKind
-from shoal.core.errors import ConfigError, ServeError, require
+from shoal.core.errors import ServeError, require
 from shoal.core.parts import Choice, part
 from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
 from shoal.serve.decode.draft_model import check_tree
@@ -25,6 +26,9 @@ from shoal.serve.decode.draft_model import check_tree
 if TYPE_CHECKING:
     from shoal.ir import Request
     from shoal.model.transformer import Transformer
+    from shoal.serve.cache import PagedCache
+    from shoal.serve.decode.dovetail_layers import LaterCache, LaterLayers
+    from shoal.serve.decode.dovetail_wire import Head
     from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
 
 __all__ = ["Dovetail", "DovetailDrafter"]
@@ -48,7 +52,10 @@ class Dovetail:
         nodes: most guesses that are verified, the most probable ones.
         draft_device: where the drafter computes.
         cores: cores that its process is held to; none for any.
-        memory_cap: most bytes of the drafter's weights and cache there; 0 for no cap.
+        target_layers: first layers of the target that are computed there too, or ``auto``, which
+            takes as many as ``memory_cap`` has room for. The host then has neither their weights
+            nor their cache, and the states of a step's rows cross once.
+        memory_cap: most bytes of weights and cache there, of drafter and layers; 0 for no cap.
         overlap: let it go on from its own best path while the target verifies.
         link_s: s that each message is held up, to emulate a slower way.
         link_bytes_per_s: bandwidth of that way; 0 leaves messages as fast as they are.
@@ -63,6 +70,7 @@ class Dovetail:
     nodes: int = 10
     draft_device: str = "cpu"
     cores: tuple[int, ...] = ()
+    target_layers: int | Literal["auto"] = 0
     memory_cap: int = 0
     overlap: bool = False
     link_s: float = 0.0
@@ -77,6 +85,12 @@ class Dovetail:
         for name in ("memory_cap", "link_s", "link_bytes_per_s"):
             value = getattr(self, name)
             require(value >= 0, f"{where}.{name}", value, expected="0 (none) or more")
+        layers = self.target_layers
+        if layers == "auto":
+            require(self.memory_cap > 0, f"{where}.target_layers", layers,
+                    expected="a number of layers, or auto with a memory_cap")  # fmt: skip
+        else:
+            require(layers >= 0, f"{where}.target_layers", layers, expected="0 or more, or auto")
         require(
             not self.link_s or self.link_bytes_per_s > 0,
             f"{where}.link_bytes_per_s",
@@ -103,60 +117,38 @@ class Dovetail:
 
         Raises:
             ModelError: the drafter is of another kind, or for another model or tokenizer.
-            ConfigError: it does not fit in ``memory_cap``, or cannot have ``weights`` here.
+            ConfigError: it does not fit in ``memory_cap`` with the target's layers, or cannot have
+                ``weights`` here.
             ServeError: its process cannot be started.
         """
         from pathlib import Path
 
-        import torch
-
-        from shoal.serve.decode.dovetail_trees import tree_room
-        from shoal.serve.decode.fast_dovetail import fits
-        from shoal.serve.decode.taped_dovetail import kept_places
+        from shoal.serve.decode.dovetail_room import placed
         from shoal.serve.decode.trained import stored
 
         config, state = stored("dovetail", Path(self.path), job)
-        target, limit = model.config, job.max_position or model.config.max_position
-        dtype, itemsize = model.weight.dtype, model.weight.element_size()
-        layers = int(config.options.get("layers", 1))
-        place = 2 * layers * target.num_kv_heads * target.head_dim
-        longest = limit + tree_room(self.depth, self.breadth)
-        words, net = target.vocab_size * target.hidden, sum(one.numel() for one in state.values())
-        # Kernels of inference want the head in an order of their own, and the gate by tokens.
-        nbytes = itemsize * (net + (1 if target.tied else 2) * words + place * longest)
-        quick = itemsize * (net + 3 * words + place * kept_places(job, longest))
-        fast = fits(target, dtype, torch.device(self.draft_device))
-        fast = fast and not job.exact and (not self.memory_cap or quick <= self.memory_cap)
-        if self.memory_cap and nbytes > self.memory_cap:
-            raise ConfigError(
-                f"speculative.dovetail.memory_cap = {self.memory_cap}: the drafter with {layers} "
-                f"layers and the copies of embedding and head takes {nbytes} bytes; give at least "
-                "that, or train a drafter with fewer layers"
-            )
-        if self.weights != "plain" and not fast:
-            raise ConfigError(
-                f"speculative.dovetail.weights = {self.weights}: the drafter is computed without "
-                "the kernels of inference here (another device or precision, exact, or a "
-                f"memory_cap under {quick} bytes); give weights: plain"
-            )
+        room = placed(self, job, model, int(config.options.get("layers", 1)), state)
+        target, dtype = model.config, model.weight.dtype
         told = {
             "path": str(Path(self.path).resolve()),
             "model": str(Path(job.model).resolve()),
             "dtype": str(dtype).removeprefix("torch."),
-            "itemsize": itemsize,
+            "itemsize": dtype.itemsize,
             "hidden": target.hidden,
             "device": self.draft_device,
             "depth": self.depth,
             "breadth": self.breadth,
-            "limit": limit,
+            "limit": job.max_position or target.max_position,
             "overlap": self.overlap,
-            "fast": fast,
+            "fast": room.fast,
+            "target_layers": room.target_layers,
+            "ready": model.head is not None,
             "weights": self.weights,
             "job": job.model_dump(mode="json"),
             "cores": list(self.cores),
             "link": [self.link_bytes_per_s, self.link_s] if self.link_bytes_per_s else None,
         }
-        return DovetailDrafter(told, self.nodes, quick if fast else nbytes)
+        return DovetailDrafter(told, self.nodes, room.nbytes)
 
 
 @dataclass
@@ -182,6 +174,7 @@ class DovetailDrafter:
     Attributes:
         hidden: width of a hidden state.
         itemsize: bytes of one of its numbers.
+        target_layers: first layers of the target that are computed there.
         expected_bytes: that must have crossed the way by the formula.
         drafts: passes and s of the drafter for each of the last trees, as it said; a tree that was
             drafted ahead took none.
@@ -202,6 +195,7 @@ class DovetailDrafter:
         from shoal.serve.spinning import spin_briefly
 
         self._nodes, self._bytes = nodes, nbytes
+        self.target_layers = told["target_layers"]
         self.hidden, self.itemsize = told["hidden"], told["itemsize"]
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._numbers = 0
@@ -254,6 +248,33 @@ class DovetailDrafter:
                 "without speculative"
             ) from None
 
+    def tell(self, head: Head, body: bytes = b"") -> None:
+        """Send a message; see :class:`~shoal.serve.decode.dovetail_layers.Peer`."""
+        with self._alive():
+            self.channel.send(head, body)
+
+    def left(self, model: Transformer, cache: PagedCache) -> tuple[LaterLayers, LaterCache]:
+        """See :class:`~shoal.serve.decode.protocols.Hosting`."""
+        from shoal.serve.decode.dovetail_layers import FirstLayers, LaterCache, LaterLayers
+
+        later = LaterCache(
+            FirstLayers(self, self.target_layers), cache.config, cache.num_blocks, cache.block_size,
+            dtype=cache.dtype, device=cache.device, form=cache.form,
+        )  # fmt: skip
+        return LaterLayers(model, self.target_layers), later
+
+    def states(self, rows: int) -> bytes:
+        """What comes out of the first layers; see :meth:`tell`."""
+        from shoal.serve.decode.dovetail_wire import Kind
+
+        with self._alive():
+            head = self.channel.head()
+            if head.kind != Kind.STATES or head.a != rows:
+                raise EOFError(
+                    f"a message of kind {head.kind} where states of {rows} rows were due"
+                )
+            return self.channel.body(rows * self.hidden * self.itemsize)
+
     def close(self) -> None:
         """End the drafter's process."""
         self._closing()
@@ -274,8 +295,7 @@ class DovetailDrafter:
     def _forget(self, known: _Known) -> None:
         from shoal.serve.decode.dovetail_wire import HEAD_BYTES, Head, Kind
 
-        with self._alive():
-            self.channel.send(Head(Kind.DROP, known.number))
+        self.tell(Head(Kind.DROP, known.number))
         self.expected_bytes += HEAD_BYTES
 
     def observe(self, seen: Sequence[Seen]) -> None:
@@ -296,8 +316,7 @@ class DovetailDrafter:
             body += hidden.view(torch.uint8).numpy().tobytes()
             root = 0 if one.root is None else one.root + 1
             head = Head(Kind.VERDICT, known.number, known.length, len(tokens), root)
-            with self._alive():
-                self.channel.send(head, body)
+            self.tell(head, body)
             known.length += len(tokens)
             self.expected_bytes += verdict_bytes(len(tokens), self.hidden, self.itemsize)
 
@@ -312,8 +331,7 @@ class DovetailDrafter:
             asked.append(ready)
             if ready:
                 nodes = min(self._nodes, guess.nodes)
-                with self._alive():
-                    self.channel.send(Head(Kind.ASK, known.number, place, nodes))
+                self.tell(Head(Kind.ASK, known.number, place, nodes))
         found: list[TokenTree | None] = []
         for guess, ready in zip(guesses, asked, strict=True):
             tree = self._draft(guess.request) if ready else None

@@ -1,8 +1,10 @@
 """Messages between a verifier and its drafter, the bytes of each, and the way between them.
 
 A message is a head of five numbers and, after some, a body: tokens and hidden states of a verdict,
-tokens and parents of a draft, words of a failure. Weights never pass. Every byte is counted, and
-:func:`verdict_bytes` and :func:`draft_bytes` say beforehand how many there will be.
+tokens and parents of a draft, words of a failure. Where the target's first layers are computed by
+the drafter's process, rows of a step cross to it, and their states come back. Weights never pass.
+Every byte is counted, and :func:`verdict_bytes`, :func:`draft_bytes` and :func:`layers_bytes` say
+beforehand how many there will be.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ from typing import NamedTuple
 
 from shoal.memory.mover import EmulatedLink
 
-__all__ = ["HEAD_BYTES", "SPIN_S", "Channel", "Head", "Kind", "draft_bytes", "verdict_bytes"]
+__all__ = [
+    "HEAD_BYTES",
+    "SPIN_S",
+    "Channel",
+    "Head",
+    "Kind",
+    "draft_bytes",
+    "layers_bytes",
+    "verdict_bytes",
+]
 
 _HEAD = struct.Struct("<5I")
 HEAD_BYTES = _HEAD.size
@@ -44,6 +55,12 @@ class Kind(IntEnum):
     """drafter: request, nodes, passes that it took since it was asked, and their us"""
     DROP = 6
     """verifier: request"""
+    ROOM = 7
+    """verifier: number of a cache, its blocks (0: it is no longer needed), tokens of a block"""
+    LAYERS = 8
+    """verifier: number of a cache, bytes of the body, requests, copies inside the cache"""
+    STATES = 9
+    """drafter: rows"""
 
 
 class Head(NamedTuple):
@@ -70,6 +87,24 @@ def verdict_bytes(tokens: int, hidden: int, itemsize: int) -> int:
 def draft_bytes(nodes: int) -> int:
     """Bytes of a draft and of asking for it: two heads, and a number and a parent of each node."""
     return 2 * HEAD_BYTES + nodes * 5
+
+
+def layers_bytes(
+    rows: int, width: int, *, requests: int, blocks: int, tree_rows: int, copies: int, numbers: int
+) -> int:
+    """Bytes of a step's rows on their way to the first layers, and of their states on theirs back.
+
+    Args:
+        rows: of the step.
+        width: bytes of a state.
+        requests: that they are of.
+        blocks: of the cache that these hold.
+        tree_rows: rows that are of trees; each has a depth and says what it sees.
+        copies: times that tokens or blocks are copied inside the cache.
+        numbers: that say from where to where.
+    """
+    words = rows + 4 * requests + blocks + 2 * copies + numbers
+    return 2 * HEAD_BYTES + 4 * words + 9 * tree_rows + rows * width
 
 
 class Channel:

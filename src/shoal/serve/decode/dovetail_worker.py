@@ -1,7 +1,8 @@
 """The drafter's process: a feature net with copies of the target's embedding and head.
 
 It is told what is certain, and asked for trees. With ``overlap`` it goes on from its own best path
-while the target verifies, and throws that away where the target says something else.
+while the target verifies, and throws that away where the target says something else. With
+``target_layers`` it computes these first, for every step, and goes on behind them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from shoal.memory.mover import EmulatedLink
 from shoal.model.drafters import files
 from shoal.model.drafters.fusion import FusionDrafter
 from shoal.model.parameters import Parameters
+from shoal.serve.decode.dovetail_front import Front
+from shoal.serve.decode.dovetail_steps import unpacked
 from shoal.serve.decode.dovetail_trees import FeatureTrees, tree_room
 from shoal.serve.decode.dovetail_wire import SPIN_S, Channel, Head, Kind
 from shoal.serve.decode.fusion_net import FusionNet, PlainFusion
@@ -33,8 +36,8 @@ from shoal.serve.decode.taped_dovetail import fast_net
 __all__ = ["Due", "load_trees", "main"]
 
 
-def load_trees(told: dict[str, Any]) -> FeatureTrees:
-    """The net of a drafter's directory with the embedding and head of its target's.
+def load_trees(told: dict[str, Any]) -> tuple[FeatureTrees, Front | None]:
+    """The net of a drafter's directory with the embedding and head of its target's, and its layers.
 
     Raises:
         ShoalError: one of both cannot be read.
@@ -51,17 +54,20 @@ def load_trees(told: dict[str, Any]) -> FeatureTrees:
     shape = (config.vocab_size, config.hidden)
     embed = parameters("embed.weight").view(shape).to(device)
     head = embed if config.tied else parameters("output.weight").view(shape).to(device)
+    job = ServeJob.model_validate(told["job"])
+    front = None
+    if told["target_layers"]:
+        front = Front(parameters, told["target_layers"], embed, job, ready=told["ready"])
     depth, breadth, limit = told["depth"], told["breadth"], told["limit"]
     longest = limit + tree_room(depth, breadth)
     ready: FusionNet
     if told["fast"]:
-        job = ServeJob.model_validate(told["job"])
         ready = fast_net(
             net, embed, head, job, count=breadth, longest=longest, weights=told["weights"]
         )
     else:
         ready = PlainFusion(net, embed, head, count=breadth, room=longest)
-    return FeatureTrees(ready, depth=depth, breadth=breadth, limit=limit)
+    return FeatureTrees(ready, depth=depth, breadth=breadth, limit=limit), front
 
 
 class Due:
@@ -94,18 +100,21 @@ class Due:
         return 0 < left < pass_s / 2
 
 
-def _serve(channel: Channel, trees: FeatureTrees, told: dict[str, Any]) -> None:
+def _serve(
+    channel: Channel, trees: FeatureTrees, front: Front | None, told: dict[str, Any]
+) -> None:
     """Answer until the verifier is gone."""
     dtype, hidden, item = getattr(torch, told["dtype"]), told["hidden"], told["itemsize"]
 
     drafted: list[int] = []
+    free = True  # what the target needs of this process to verify, it has
     due = Due()
 
     def wanted() -> bool:
         return channel.waiting or due.soon(time.perf_counter(), trees.pass_s)
 
     while True:
-        if drafted and told["overlap"] and not channel.waiting:
+        if drafted and free and told["overlap"] and not channel.waiting:
             trees.on(drafted.pop(), wanted)
             continue
         head = channel.head()
@@ -128,6 +137,16 @@ def _serve(channel: Channel, trees: FeatureTrees, told: dict[str, Any]) -> None:
             took = min(int(1e6 * (time.perf_counter() - began)), 0xFFFFFFFF)
             channel.send(Head(Kind.DRAFT, head.a, tree.nodes, trees.passes - before, took), body)
             drafted = [head.a]
+            free = front is None
+            if free:
+                due.sent(time.perf_counter())
+        elif head.kind == Kind.ROOM and front is not None:
+            front.room(head.a, head.b, head.c)
+        elif head.kind == Kind.LAYERS and front is not None:
+            step = unpacked(channel.body(head.b), head.c, head.d)
+            made = front.states(head.a, step).contiguous().cpu()
+            channel.send(Head(Kind.STATES, len(made)), made.view(torch.uint8).numpy().tobytes())
+            free = True
             due.sent(time.perf_counter())
 
 
@@ -145,16 +164,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     link = EmulatedLink(*told["link"]) if told["link"] else None
     channel = Channel(end, link, SPIN_S if told["cores"] else 0.0)
     try:
-        trees = load_trees(told)
+        trees, front = load_trees(told)
     except ShoalError as cause:
         words = str(cause).encode()
         channel.send(Head(Kind.FAILED, len(words)), words)
         return 1
-    nbytes = trees.net.nbytes
+    nbytes = trees.net.nbytes + (front.nbytes if front is not None else 0)
     channel.send(Head(Kind.READY, nbytes & 0xFFFFFFFF, nbytes >> 32))
     with torch.inference_mode():
         try:
-            _serve(channel, trees, told)
+            _serve(channel, trees, front, told)
         except (EOFError, BrokenPipeError):
             return 0
     return 0

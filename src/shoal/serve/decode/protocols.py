@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
+    from shoal.serve.cache import PagedCache
+    from shoal.serve.decode.dovetail_layers import LaterCache, LaterLayers
 
 __all__ = [
     "Acceptance",
@@ -39,6 +41,7 @@ __all__ = [
     "DecodePart",
     "Drafter",
     "Guess",
+    "Hosting",
     "Needs",
     "Path",
     "Seen",
@@ -195,6 +198,23 @@ class Adjustable(Protocol):
 
     def take(self, way: int) -> None:
         """Guess in this way from now on."""
+        ...
+
+
+@runtime_checkable
+class Hosting(Protocol):
+    """A drafter in a process of its own that can compute the target's first layers there, too."""
+
+    target_layers: int
+    """how many of them it computes"""
+
+    def left(self, model: Transformer, cache: PagedCache) -> tuple[LaterLayers, LaterCache]:
+        """The layers that are left here, and a cache of theirs; before anything is computed.
+
+        Args:
+            model: the target, whole; it keeps its layers.
+            cache: of all of them.
+        """
         ...
 
 
