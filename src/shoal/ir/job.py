@@ -124,6 +124,11 @@ class Parallel(Value):
             return "tp" if self.tp > 1 else "none"
         return "none" if self.vocab == "pp" and self.pp == 1 else self.vocab
 
+    @property
+    def folded(self) -> bool:
+        """Experts have a grid of their own; else the tp ranks share the width of each."""
+        return self.ep * self.etp > 1
+
     def attention(self) -> Layout:
         """The grid of attention and of everything dense."""
         return Layout(tuple((axis, getattr(self, axis)) for axis in self.order.split("-")))
