@@ -20,7 +20,7 @@ from shoal.parallel.ranks import ranks_of
 from shoal.parallel.shard.folded import FoldedModel
 from shoal.parallel.thread_comm import run_ranks
 
-MOE: dict[str, Any] = {"family": "mixtral", "num_experts": 4, "top_k": 2, "num_layers": 4}
+MOE: dict[str, Any] = {"family": "mixtral", "num_experts": 4, "top_k": 2, "num_layers": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +81,10 @@ def test_grids_of_eight_ranks(split):
     [
         ({"dp": 2, "ep": 2}, {"model": {"top_k": 1}}),
         ({"dp": 2, "ep": 2}, {"recompute": "full", "dropout": 0.2}),
+        ({"dp": 2, "tp": 2, "sp": True, "ep": 2, "fold": False}, {}),
         ({"dp": 2, "ep": 2, "pp": 2, "schedule": "zb_h1"}, {}),
     ],
-    ids=["top-1", "recomputed", "zero bubble"],
+    ids=["top-1", "recomputed", "inside dp", "zero bubble"],
 )
 @pytest.mark.slow
 def test_what_else_a_job_may_do(split, extra):
@@ -188,6 +189,7 @@ def test_combining_is_the_adjoint_of_spreading():
         ({"dp": 3, "ep": 3}, "divisor of 4 experts"),
         ({"tp": 2, "ep": 2}, r"parallel\.sp"),
         ({"dp": 2, "ep": 2, "order": "dp-pp-cp-tp"}, "pp first"),
+        ({"dp": 2, "cp": 2, "ep": 4, "fold": False}, r"parallel\.fold"),
     ],
 )
 def test_grids_that_cannot_be_are_refused(split, told):
@@ -220,7 +222,7 @@ def test_a_router_that_gives_no_numbers_is_named():
 def test_groups_are_those_of_a_brute_force():
     parallel = Parallel(dp=4, tp=2, cp=2, pp=2, ep=8, etp=2, sp=True)
     experts = parallel.experts()
-    for axes in (("ep",), ("etp",), ("edp",), ("pp", "ep", "etp")):
+    for axes in (("ep",), ("etp",), ("edp", "inner"), ("pp", "ep", "etp")):
         found = {frozenset(group) for group in experts.groups(*axes)}
         brute = {
             frozenset(

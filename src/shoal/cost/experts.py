@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shoal.core.errors import PlanError, require
 from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
 from shoal.cost.ops import stage_share
 from shoal.cost.rates import ranks_per_host
 from shoal.ir import Layout, Machine, ModelShape, Parallel, TrainJob
 
-__all__ = ["Exchange", "dispatch", "exchange", "exchange_s", "held_parameters", "ranks_per_node"]
+__all__ = ["Exchange", "dispatch", "exchange", "exchange_s", "held_parameters", "ranks_per_node", "routed"]
 
 # Of a layer and micro-batch: rows go there and back, and so do their gradients.
 _EXCHANGES = 4
@@ -68,6 +69,46 @@ def exchange(
             found = Exchange(each * (size - 1 - far), each * far, size - 1)
             most = max(most, found, key=lambda one: (one.far, one.near))
     return most
+
+
+def routed(
+    groups: Sequence[Sequence[int]],
+    counts: Sequence[Sequence[int]],
+    row_bytes: float,
+    per_node: int | None,
+) -> tuple[float, float]:
+    """Bytes (near, far) that all ranks together send to experts of a known routing, one way.
+
+    Args:
+        groups: of ranks that share out the experts, in the order of the experts.
+        counts: rank -> expert -> rows.
+        row_bytes: of one row.
+        per_node: ranks of a node; None for one node.
+
+    Raises:
+        PlanError: a group that the experts cannot be shared by.
+    """
+    near = far = 0.0
+    for group in groups:
+        for rank in group:
+            own = counts[rank]
+            require(
+                len(own) % len(group) == 0,
+                "ep",
+                len(group),
+                expected=f"a divisor of {len(own)} experts",
+                error=PlanError,
+            )
+            each = len(own) // len(group)
+            for place, other in enumerate(group):
+                if other == rank:
+                    continue
+                sent = row_bytes * sum(own[place * each : (place + 1) * each])
+                if per_node is None or other // per_node == rank // per_node:
+                    near += sent
+                else:
+                    far += sent
+    return near, far
 
 
 def exchange_s(sent: Exchange, machine: Machine) -> float:

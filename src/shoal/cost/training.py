@@ -330,7 +330,7 @@ class Pricer:
         update = own.terms_s.get("optimizer", 0.0) * rates.sharing
         moments = experts + rest
         if "optimizer" in divides:
-            moments = rest / held_by + experts / job.parallel.experts().size("edp")
+            moments = rest / held_by + experts / job.parallel.edp
         update *= moments / parameters(shape)
         local = (experts + rest) / (held_by if "gradients" in divides else 1)
         # Zero the gradients, take their norm, scale them.

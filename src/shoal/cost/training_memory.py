@@ -84,7 +84,7 @@ def memory_of(
         gradients = gradients / dp + 4.0 * block
     moments = local
     if "optimizer" in divides:
-        moments = rest / dp + experts / job.parallel.experts().size("edp")
+        moments = rest / dp + experts / job.parallel.edp
     layers = math.ceil(stage_share(shape, pp) * shape.num_layers)
     kept = activation_bytes(
         shape,

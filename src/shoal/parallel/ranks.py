@@ -21,7 +21,12 @@ _AXES = {
     "data": ("dp", "cp"),
     "model": ("pp", "tp"),
 }
-_EXPERT_AXES = {"ep": ("ep",), "etp": ("etp",), "edp": ("edp",), "model": ("pp", "ep", "etp")}
+_EXPERT_AXES = {
+    "ep": ("ep",),
+    "etp": ("etp",),
+    "edp": ("edp", "inner"),
+    "model": ("pp", "ep", "etp"),
+}
 
 
 def ranks_of(world: Comm, parallel: Parallel) -> Ranks:

@@ -28,7 +28,7 @@ def sharding_estimate(
     rest = 4.0 * (parameters(shape) - experts) / (split.tp * split.pp)
     sent = rest * sent_per_parameter_byte * (ranks - 1) / ranks
     if experts:
-        share, among = 4.0 * experts / (split.ep * split.etp * split.pp), split.experts().size("edp")
+        share, among = 4.0 * experts / (split.ep * split.etp * split.pp), split.edp
         sent += share * sent_per_parameter_byte * (among - 1) / among
     link = data_link(machine, split)
     seconds = 0.0
