@@ -18,7 +18,15 @@ from shoal.cost.ops import stage_share
 from shoal.cost.rates import ranks_per_host
 from shoal.ir import Layout, Machine, ModelShape, Parallel, TrainJob
 
-__all__ = ["Exchange", "dispatch", "exchange", "exchange_s", "held_parameters", "ranks_per_node", "routed"]
+__all__ = [
+    "Exchange",
+    "dispatch",
+    "exchange",
+    "exchange_s",
+    "held_parameters",
+    "ranks_per_node",
+    "routed",
+]
 
 # Of a layer and micro-batch: rows go there and back, and so do their gradients.
 _EXCHANGES = 4

@@ -24,7 +24,7 @@ from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 
 if TYPE_CHECKING:
-    from shoal.ir import Machine
+    from shoal.ir import Machine, Parallel
 
 __all__ = ["MoeFoldingClaim"]
 
@@ -65,9 +65,7 @@ class MoeFoldingClaim:
             paper="49.3 % MFU of Mixtral 8x22B, 39.0 % of Qwen2-57B-A14B",
         ),
         Metric.counted("far_bytes", "<=", 0.0, _INSIDE, statistic="max", evidence="mechanism"),
-        Metric.counted(
-            "uncounted_bytes", "<=", 0.0, "the plan, of that routing", statistic="max"
-        ),
+        Metric.counted("uncounted_bytes", "<=", 0.0, "the plan, of that routing", statistic="max"),
         Metric.counted("error", "<=", 1e-9, "one process, in float64", statistic="max"),
         Metric(
             name="permuting",
@@ -92,3 +90,95 @@ class MoeFoldingClaim:
         if importlib.util.find_spec("torch") is None:
             return "no torch; install shoal-ml[run]"
         return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        from shoal.claims.experiments.moe_folding_ranks import SPLITS, errors, routed_bytes
+
+        fold = not as_baseline
+        context.progress("sixty-four ranks", 0.05)
+        steps = {name: self._simulated(name) for name in _SHAPES}
+        context.progress("eight ranks that route", 0.2)
+        sent = routed_bytes(context.seed, fold=fold)
+        context.progress("steps beside one process", 0.3)
+        metrics = {
+            "off_node": Paired(method=tuple(map(float, _off_node(fold=fold)))),
+            "simulated": Paired(
+                method=tuple(one[fold] for one in steps.values()),
+                baseline=tuple(one[False] for one in steps.values()),
+            ),
+            "far_bytes": Paired(method=(sent.far,)),
+            "uncounted_bytes": Paired(method=(sent.uncounted,)),
+            "error": Paired(method=errors(SPLITS[:2] if quick else SPLITS)),
+        }
+        details: dict[str, Any] = {
+            "over_inside_dp": {name: one[False] / one[True] for name, one in steps.items()},
+            "near_bytes": sent.near,
+            "rows_of_experts": list(sent.rows),
+        }
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        context.progress("permuting beside the layer", 0.6)
+        timed = self._permuting(context, whole=as_baseline)
+        metrics["permuting"] = timed
+        return Samples(metrics=metrics, details=details)
+
+    def _simulated(self, name: str) -> dict[bool, float]:
+        """Seconds of a step on sixty-four ranks, folded and with experts inside dp."""
+        from shoal.cost.shapes import find
+        from shoal.cost.training import estimate
+        from shoal.ir import TrainJob, Work
+
+        found = {}
+        for fold in (True, False):
+            job = TrainJob(
+                model=name,
+                seq_len=self.seq_len,
+                global_batch=self.global_batch,
+                microbatch=1,
+                parallel=_grid(fold=fold),
+                shard=Choice(name="zero1"),
+            )
+            found[fold] = estimate(Work(job=job, shape=find(name)), _machine()).step_s.value
+        return found
+
+    def _permuting(self, context: Context, *, whole: bool) -> Paired:
+        """Seconds of permuting rows to eight experts and back, beside those of the whole layer."""
+        from shoal.claims.experiments.moe_folding_ranks import layer_and_permuting
+        from shoal.core.measure import interleave, one_thread
+
+        layer, permuting = layer_and_permuting(self.hidden, self.tokens, context.seed)
+        with one_thread():
+            timed = interleave(
+                {"method": layer if whole else permuting, "baseline": layer},
+                self.rounds,
+                seed=context.seed,
+            ).seconds
+        return Paired(method=timed["method"], baseline=timed["baseline"])
+
+
+def _grid(*, fold: bool) -> Parallel:
+    from shoal.ir import Parallel
+
+    return Parallel(dp=16, tp=2, cp=2, ep=8, sp=True, fold=fold)
+
+
+def _off_node(*, fold: bool) -> list[int]:
+    """Of every rank, how many of its group of experts are on other nodes."""
+    found = []
+    for group in _grid(fold=fold).experts().groups("ep"):
+        for rank in group:
+            found.append(sum(other // _PER_NODE != rank // _PER_NODE for other in group))
+    return found
+
+
+def _machine() -> Machine:
+    """Sixty-four H100, eight a node; 400 GB/s between those of a node, 50 GB/s between nodes."""
+    from shoal.machine.described import load
+
+    machine = load("64xH100")
+    rates = {"device": 400e9, "node": 50e9}
+    links = tuple(
+        link.model_copy(update={"bandwidth": rates[link.scope]}) for link in machine.links
+    )
+    return machine.model_copy(update={"links": links})

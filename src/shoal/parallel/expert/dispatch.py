@@ -34,7 +34,33 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import ExpertRanks
 
-__all__ = ["DispatchedExperts"]
+__all__ = ["DispatchedExperts", "permute", "unpermute"]
+
+
+def permute(x_ND: Tensor, expert_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows by expert.
+
+    Args:
+        x_ND: tokens.
+        expert_NK: the experts that each goes to.
+        experts: how many there are, E.
+
+    Returns:
+        A row [M, D] for each choice of each token; which choice [M] each is; and how many rows
+        every expert has [E].
+    """
+    expert = expert_NK.reshape(-1)
+    order_M = torch.argsort(expert, stable=True)
+    rows_MD = x_ND[order_M // expert_NK.shape[1]]
+    return rows_MD, order_M, torch.bincount(expert, minlength=experts)
+
+
+def unpermute(rows_MD: Tensor, weight_NK: Tensor, order_M: Tensor) -> Tensor:
+    """The weighted sum [N, D] of each token's rows, which lie in the order of :func:`permute`."""
+    count, choices = weight_NK.shape
+    weighted = rows_MD * weight_NK.reshape(-1, 1)[order_M].to(rows_MD.dtype)
+    out_ND = rows_MD.new_zeros(count, rows_MD.shape[-1])
+    return out_ND.index_add(0, order_M // choices, weighted)
 
 
 class DispatchedExperts(Experts):
@@ -66,13 +92,9 @@ class DispatchedExperts(Experts):
         """
         x_ND = x.reshape(-1, x.shape[-1])
         weight_NK, expert_NK = self.route(x_ND)
-        expert = expert_NK.reshape(-1)
-        order = torch.argsort(expert, stable=True)
-        counts_E = torch.bincount(expert, minlength=self.num_experts)
-        rows = self._there_and_back(x_ND[order // self.top_k], counts_E)
-        weighted = rows * weight_NK.reshape(-1, 1)[order].to(rows.dtype)
-        out_ND = torch.zeros_like(x_ND).index_add(0, order // self.top_k, weighted.to(x_ND.dtype))
-        return out_ND.view_as(x)
+        rows_MD, order_M, counts_E = permute(x_ND, expert_NK, self.num_experts)
+        made_MD = self._there_and_back(rows_MD, counts_E)
+        return unpermute(made_MD, weight_NK, order_M).to(x.dtype).view_as(x)
 
     def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers [N, K] of the experts of each token."""
