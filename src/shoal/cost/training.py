@@ -69,7 +69,7 @@ def microbatch_of(job: TrainJob) -> int:
 
 
 def _grid(job: TrainJob) -> tuple[int, int] | None:
-    """ep and etp, where experts have a grid of their own."""
+    """Degrees ep and etp, where experts have a grid of their own."""
     return (job.parallel.ep, job.parallel.etp) if job.parallel.folded else None
 
 
@@ -296,7 +296,7 @@ class Pricer:
             return estimate_layers(work, machine)
         _check(work, machine)
         rates = Rates(machine, job.parallel, job.threads)
-        dp, tp, pp = job.parallel.dp, job.parallel.tp, job.parallel.pp
+        dp, pp = job.parallel.dp, job.parallel.pp
         held_by = dp * job.parallel.cp
         microbatch = microbatch_of(job)
         passes = max(1, job.global_batch // dp // microbatch)

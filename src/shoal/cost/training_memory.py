@@ -69,7 +69,6 @@ def memory_of(
     job, shape = work.job, work.shape
     cp, tp, pp = job.parallel.cp, job.parallel.tp, job.parallel.pp
     dp = job.parallel.dp * cp
-    share = stage_share(shape, pp) / tp
     experts, rest = held_parameters(shape, job.parallel)
     local = experts + rest
     block = local / max(1.0, stage_share(shape, pp) * shape.num_layers)

@@ -144,16 +144,22 @@ class MoeFoldingClaim:
 
     def _permuting(self, context: Context, *, whole: bool) -> Paired:
         """Seconds of permuting rows to eight experts and back, beside those of the whole layer."""
+        import torch
+
         from shoal.claims.experiments.moe_folding_ranks import layer_and_permuting
-        from shoal.core.measure import interleave, one_thread
+        from shoal.core.measure import interleave
 
         layer, permuting = layer_and_permuting(self.hidden, self.tokens, context.seed)
-        with one_thread():
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
             timed = interleave(
                 {"method": layer if whole else permuting, "baseline": layer},
                 self.rounds,
                 seed=context.seed,
             ).seconds
+        finally:
+            torch.set_num_threads(threads)
         return Paired(method=timed["method"], baseline=timed["baseline"])
 
 

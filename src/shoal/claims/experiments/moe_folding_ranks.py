@@ -132,10 +132,10 @@ def layer_and_permuting(
     weight_NK.requires_grad_(True)
 
     def whole() -> None:
-        layer(x_ND).sum().backward()
+        torch.autograd.backward(layer(x_ND).sum())
 
     def permuting() -> None:
         rows_MD, order_M, _ = permute(x_ND, expert_NK, 8)
-        unpermute(rows_MD, weight_NK, order_M).sum().backward()
+        torch.autograd.backward(unpermute(rows_MD, weight_NK, order_M).sum())
 
     return whole, permuting

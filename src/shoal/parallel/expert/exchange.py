@@ -58,7 +58,7 @@ def counts_of(table: Tensor, comm: Comm, *, per_rank: bool) -> Tensor:
 def _all_to_all(xs: Sequence[Tensor], received: Sequence[int], comm: Comm) -> Tensor:
     """What every rank has for this one, behind each other."""
     whole = xs[0].new_empty(sum(received), *xs[0].shape[1:])
-    comm.all_to_all(whole.split(list(received)), xs, tag=TAG).wait()
+    comm.all_to_all(torch.split(whole, list(received)), xs, tag=TAG).wait()
     return whole
 
 
@@ -68,7 +68,7 @@ def _gathered(x_MD: Tensor, rows: Sequence[int], comm: Comm) -> Tensor:
 
 def _scattered(x_MD: Tensor, rows: Sequence[int], comm: Comm) -> Tensor:
     mine = rows[comm.rank]
-    parts = _all_to_all(x_MD.contiguous().split(list(rows)), [mine] * comm.world, comm)
+    parts = _all_to_all(torch.split(x_MD.contiguous(), list(rows)), [mine] * comm.world, comm)
     return parts.view(comm.world, mine, *x_MD.shape[1:]).sum(0)
 
 
@@ -78,12 +78,12 @@ class _Exchanged(torch.autograd.Function):
         ctx: Any, x_MD: Tensor, sent: Sequence[int], received: Sequence[int], comm: Comm
     ) -> Tensor:
         ctx.sent, ctx.received, ctx.comm = sent, received, comm
-        return _all_to_all(x_MD.contiguous().split(list(sent)), received, comm)
+        return _all_to_all(torch.split(x_MD.contiguous(), list(sent)), received, comm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        parts = grad.contiguous().split(list(ctx.received))
+        parts = torch.split(grad.contiguous(), list(ctx.received))
         return _all_to_all(parts, ctx.sent, ctx.comm), None, None, None
 
 
