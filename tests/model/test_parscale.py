@@ -170,6 +170,23 @@ def test_a_trained_model_gets_streams_and_keeps_its_weights(tmp_path: Path) -> N
     assert '"shoal_parscale"' in (tmp_path / "model" / "config.json").read_text()
 
 
+def test_prefixes_that_begin_as_texts_are_the_context_of_their_streams() -> None:
+    """A stream computes what the model does behind the stream's text; rotations are relative."""
+    base = model()
+    texts = torch.randint(0, 53, (2, 5), generator=torch.Generator().manual_seed(3))
+    made = rebuilt(base, Architecture(streams={"num": 2, "prefix": 5}), texts_PM=texts)
+    with torch.no_grad():
+        want = torch.cat(
+            [base.hidden(torch.cat([text.expand(2, 5), ids()], 1))[:, 5:] for text in texts]
+        )
+        assert made.aggregate is not None
+        assert torch.allclose(made.hidden(ids()), made.aggregate(want), atol=1e-12)
+    with pytest.raises(ModelError, match="2 of 5 tokens"):
+        rebuilt(base, Architecture(streams={"num": 2, "prefix": 5}), texts_PM=texts[:1])
+    with pytest.raises(ModelError, match="single stream"):
+        rebuilt(base, Architecture(residual={"name": "ladder", "rewire": True}), texts_PM=texts)
+
+
 def test_shapes_and_costs_know_the_streams() -> None:
     made, base = model(4), model()
     shapes = {name: tuple(p.shape) for name, p in made.named_parameters()}

@@ -180,6 +180,27 @@ def test_attention_gradient_in_bf16(masked, monkeypatch):
             assert relative(a, b) < 0.02
 
 
+@pytest.mark.parametrize("block", [128, 7])
+def test_attention_gradient_behind_a_prefix_in_bf16(monkeypatch, block):
+    from shoal.model import attention
+
+    source = torch.Generator().manual_seed(1)
+    q = torch.randn(3, 4, 20, 16, generator=source).bfloat16().requires_grad_()
+    k, v = (torch.randn(3, 2, 25, 16, generator=source).bfloat16().requires_grad_() for _ in "kv")
+    grad = torch.randn(3, 4, 20, 16, generator=source)
+    mask = torch.full((20, 25), float("-inf")).triu_(6)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = F.scaled_dot_product_attention(*wide, attn_mask=mask.double(), enable_gqa=True)
+    expected = torch.autograd.grad(exact, wide, grad.double())
+    monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
+    out = attend(q, k, v, mask.bfloat16(), causal=True)
+    assert "_Attend" in type(out.grad_fn).__name__
+    assert relative(out, exact) < 0.01
+    found = torch.autograd.grad(out, (q, k, v), grad.bfloat16())
+    for a, b in zip(found, expected, strict=True):
+        assert relative(a, b) < 0.02
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_of_all_to_all_is_differentiated(monkeypatch, masked):
     from shoal.model import attention

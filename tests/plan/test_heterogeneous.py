@@ -31,6 +31,19 @@ def test_the_first_is_the_best_of_all():
     assert dear.rank([SHALLOW, DEEP])[0].nodes < best.nodes
 
 
+def test_guesses_that_were_drafted_ahead_and_are_right_take_what_verifying_did_not_hide():
+    alone = CASE.rank([DEEP], (3,))[0]
+    ahead = dataclasses.replace(CASE, overlap=True).rank([DEEP], (3,))[0]
+    assert alone.draft_s == pytest.approx(3 * 0.2)
+    right = 0.8 * 0.7 * 0.6 * 0.6  # a path of three, and the token behind it
+    assert ahead.verify_s > 5 * 0.2
+    assert ahead.draft_s == pytest.approx((1 - right) * 0.6)
+    quick = dataclasses.replace(
+        CASE, overlap=True, verify=RowCosts(rows=(1, 33), seconds_of=(0.7, 0.7))
+    )
+    assert quick.rank([DEEP], (3,))[0].draft_s == pytest.approx((1 - right) * 0.6 + right * 0.3)
+
+
 def test_a_cap_leaves_out_what_does_not_fit():
     small = dataclasses.replace(CASE, memory_cap=200)
     assert {one.layers for one in small.rank([SHALLOW, DEEP])} == {1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
@@ -24,7 +25,9 @@ from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.fusion import FusionDrafter  # noqa: E402
 from shoal.plan.trees.drafting import Always  # noqa: E402
 from shoal.serve.build import engine_of  # noqa: E402
-from shoal.serve.decode.dovetail_worker import FeatureTrees  # noqa: E402
+from shoal.serve.decode.dovetail_trees import FeatureTrees, tree_room  # noqa: E402
+from shoal.serve.decode.dovetail_worker import Due  # noqa: E402
+from shoal.serve.decode.fusion_net import PlainFusion  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,24 @@ def test_same_tokens_and_bytes_by_the_formula(served, engine, engine_for, serve_
 
 
 @pytest.mark.slow
+def test_the_kernels_of_inference_guess_for_the_same_tokens(served, engine_for, serve_all):
+    asked, model = prompts(), copy.deepcopy(served[0]).to(torch.float32)
+    known = answers(serve_all, engine_for(copy.deepcopy(model)), asked)
+    for options in ({}, {"overlap": True, "weights": "int8-g32"}):
+        found = engine_of(job_of(served, depth=3, breadth=3, nodes=7, **options), model)[0]
+        found.scheduler.drafting = Always(7)
+        drafter = found.runner.drafter
+        try:
+            assert answers(serve_all, found, asked) == known
+            assert drafter.link_bytes == drafter.expected_bytes
+            assert found.stats()["draft_trees_total"] > 50
+            assert drafter.level_s > 0
+            assert max(passes for passes, _ in drafter.drafts) <= 4
+        finally:
+            drafter.close()
+
+
+@pytest.mark.slow
 def test_a_death_is_named_with_its_exit_code(engine):
     found = engine(depth=2, breadth=2)
     drafter = found.runner.drafter
@@ -104,9 +125,12 @@ class Line:
         model, _, _, net = served
         options = {"depth": 3, "breadth": 2, "limit": 200, **options}
         self.model = model
-        weight = model.embed.weight
         self.net = net.to(torch.float64)
-        self.trees = FeatureTrees(self.net, weight, model.output_weight, **options)
+        room = options["limit"] + tree_room(options["depth"], options["breadth"])
+        plain = PlainFusion(
+            self.net, model.embed.weight, model.output_weight, count=options["breadth"], room=room
+        )
+        self.trees = FeatureTrees(plain, **options)
 
     def tell(self, tokens, root=None, start=0):
         with torch.inference_mode():
@@ -156,11 +180,11 @@ def test_what_was_drafted_ahead_is_used_where_the_target_agrees(served):
     first = line.trees.tree(1, 21, 10)
     line.trees.on(1, lambda: False)
     state = line.trees._states[1]
-    assert state.cache.length == 20
+    assert state.held.length == 20
     assumed = state.ahead.tokens
     passes = []
-    inner = line.trees._pass
-    line.trees._pass = lambda *args: passes.append(1) or inner(*args)
+    inner = line.trees.net.read
+    line.trees.net.read = lambda *args: passes.append(1) or inner(*args)
     line.tell([*tokens, 42, *assumed[:-1]], root=assumed[-1], start=20)
     assert line.trees.tree(1, 21 + len(assumed), 10).tokens[0] == assumed[-1]
     assert not passes  # it was there
@@ -178,6 +202,17 @@ def test_what_was_drafted_ahead_is_used_where_the_target_agrees(served):
     assert one.shape.parent == two.shape.parent
 
 
+def test_no_pass_begins_shortly_before_the_verdict_is_due():
+    due = Due()
+    for start in range(0, 50, 10):
+        assert not due.soon(start + 5, 2.0)  # nothing is drafted, or too little is known
+        due.sent(start)
+        due.came(start + 8)
+        due.came(start + 9)  # a question behind its verdict
+    due.sent(100)
+    assert [due.soon(100 + at, 2.0) for at in (1, 6.5, 7.5, 8.5)] == [False, False, True, False]
+
+
 def test_the_gate_at_its_ends_takes_one_input_alone(served):
     net = served[3].to(torch.float64)
     source = torch.Generator().manual_seed(0)
@@ -192,6 +227,7 @@ def test_the_gate_at_its_ends_takes_one_input_alone(served):
     ("options", "message"),
     [
         ({"memory_cap": 1000}, r"memory_cap = 1000: the drafter with 2 layers.*bytes"),
+        ({"weights": "int8-g64"}, "give weights: plain"),
         ({"link_s": 1e-5}, "link_bytes_per_s"),
         ({"nodes": 0}, "nodes = 0"),
         ({"breadth": 40}, "breadth"),

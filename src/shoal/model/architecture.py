@@ -9,6 +9,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from shoal.core.errors import ModelError, require
 from shoal.ir.architecture import Architecture
@@ -54,7 +55,12 @@ def changed(config: ModelConfig, architecture: Architecture) -> ModelConfig:
 
 
 def rebuilt(
-    model: Transformer, architecture: Architecture, seed: int = 0, *, meant: bool = False
+    model: Transformer,
+    architecture: Architecture,
+    seed: int = 0,
+    *,
+    meant: bool = False,
+    texts_PM: Tensor | None = None,
 ) -> Transformer:
     """The weights of ``model`` in another architecture; what it has not is drawn from ``seed``.
 
@@ -66,9 +72,11 @@ def rebuilt(
         architecture: what it becomes.
         seed: of new weights.
         meant: the user has asked for just this, so nothing is warned of.
+        texts_PM: of streams, tokens whose keys and values the prefixes begin as, another text for
+            each stream; the prefixes are drawn, if not given, and are then worth less.
 
     Raises:
-        ModelError: the model cannot have this architecture.
+        ModelError: the model cannot have this architecture, or such texts.
     """
     from shoal.model.initialise import empty, initial
 
@@ -92,4 +100,24 @@ def rebuilt(
             value = initial(config, name, seed).view(parameter.shape).to(model.weight)
         owner, _, leaf = name.rpartition(".")
         setattr(made.get_submodule(owner), leaf, torch.nn.Parameter(value))
+    if texts_PM is not None:
+        _begin(made, model, texts_PM)
     return made.train(model.training)
+
+
+def _begin(made: Transformer, model: Transformer, texts_PM: Tensor) -> None:
+    """Let prefixes be what ``model`` knows of these texts."""
+    from shoal.model.parscale import begun
+
+    streams = made.config.architecture.streams
+    require(
+        streams.num > 1 and texts_PM.shape == (streams.num, streams.prefix),
+        "texts of streams",
+        tuple(texts_PM.shape),
+        expected=f"{streams.num} of {streams.prefix} tokens each, for as many streams"
+        if streams.num > 1
+        else "none for a single stream, which has no prefix",
+        error=ModelError,
+    )
+    for block, value in zip(made.blocks, begun(model, texts_PM), strict=True):
+        block.attention.prefix = torch.nn.Parameter(value)  # type: ignore[union-attr]

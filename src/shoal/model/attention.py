@@ -149,7 +149,7 @@ class _Attend(torch.autograd.Function):
         batch, heads, length, _ = q.shape
         # Gradients in the layout [B, T, heads, d] that the projections have.
         grads = [torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v)]
-        rows = max(1, _MAX_SCORES // (heads * length * length))
+        rows = max(1, _MAX_SCORES // (heads * length * k.shape[2]))
         for first in range(0, batch, rows):
             part = slice(first, first + rows)
             _attend_backward(
@@ -181,14 +181,14 @@ def _attend_backward(
     key.
     """
     _, heads, length, dim = q.shape
-    kv_heads = k.shape[1]
+    kv_heads, keys = k.shape[1:3]
     scale = dim**-0.5
-    key, value = (x.reshape(-1, length, dim) for x in (k, v))
+    key, value = (x.reshape(-1, keys, dim) for x in (k, v))
     key_grad, value_grad = torch.empty_like(key), torch.empty_like(value)
     first = True
     for start in reversed(range(0, length, _QUERY_BLOCK)):
         stop = min(start + _QUERY_BLOCK, length)
-        seen = stop if causal else length
+        seen = stop + keys - length if causal else keys
         group = (-1, (stop - start) * heads // kv_heads, dim)
         query = (q[:, :, start:stop] * scale).reshape(group)
         out_grad = grad[:, :, start:stop].reshape(group)
@@ -212,8 +212,8 @@ def _attend_backward(
             (value_grad, weights, out_grad),
         ):
             total[:, :seen].baddbmm_(left.transpose(1, 2), right, beta=beta)
-    out[1].copy_(key_grad.view(-1, kv_heads, length, dim))
-    out[2].copy_(value_grad.view(-1, kv_heads, length, dim))
+    out[1].copy_(key_grad.view(-1, kv_heads, keys, dim))
+    out[2].copy_(value_grad.view(-1, kv_heads, keys, dim))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
@@ -224,8 +224,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool
         k: [B, K, S, d].
         v: [B, K, S, d].
         mask: additive, broadcastable to [B, H, T, S], or None.
-        causal: no query sees a key beyond its own place; needs T = S. A mask says so itself,
-            and less is computed then.
+        causal: no query sees a key beyond its own place, the last query being at the last key;
+            needs T = S, or a mask. A mask says so itself, and less is computed then.
 
     Returns:
         [B, H, T, d].
@@ -235,10 +235,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool
         q.device.type == "cpu"
         and q.dtype in (torch.bfloat16, torch.float16)
         and torch.is_grad_enabled()
-        and square
-        and q.shape[1] * q.shape[2] ** 2 <= _MAX_SCORES
+        and (square or mask is not None)
+        and q.shape[1] * q.shape[2] * k.shape[2] <= _MAX_SCORES
         and not torch.compiler.is_compiling()
     ):
+        if mask is not None and mask.dim() == 2:
+            mask = mask[None, None]
         out: Tensor = _Attend.apply(q, k, v, mask, causal)  # type: ignore[no-untyped-call]
         return out
     return F.scaled_dot_product_attention(
@@ -292,7 +294,8 @@ class Attention(nn.Module):
         length = x_BTD.shape[1]
         q, k, v = self._project(x_BTD, cos, sin)
         prefix: Tensor | None = None
-        if self.prefix is not None and self.streams > 1:
+        # A cache that has tokens has the prefix, too.
+        if self.streams > 1 and self.prefix is not None and not (cache and cache.length):
             prefix = self.prefix[:, : self.streams]
         if cache is not None:
             k, v = cache.append(self.layer, k, v, prefix)

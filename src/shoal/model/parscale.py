@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Aggregate",
     "before",
+    "begun",
     "causal",
     "computing",
     "flat",
@@ -124,6 +125,31 @@ def computing(model: Transformer, counts_N: Tensor) -> Iterator[None]:
         yield
     finally:
         model.counts_N = None
+
+
+@torch.no_grad()
+def begun(model: Transformer, tokens_PM: Tensor) -> list[Tensor]:
+    """Prefixes that are texts: of every layer, keys and values [2, P, M, K, d] just before place 0.
+
+    Streams that begin with them compute what the model would behind another text each: close to
+    what it was trained for, and diverse.
+
+    Args:
+        model: computes one stream.
+        tokens_PM: the text of each stream, int64.
+    """
+    from shoal.model.attention import KVCache  # which needs this module
+    from shoal.model.rope import tables_at
+
+    rows, length = tokens_PM.shape
+    x = model.embed(tokens_PM)
+    cache = KVCache(model.config, rows, length, dtype=x.dtype, device=x.device, streams=1)
+    place = torch.arange(-length, 0, dtype=torch.float32, device=x.device)
+    cos, sin = tables_at(place, *model.unstretched, x.dtype)
+    for block in model.blocks:
+        x = block(x, cos, sin, None, cache)
+    cache.length = length
+    return [torch.stack(pair) for pair in cache.layers()]
 
 
 def repeated(x: Tensor, num: int) -> Tensor:

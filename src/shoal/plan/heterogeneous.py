@@ -9,6 +9,7 @@ Source: Zhang et al., Dovetail, 2025, sections 3.1 and 3.3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,6 +80,9 @@ class Heterogeneous:
         memory_cap: bytes of the small device.
         link_s: s that a message takes besides its bytes.
         link_bytes_per_s: of the way between both.
+        overlap: the drafter goes on from its best path while the target verifies. Where it was
+            right, the next guesses take only what verifying them did not hide.
+        round_s: s of a round beside all of these, such as waking up and walking a tree.
         num_layers: of the target; 0 leaves it on the host whole.
         layer_bytes: of one of its layers.
         layer_s: s of a step of one of its layers on the small device.
@@ -90,6 +94,8 @@ class Heterogeneous:
     memory_cap: int
     link_s: float
     link_bytes_per_s: float
+    overlap: bool = False
+    round_s: float = 0.0
     num_layers: int = 0
     layer_bytes: int = 0
     layer_s: float = 0.0
@@ -97,7 +103,9 @@ class Heterogeneous:
     def __post_init__(self) -> None:
         require(self.link_bytes_per_s > 0, "link_bytes_per_s", self.link_bytes_per_s,
                 expected="above 0")  # fmt: skip
-        require(self.link_s >= 0, "link_s", self.link_s, expected="0 s or more")
+        for name in ("link_s", "round_s"):
+            value = getattr(self, name)
+            require(value >= 0, name, value, expected="0 s or more")
 
     def rank(
         self, options: Sequence[DraftOption], nodes: Sequence[int] = range(1, 33)
@@ -127,8 +135,7 @@ class Heterogeneous:
             expected = tree.expected()
             for count in nodes:
                 if count < len(expected):
-                    depth = tree.first(count).depth
-                    found += self._placed(option, count, depth, expected[count])
+                    found += self._placed(option, count, tree.first(count).depth, expected[count])
         return sorted(found, key=lambda one: (-one.tokens_per_s, one.nbytes))
 
     def _placed(self, option: DraftOption, nodes: int, depth: int, tokens: float) -> list[Placed]:
@@ -137,7 +144,6 @@ class Heterogeneous:
         if self.num_layers and self.layer_bytes:
             spare = (self.memory_cap - option.nbytes) // self.layer_bytes
             choices.add(min(self.num_layers, spare))
-        draft_s = depth * option.level_s
         # A verdict with the accepted tokens' states, a question, and a draft.
         crossed = 60 + 5 * nodes + tokens * (4 + self.hidden * self.itemsize)
         found = []
@@ -149,14 +155,26 @@ class Heterogeneous:
                 verify_s += resident * self.layer_s
                 moved = (1 + nodes) * self.hidden * self.itemsize
                 link_s += self.link_s + moved / self.link_bytes_per_s
+            draft_s = self._draft_s(option, depth, verify_s)
             nbytes = option.nbytes + resident * self.layer_bytes
-            rate = tokens / (draft_s + link_s + verify_s)
+            rate = tokens / (draft_s + link_s + verify_s + self.round_s)
             found.append(
                 Placed(
                     option.layers, nodes, resident, tokens, draft_s, link_s, verify_s, nbytes, rate
                 )
             )
         return found
+
+    def _draft_s(self, option: DraftOption, depth: int, verify_s: float) -> float:
+        """Expected s for which the target waits for guesses of so many levels."""
+        whole = depth * option.level_s
+        if not self.overlap:
+            return whole
+        best = [shares[0] for shares in option.right]
+        # The best path to its end and the token behind it; two passes more than a tree takes.
+        right = math.prod(best[:depth]) * best[min(depth, len(best) - 1)]
+        left = min(whole, max(0.0, whole + 2 * option.level_s - verify_s))
+        return right * left + (1 - right) * whole
 
     def table(
         self, options: Sequence[DraftOption], nodes: Sequence[int] = range(1, 33)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,6 +105,8 @@ def train(
     first: int = 0,
     parameters: Iterable[nn.Parameter] | None = None,
     loss: Callable[[Tensor, Tensor, int], Tensor] | None = None,
+    rate: Callable[[float], float] | None = None,
+    faster: Mapping[str, float] | None = None,
 ) -> Transformer:
     """Train a model, in bf16 where autocast has it.
 
@@ -116,21 +118,25 @@ def train(
         first: number of the first step, for text that follows that of another training.
         parameters: what is trained; all, if not given.
         loss: mean loss of inputs, targets and step; that of the next byte, if not given.
+        rate: learning rate over its peak where a share of the steps is done, behind the first
+            steps; half a cosine down to a twentieth, if not given.
+        faster: part of a parameter's name -> how many times as fast it learns, without decay.
     """
     import torch
 
     some = list(model.parameters() if parameters is None else parameters)
-    optimizer = torch.optim.AdamW(some, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        _groups(model, some, faster or {}), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.1
+    )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for parameter in some:
         parameter.requires_grad_(True)
     model.train()
     for step in range(recipe.steps):
-        done = step / recipe.steps
-        scale = min(1.0, (step + 1) / _WARM) * (0.05 + 0.475 * (1 + math.cos(math.pi * done)))
+        scale = min(1.0, (step + 1) / _WARM) * (rate or _cosine)(step / recipe.steps)
         for group in optimizer.param_groups:
-            group["lr"] = recipe.lr * scale
+            group["lr"] = recipe.lr * scale * group["faster"]
         inputs, targets = batch(data, recipe, seed, first + step)
         with torch.autocast("cpu", torch.bfloat16):
             if loss is None:
@@ -142,6 +148,28 @@ def train(
         torch.nn.utils.clip_grad_norm_(some, 1.0)
         optimizer.step()
     return model.eval()
+
+
+def _cosine(done: float) -> float:
+    return 0.05 + 0.475 * (1 + math.cos(math.pi * done))
+
+
+def _groups(
+    model: Transformer, some: Sequence[nn.Parameter], faster: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """What learns at the recipe's rate, and what learns so many times as fast."""
+    found: dict[int, float] = {
+        id(parameter): times
+        for name, parameter in model.named_parameters()
+        for part, times in faster.items()
+        if part in name
+    }
+    groups: list[dict[str, Any]] = [{"params": [p for p in some if id(p) not in found]}]
+    groups[0]["faster"] = 1.0
+    for times in sorted({*found.values()}):
+        quick = [parameter for parameter in some if found.get(id(parameter)) == times]
+        groups.append({"params": quick, "faster": times, "weight_decay": 0.0})
+    return groups
 
 
 def heldout(model: Transformer, data: np.ndarray, recipe: Recipe, rows: int = 256) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.ir import MAX_NODES
 from shoal.plan.heterogeneous import DraftOption, Heterogeneous
 from shoal.plan.trees.drafting import Always
 
@@ -63,6 +64,12 @@ class Sweep:
 
     def __init__(self, bench: Bench, layers: Sequence[int], nodes: Sequence[int]) -> None:
         self._bench, self._layers, self._nodes = bench, layers, nodes
+        names = [f"{count} {size}" for count in layers for size in nodes]
+        # As the drafters said when the engines began and measured what guesses cost.
+        self._level_s = {name: self._drafter(name).level_s for name in names}
+        largest = f"{layers[0]} {max(nodes)}"
+        whole_s = self._costs(largest).drafting_s(1, MAX_NODES)
+        self._round_s = max(0.0, whole_s - self._drafter(largest).tree_s)
 
     def _drafter(self, name: str) -> Any:
         return self._bench.engines[name].runner.drafter  # type: ignore[attr-defined]
@@ -85,34 +92,39 @@ class Sweep:
             for name, answers in found.items()
         }
 
-    def planned(self, link_s: float, link_bytes_per_s: float) -> str:
+    def planned(self, link_s: float, link_bytes_per_s: float, overlap: bool) -> str:
         """What the planner would take, by costs measured at the start and by calibration."""
-        from shoal.serve.decode.trained import config_of
-
-        options = []
-        for count in self._layers:
-            name = f"{count} {max(self._nodes)}"
-            costs = self._costs(name)
-            config = config_of("dovetail", Path(self._bench.methods[name]["path"]))  # type: ignore[index]
-            options.append(
-                DraftOption(
-                    layers=count,
-                    nbytes=self._drafter(name).memory_bytes(),
-                    level_s=costs.drafting_s(1) / _DEPTH,
-                    right=config.calibration[:_DEPTH],
-                )
-            )
-        drafter = self._drafter(f"{self._layers[0]} {max(self._nodes)}")
+        largest = f"{self._layers[0]} {max(self._nodes)}"
+        drafter = self._drafter(largest)
         case = Heterogeneous(
-            verify=self._costs(f"{self._layers[0]} {max(self._nodes)}"),
+            verify=self._costs(largest),
             hidden=drafter.hidden,
             itemsize=drafter.itemsize,
             memory_cap=1 << 40,
             link_s=link_s,
             link_bytes_per_s=link_bytes_per_s,
+            overlap=overlap,
+            round_s=self._round_s,
         )
-        best = case.rank(options, self._nodes)[0]
+        # A level of a larger tree has more rows, so each size has its own times.
+        found = [
+            case.rank([self._option(count, size) for count in self._layers], (size,))[0]
+            for size in self._nodes
+        ]
+        best = max(found, key=lambda one: one.tokens_per_s)
         return f"{best.layers} {best.nodes}"
+
+    def _option(self, layers: int, nodes: int) -> DraftOption:
+        from shoal.serve.decode.trained import config_of
+
+        name = f"{layers} {nodes}"
+        config = config_of("dovetail", Path(self._bench.methods[name]["path"]))  # type: ignore[index]
+        return DraftOption(
+            layers=layers,
+            nbytes=self._drafter(name).memory_bytes(),
+            level_s=self._level_s[name],
+            right=config.calibration[:_DEPTH],
+        )
 
     def link_bytes_per_token(
         self, name: str, prompts: Sequence[Sequence[int]], new_tokens: int

@@ -10,7 +10,8 @@ Source: Zhang et al., Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+import statistics
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -30,6 +31,8 @@ __all__ = ["Dovetail", "DovetailDrafter"]
 
 # How long a drafter may take to say that it is ready.
 _START_S = 60.0
+# Trees whose times are remembered.
+_REMEMBERED = 256
 # How long its exit code is waited for once its end is closed.
 _EXIT_S = 1.5
 
@@ -49,6 +52,8 @@ class Dovetail:
         overlap: let it go on from its own best path while the target verifies.
         link_s: s that each message is held up, to emulate a slower way.
         link_bytes_per_s: bandwidth of that way; 0 leaves messages as fast as they are.
+        weights: format of the drafter's matrices, such as int8-g64, where it is computed by the
+            kernels of inference; a coarser one guesses a little worse, and changes no token.
         accept: which guesses hold.
     """
 
@@ -62,6 +67,7 @@ class Dovetail:
     overlap: bool = False
     link_s: float = 0.0
     link_bytes_per_s: float = 0.0
+    weights: str = "plain"
     accept: Annotated[Choice, PartKind("accept")] = Choice(name="sample_match")
 
     def __post_init__(self) -> None:
@@ -97,30 +103,46 @@ class Dovetail:
 
         Raises:
             ModelError: the drafter is of another kind, or for another model or tokenizer.
-            ConfigError: it does not fit in ``memory_cap``.
+            ConfigError: it does not fit in ``memory_cap``, or cannot have ``weights`` here.
             ServeError: its process cannot be started.
         """
         from pathlib import Path
 
+        import torch
+
+        from shoal.serve.decode.dovetail_trees import tree_room
+        from shoal.serve.decode.fast_dovetail import fits
+        from shoal.serve.decode.taped_dovetail import kept_places
         from shoal.serve.decode.trained import stored
 
         config, state = stored("dovetail", Path(self.path), job)
         target, limit = model.config, job.max_position or model.config.max_position
-        itemsize = model.weight.element_size()
+        dtype, itemsize = model.weight.dtype, model.weight.element_size()
         layers = int(config.options.get("layers", 1))
-        copies = (1 if target.tied else 2) * target.vocab_size * target.hidden
-        kept = 2 * layers * limit * target.num_kv_heads * target.head_dim
-        nbytes = itemsize * (sum(one.numel() for one in state.values()) + copies + kept)
+        place = 2 * layers * target.num_kv_heads * target.head_dim
+        longest = limit + tree_room(self.depth, self.breadth)
+        words, net = target.vocab_size * target.hidden, sum(one.numel() for one in state.values())
+        # Kernels of inference want the head in an order of their own, and the gate by tokens.
+        nbytes = itemsize * (net + (1 if target.tied else 2) * words + place * longest)
+        quick = itemsize * (net + 3 * words + place * kept_places(job, longest))
+        fast = fits(target, dtype, torch.device(self.draft_device))
+        fast = fast and not job.exact and (not self.memory_cap or quick <= self.memory_cap)
         if self.memory_cap and nbytes > self.memory_cap:
             raise ConfigError(
                 f"speculative.dovetail.memory_cap = {self.memory_cap}: the drafter with {layers} "
                 f"layers and the copies of embedding and head takes {nbytes} bytes; give at least "
                 "that, or train a drafter with fewer layers"
             )
+        if self.weights != "plain" and not fast:
+            raise ConfigError(
+                f"speculative.dovetail.weights = {self.weights}: the drafter is computed without "
+                "the kernels of inference here (another device or precision, exact, or a "
+                f"memory_cap under {quick} bytes); give weights: plain"
+            )
         told = {
             "path": str(Path(self.path).resolve()),
             "model": str(Path(job.model).resolve()),
-            "dtype": str(model.weight.dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
             "itemsize": itemsize,
             "hidden": target.hidden,
             "device": self.draft_device,
@@ -128,10 +150,13 @@ class Dovetail:
             "breadth": self.breadth,
             "limit": limit,
             "overlap": self.overlap,
+            "fast": fast,
+            "weights": self.weights,
+            "job": job.model_dump(mode="json"),
             "cores": list(self.cores),
             "link": [self.link_bytes_per_s, self.link_s] if self.link_bytes_per_s else None,
         }
-        return DovetailDrafter(told, self.nodes, nbytes)
+        return DovetailDrafter(told, self.nodes, quick if fast else nbytes)
 
 
 @dataclass
@@ -158,6 +183,8 @@ class DovetailDrafter:
         hidden: width of a hidden state.
         itemsize: bytes of one of its numbers.
         expected_bytes: that must have crossed the way by the formula.
+        drafts: passes and s of the drafter for each of the last trees, as it said; a tree that was
+            drafted ahead took none.
     """
 
     needs: ClassVar[Needs] = "all"
@@ -171,13 +198,14 @@ class DovetailDrafter:
         import weakref
 
         from shoal.memory.mover import EmulatedLink
-        from shoal.serve.decode.dovetail_wire import HEAD_BYTES, Channel, Kind
+        from shoal.serve.decode.dovetail_wire import HEAD_BYTES, SPIN_S, Channel, Kind
         from shoal.serve.spinning import spin_briefly
 
         self._nodes, self._bytes = nodes, nbytes
         self.hidden, self.itemsize = told["hidden"], told["itemsize"]
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._numbers = 0
+        self.drafts: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         self.expected_bytes = HEAD_BYTES
         own, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name != "SHOAL_API_KEY"}
@@ -195,7 +223,7 @@ class DovetailDrafter:
         self._end = own
         self._closing = weakref.finalize(self, _close, own, self.process)
         link = EmulatedLink(*told["link"]) if told["link"] else None
-        self.channel = Channel(own, link)
+        self.channel = Channel(own, link, SPIN_S if told["cores"] else 0.0)
         own.settimeout(_START_S)
         with self._alive():
             head = self.channel.head()
@@ -306,11 +334,24 @@ class DovetailDrafter:
                 raise EOFError(f"a message of kind {head.kind} where a draft was due")
             if not head.b:
                 return None
+            self.drafts.append((head.c, 1e-6 * head.d))
             tokens = np.frombuffer(self.channel.body(4 * head.b), dtype=np.uint32)
             parents = np.frombuffer(self.channel.body(head.b), dtype=np.uint8)
         return TokenTree(
             np.array([request.tokens[-1], *tokens.tolist()]), branches((-1, *parents.tolist()))
         )
+
+    @property
+    def level_s(self) -> float:
+        """Median s of a level, of the trees of late; 0 before there was one."""
+        each = [seconds / passes for passes, seconds in self.drafts if passes]
+        return statistics.median(each) if each else 0.0
+
+    @property
+    def tree_s(self) -> float:
+        """Median s of a tree that was not there already, of late; 0 before there was one."""
+        whole = [seconds for passes, seconds in self.drafts if passes]
+        return statistics.median(whole) if whole else 0.0
 
     @property
     def link_bytes(self) -> int:

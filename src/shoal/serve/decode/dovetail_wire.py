@@ -7,6 +7,7 @@ tokens and parents of a draft, words of a failure. Weights never pass. Every byt
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import time
@@ -15,13 +16,17 @@ from typing import NamedTuple
 
 from shoal.memory.mover import EmulatedLink
 
-__all__ = ["HEAD_BYTES", "Channel", "Head", "Kind", "draft_bytes", "verdict_bytes"]
+__all__ = ["HEAD_BYTES", "SPIN_S", "Channel", "Head", "Kind", "draft_bytes", "verdict_bytes"]
 
 _HEAD = struct.Struct("<5I")
 HEAD_BYTES = _HEAD.size
 _MOST_BODY = 1 << 30
 # A shorter wait is spun: a thread that sleeps wakes up some 60 us late.
 _SPIN_S = 1e-3
+
+SPIN_S = 0.02
+"""s for which a message is waited for without sleeping by a process that has cores of its own: as
+long as a step of the target may take."""
 
 
 class Kind(IntEnum):
@@ -36,7 +41,7 @@ class Kind(IntEnum):
     ASK = 4
     """verifier: request, place behind the root, most nodes"""
     DRAFT = 5
-    """drafter: request, nodes"""
+    """drafter: request, nodes, passes that it took since it was asked, and their us"""
     DROP = 6
     """verifier: request"""
 
@@ -73,14 +78,17 @@ class Channel:
     Args:
         end: connected.
         link: what is sent is held up as this link would; not at all without.
+        spin_s: s for which a message is waited for without sleeping; see :data:`SPIN_S`.
 
     Attributes:
         sent: bytes.
         received: bytes.
     """
 
-    def __init__(self, end: socket.socket, link: EmulatedLink | None = None) -> None:
-        self._end, self._link = end, link
+    def __init__(
+        self, end: socket.socket, link: EmulatedLink | None = None, spin_s: float = 0.0
+    ) -> None:
+        self._end, self._link, self._spin_s = end, link, spin_s
         self.sent = self.received = 0
 
     def send(self, head: Head, body: bytes = b"") -> None:
@@ -101,7 +109,16 @@ class Channel:
         Raises:
             EOFError: the other end is closed.
         """
+        if self._spin_s:
+            until = time.perf_counter() + self._spin_s
+            while not self.waiting and time.perf_counter() < until:
+                pass
         return Head(*_HEAD.unpack(self.body(HEAD_BYTES)))
+
+    @property
+    def waiting(self) -> bool:
+        """Something came, or the other end is closed."""
+        return bool(select.select([self._end], [], [], 0)[0])
 
     def body(self, nbytes: int) -> bytes:
         """So many bytes of the body of the message whose head was read.

@@ -80,12 +80,21 @@ class Growing:
         self._value.append(value)
         self.computed.append(-1)
 
-    def expand(self) -> tuple[list[int], int, np.ndarray]:
-        """Tokens of the nodes to compute next, their first row, and what they see."""
+    def expand(self, nodes: int = 0) -> tuple[list[int], int, np.ndarray]:
+        """Tokens of the nodes to compute next, their first row, and what they see.
+
+        Args:
+            nodes: so many are wanted in the end, see :meth:`tree`; what cannot be among them is not
+                computed. 0 where that is not known.
+        """
         if self._drawn:
             chosen = self._level
         else:
             chosen = sorted(self._level, key=self._value.__getitem__, reverse=True)[: self._width]
+            if 0 < nodes < len(self.tokens):
+                # Nodes below come after all that are as probable as the one above them.
+                bar = sorted(self._value[1:], reverse=True)[nodes - 1]
+                chosen = [node for node in chosen if self._value[node] > bar]
         first = self._passes
         self._expanded = chosen
         for node in chosen:
@@ -99,10 +108,10 @@ class Growing:
         """Of each node that :meth:`expand` chose, the row of the one above in the passes."""
         return [self.computed[self.parent[node]] for node in self._expanded]
 
-    def best_path(self) -> list[int]:
-        """The most probable child of each node from the root on, as far as there is one."""
+    def best_path(self, nodes: int) -> list[int]:
+        """The most probable child of each node from the root on, as far as :meth:`tree` has one."""
         best: dict[int, int] = {}
-        for row in range(1, len(self.tokens)):
+        for row in self._kept(nodes):
             above = self.parent[row]
             if above not in best or self._value[row] > self._value[best[above]]:
                 best[above] = row
@@ -114,12 +123,7 @@ class Growing:
 
     def tree(self, nodes: int) -> tuple[TokenTree, Sequence[int]]:
         """At most so many nodes, the best; and of each row its row in the draft's passes."""
-        every = range(1, len(self.tokens))
-        if self._drawn:
-            kept = list(every)[:nodes]
-        else:
-            # Sorting is stable, and a node comes after the one above it.
-            kept = sorted(sorted(every, key=lambda row: -self._value[row])[:nodes])
+        kept = self._kept(nodes)
         rows = [0, *kept]
         place = {row: at for at, row in enumerate(rows)}
         parent = (-1, *(place[self.parent[row]] for row in kept))
@@ -127,3 +131,11 @@ class Growing:
         q = {place[row]: q_V for row, q_V in self._drawn.items() if row in place}
         computed = [self.computed[row] for row in rows]
         return TokenTree(tokens, branches(parent), q or None), computed
+
+    def _kept(self, nodes: int) -> list[int]:
+        """Rows of the best nodes, at most so many, rising."""
+        every = range(1, len(self.tokens))
+        if self._drawn:
+            return list(every)[:nodes]
+        # Sorting is stable, and a node comes after the one above it.
+        return sorted(sorted(every, key=lambda row: -self._value[row])[:nodes])
