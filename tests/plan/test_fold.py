@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
 import pytest
 
 from shoal.core.errors import PlanError
@@ -12,6 +14,7 @@ from shoal.cost.training import estimate
 from shoal.ir import Parallel, TrainJob, Work
 from shoal.machine.described import load
 from shoal.plan.fold import folds
+from shoal.plan.fold_picture import grids
 
 MODEL = "Mixtral-8x7B-v0.1"
 
@@ -58,7 +61,6 @@ def test_far_experts_cost_time():
     assert far.wire_bytes["node"] > near.wire_bytes["node"]
 
 
-@pytest.mark.slow
 def test_the_best_pair_keeps_tokens_near():
     job = TrainJob(model=MODEL, seq_len=4096, global_batch=256)
     found = folds(job, load("64xH100"), inside=True)
@@ -76,3 +78,12 @@ def test_what_cannot_be_folded_is_refused():
         folds(TrainJob(model="Llama-3.1-8B"), load("8xH100"))
     with pytest.raises(PlanError, match="stages"):
         folds(TrainJob(model=MODEL, global_batch=1), load("8xH100"), pp=3)
+
+
+def test_the_picture_has_every_rank_three_times():
+    split = Parallel(dp=16, tp=2, cp=2, ep=8, sp=True)
+    drawn = ElementTree.fromstring(grids(split, 8))
+    ranks = [one for one in drawn.iter() if one.tag.endswith("rect")]
+    assert len(ranks) == 3 * 64
+    cut = ElementTree.fromstring(grids(Parallel(dp=16, tp=2, etp=2, ep=2, sp=True), 8))
+    assert len([one for one in cut.iter() if one.tag.endswith("rect")]) == 2 * 32

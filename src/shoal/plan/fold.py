@@ -16,6 +16,7 @@ from shoal.cost.experts import dispatch
 from shoal.cost.shapes import shape_of
 from shoal.cost.training import Pricer, microbatch_of
 from shoal.ir import Estimate, Machine, Parallel, TrainJob, Work
+from shoal.plan.strategy.judge import usable_bytes
 from shoal.plan.strategy.space import candidates
 
 __all__ = ["Fold", "folds"]
@@ -62,7 +63,6 @@ def folds(job: TrainJob, machine: Machine, *, pp: int = 1, inside: bool = False)
     pricer, found = Pricer(machine), []
     seen: set[tuple[int, ...]] = set()
     open_job = job.model_copy(update={"shard": Choice(name="zero1"), "microbatch": 1})
-    room = machine.device.main_memory.capacity_bytes
     for one in candidates(open_job, machine, shape=shape):
         split = one.parallel
         key = (split.dp, split.tp, split.cp, split.ep, split.etp)
@@ -80,7 +80,7 @@ def folds(job: TrainJob, machine: Machine, *, pp: int = 1, inside: bool = False)
             wire: dict[str, float] = {}
             dispatch(own, shape, machine, microbatch_of(own), wire)
             far = wire.pop("node", 0.0)
-            fits = sum(estimate.memory_bytes.values()) <= room
+            fits = sum(estimate.memory_bytes.values()) <= usable_bytes(own, machine)
             found.append(Fold(grids, estimate, sum(wire.values()), far, fits))
     require(
         bool(found),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +29,7 @@ def fold(
     global_batch: Annotated[int, typer.Option(help="Sequences of a step.", min=1)] = 256,
     inside: Annotated[bool, typer.Option("--inside", help="Show experts inside dp, too.")] = False,
     rows: Annotated[int, typer.Option(help="Pairs of grids to show.", min=1)] = 12,
+    svg: Annotated[Path | None, typer.Option(help="Draw the best pair's groups.")] = None,
     output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
 ) -> None:
     """Give experts a grid of their own over the ranks that attention splits its own way.
@@ -37,16 +39,22 @@ def fold(
         shoal plan fold Mixtral-8x7B-v0.1
 
         shoal plan fold Qwen2-57B-A14B -m 64xH100 --pp 2 --seq-len 16384 --inside
+
+        shoal plan fold Mixtral-8x22B-v0.1 --svg grids.svg
     """
     from shoal.app.show import as_json, table
+    from shoal.core.files import write_atomic
     from shoal.core.sizes import human_bytes
     from shoal.ir import TrainJob
     from shoal.machine.described import load
     from shoal.plan.fold import folds
+    from shoal.plan.fold_picture import grids
 
     target = load(machine)
     job = TrainJob(model=model, seq_len=seq_len, global_batch=global_batch)
     found = folds(job, target, pp=pp, inside=inside)
+    if svg is not None:
+        write_atomic(svg, grids(found[0].parallel, target.devices_per_node))
     if output is Format.json:
         as_json([_told(one) for one in found[:rows]])
         return
