@@ -246,6 +246,7 @@ def test_catalogue_has_every_system_once() -> None:
         51: "deep_optimizer_states",
         53: "single_path",
         62: "inmemory_ft",
+        92: "moe_folding",
         97: "medusa",
         63: "ladder",
         64: "zero_infinity",

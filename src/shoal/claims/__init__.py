@@ -36,6 +36,7 @@ CLAIMS = PartTable(
         "galvatron": "shoal.claims.experiments.galvatron:GalvatronClaim",
         "marlin": "shoal.claims.experiments.marlin:MarlinClaim",
         "medusa": "shoal.claims.experiments.medusa:MedusaClaim",
+        "moe_folding": "shoal.claims.experiments.moe_folding:MoeFoldingClaim",
         "megatron": "shoal.claims.experiments.megatron:Megatron",
         "gpipe": "shoal.claims.experiments.gpipe:GPipeClaim",
         "sequence_parallel": "shoal.claims.experiments.sequence_parallel:SequenceParallel",

@@ -20,6 +20,7 @@ __all__ = [
     "active_parameters",
     "block_parameters",
     "embedding_parameters",
+    "expert_parameters",
     "flops_by_op",
     "flops_per_token",
     "linears",
@@ -137,6 +138,12 @@ def parameters(shape: ModelShape) -> int:
     attention (MLA) are not in a shape and are not counted.
     """
     return block_parameters(shape) + embedding_parameters(shape) + shape.hidden
+
+
+def expert_parameters(shape: ModelShape) -> int:
+    """Parameters of the experts that tokens choose between, without routers."""
+    named = ("expert_in", "expert_out")
+    return sum(linear.parameters for linear in linears(shape) if linear.name in named)
 
 
 def active_parameters(shape: ModelShape) -> int:

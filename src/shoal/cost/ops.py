@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.cost.arithmetic import linears, mixture_layers, parameters
+from shoal.cost.arithmetic import expert_parameters, linears, mixture_layers, parameters
 from shoal.ir import ModelShape
 
 __all__ = ["Op", "Style", "ledger", "stage_share"]
@@ -136,6 +136,7 @@ def ledger(
     tp: int = 1,
     pp: int = 1,
     vocab: int | None = None,
+    experts: tuple[int, int] | None = None,
 ) -> tuple[Op, ...]:
     """Everything that the fullest pipeline stage of one tensor rank runs for one micro-batch.
 
@@ -148,6 +149,8 @@ def ledger(
         tp: tensor-parallel ranks, which share heads, feed-forward width and vocabulary.
         pp: pipeline stages, which share the blocks.
         vocab: ranks that share the vocabulary; ``tp`` if not given.
+        experts: ep and etp, where experts have a grid of their own; else the tensor ranks share
+            the width of each.
     """
     n = float(seq_len * microbatch)
     layers = stage_share(shape, pp) * shape.num_layers
@@ -183,11 +186,29 @@ def ledger(
             )
         )
 
+    # Of its tokens, which tp ranks share, a rank of experts has those of ep * etp ranks.
+    ep, etp = experts or (1, tp)
+    visiting = ep * etp / tp
     for linear in linears(shape):
         if linear.name == "logits":
             continue
-        column = linear.name in ("qkv", "ffn_in", "expert_in", "shared_in")
-        row = linear.name in ("attention_out", "ffn_out", "expert_out", "shared_out")
+        if linear.name in ("expert_in", "expert_out"):
+            column = linear.name == "expert_in"
+            ops.append(
+                Op(
+                    linear.name,
+                    "matmul",
+                    count=linear.layers * linear.copies / ep * share,
+                    M=n * linear.share * visiting,
+                    N=linear.N / (etp if column else 1),
+                    K=linear.K / (1 if column else etp),
+                    forward_calls=1,
+                    backward_calls=2,
+                )
+            )
+            continue
+        column = linear.name in ("qkv", "ffn_in", "shared_in")
+        row = linear.name in ("attention_out", "ffn_out", "shared_out")
         ops.append(
             Op(
                 linear.name,
@@ -225,18 +246,20 @@ def ledger(
     if sparse:
         met = shape.top_k + shape.num_shared_experts
         memory("gate", shape.expert_hidden * met / tp, c, sparse * share, act)
-        memory("dispatch", D * met, c, sparse * share, Passes(6, 8, 4, 6))
+        own = 1 if experts is None else tp
+        memory("dispatch", D * met / own, c, sparse * share, Passes(6, 8, 4, 6))
         # Each expert is a handful of small operators of its own.
         ops.append(
             Op(
                 "experts",
                 "memory",
                 count=sparse * share,
-                forward_calls=6 * shape.num_experts,
-                backward_calls=10 * shape.num_experts,
+                forward_calls=6 * shape.num_experts // ep,
+                backward_calls=10 * shape.num_experts // ep,
             )
         )
-    local = parameters(shape) * share / tp
+    held = parameters(shape) - (1 - tp / (ep * etp)) * expert_parameters(shape)
+    local = held * share / tp
     weights = max(1.0, 5.0 * layers)
     if low:
         # Autocast copies every matrix to bf16 once a forward pass; gradients come back.

@@ -24,7 +24,8 @@ from shoal.cost.arithmetic import (
     flops_per_token,
     parameters,
 )
-from shoal.cost.ops import Op, Style, ledger, stage_share
+from shoal.cost.experts import dispatch, held_parameters
+from shoal.cost.ops import Op, Style, ledger
 from shoal.cost.pipeline import simulate
 from shoal.cost.rates import (
     REPACKED,
@@ -65,6 +66,11 @@ _SIMULATED = 32
 def microbatch_of(job: TrainJob) -> int:
     """Sequences of one forward pass on one rank; all of a rank's if the job does not say."""
     return job.microbatch or job.global_batch // job.parallel.dp
+
+
+def _grid(job: TrainJob) -> tuple[int, int] | None:
+    """Degrees ep and etp, where experts have a grid of their own."""
+    return (job.parallel.ep, job.parallel.etp) if job.parallel.folded else None
 
 
 @dataclass(frozen=True)
@@ -254,7 +260,8 @@ class Pricer:
         matmul, stream = self._curves[where]
         tp, pp = job.parallel.tp, job.parallel.pp
         cp, vocab = job.parallel.cp, vocab_ranks(job)
-        size = (job.seq_len, microbatch, cp, tp, pp, vocab)
+        experts = _grid(job)
+        size = (job.seq_len, microbatch, cp, tp, pp, vocab, experts)
         key = (work.shape, size, where, job.recompute, job.compile)
         if key in self._passes:
             return self._passes[key]
@@ -268,6 +275,7 @@ class Pricer:
             tp=tp,
             pp=pp,
             vocab=vocab,
+            experts=experts,
         ):
             once = op_pass(op, False, matmul, stream, job.precision, rates.is_cpu)
             forward += once
@@ -288,7 +296,7 @@ class Pricer:
             return estimate_layers(work, machine)
         _check(work, machine)
         rates = Rates(machine, job.parallel, job.threads)
-        dp, tp, pp = job.parallel.dp, job.parallel.tp, job.parallel.pp
+        dp, pp = job.parallel.dp, job.parallel.pp
         held_by = dp * job.parallel.cp
         microbatch = microbatch_of(job)
         passes = max(1, job.global_batch // dp // microbatch)
@@ -301,6 +309,7 @@ class Pricer:
         wire: dict[str, float] = {}
         tensor_s = tensor_parallel_s(work, machine, microbatch, wire)
         tensor_s = not_hidden_s(job, machine, tensor_s, both.matmul)
+        tensor_s += dispatch(job, shape, machine, microbatch, wire)
         pipe_s = self._pipeline(work, wire) / passes
         schedule = self._part("schedule", job.parallel.schedule)
         if pp > 1 and rates.is_cpu:
@@ -317,10 +326,13 @@ class Pricer:
         shard = self._part("shard", job.shard)
         divides: frozenset[str] = shard.divides
         own = self._update(work)
-        share = stage_share(shape, pp) / tp
+        experts, rest = held_parameters(shape, job.parallel)
         update = own.terms_s.get("optimizer", 0.0) * rates.sharing
-        update *= share / (held_by if "optimizer" in divides else 1)
-        local = parameters(shape) * share / (held_by if "gradients" in divides else 1)
+        moments = experts + rest
+        if "optimizer" in divides:
+            moments = rest / held_by + experts / job.parallel.edp
+        update *= moments / parameters(shape)
+        local = (experts + rest) / (held_by if "gradients" in divides else 1)
         # Zero the gradients, take their norm, scale them.
         stream = self._curves[job.precision, rates.used, rates.sharing][1]
         update += 16.0 * local / stream(4.0 * local)
@@ -474,6 +486,7 @@ class Pricer:
             tp=split.tp,
             pp=split.pp,
             vocab=vocab,
+            experts=_grid(job),
         ):
             where = {"embedding": "embed", "logits": "head", "loss": "head", "final_norm": "norm"}
             for late in (False, True):
@@ -482,6 +495,7 @@ class Pricer:
                 own = found.device / split.cp + found.calls * launch
                 seconds[key] = seconds.get(key, 0.0) + own
         tensor = tensor_parallel_s(work, self.machine, microbatch, {}) / 2
+        tensor += dispatch(job, shape, self.machine, microbatch, {}) / 2
         part = self._part("schedule", split.schedule)
         steps = max(1, job.global_batch // split.dp // microbatch)
         schedule: Schedule = part.build(split.pp, steps, split.vpp)

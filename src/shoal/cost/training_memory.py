@@ -16,6 +16,7 @@ from shoal.cost.arithmetic import (
     mixture_layers,
     parameters,
 )
+from shoal.cost.experts import held_parameters
 from shoal.cost.ops import MOST_PLAIN_SCORES, stage_share
 from shoal.cost.rates import Rates, ranks_per_host
 from shoal.ir import Machine, TrainJob, Work
@@ -68,8 +69,8 @@ def memory_of(
     job, shape = work.job, work.shape
     cp, tp, pp = job.parallel.cp, job.parallel.tp, job.parallel.pp
     dp = job.parallel.dp * cp
-    share = stage_share(shape, pp) / tp
-    local = parameters(shape) * share
+    experts, rest = held_parameters(shape, job.parallel)
+    local = experts + rest
     block = local / max(1.0, stage_share(shape, pp) * shape.num_layers)
     weights = 4.0 * local
     if "weights" in divides:
@@ -80,6 +81,9 @@ def memory_of(
     gradients = 4.0 * local
     if "gradients" in divides:
         gradients = gradients / dp + 4.0 * block
+    moments = local
+    if "optimizer" in divides:
+        moments = rest / dp + experts / job.parallel.edp
     layers = math.ceil(stage_share(shape, pp) * shape.num_layers)
     kept = activation_bytes(
         shape,
@@ -108,7 +112,7 @@ def memory_of(
     tensors = {
         "weights": weights,
         "gradients": gradients * trained,
-        "optimizer": optimizer * trained * share / (dp if "optimizer" in divides else 1),
+        "optimizer": optimizer * trained * moments / parameters(shape),
         "activations": kept,
         "logits": logits,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.collectives import all_reduce_s
 from shoal.cost.ops import stage_share
 from shoal.cost.rates import data_link, tensor_link
@@ -35,14 +36,18 @@ def tied_s(work: Work, machine: Machine, wire: dict[str, float]) -> float:
 def tensor_parallel_s(
     work: Work, machine: Machine, microbatch: int, wire: dict[str, float]
 ) -> float:
-    """Seconds of one micro-batch's all-reduces: two a block forward, two backward."""
+    """Seconds of one micro-batch's all-reduces: two a block forward, two backward.
+
+    Experts with a grid of their own take the tokens as they lie: attention's are left.
+    """
     job, shape, tp = work.job, work.shape, work.job.parallel.tp
     if tp == 1:
         return 0.0
     link = tensor_link(machine, job.parallel)
     tokens = microbatch * job.seq_len / job.parallel.cp
     size = tokens * shape.hidden * (2.0 if job.precision == "bf16" else 4.0)
-    layers = stage_share(shape, job.parallel.pp) * shape.num_layers
+    sparse = mixture_layers(shape) if job.parallel.folded else 0
+    layers = stage_share(shape, job.parallel.pp) * (shape.num_layers - sparse / 2)
     number = layers * (6 if job.recompute == "full" else 4) + 2
     passes = max(1, job.global_batch // job.parallel.dp // microbatch)
     if link is not None:

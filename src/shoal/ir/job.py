@@ -50,6 +50,8 @@ class Parallel(Value):
         cp: context-parallel ranks, which share every sequence.
         ep: expert-parallel ranks, a divisor of dp * cp * tp.
         etp: tensor-parallel ranks of an expert.
+        fold: experts' groups may take any ranks of a stage, neighbours first; else, as where all
+            layers have one grid, only ranks that differ in dp, with etp = 1.
         vpp: pipeline stages of one rank.
         sp: shard norms and residuals over the tp ranks, by token (sequence parallelism).
         vocab: who splits embedding and output layer: the tp ranks, the pp ranks in passes of
@@ -72,6 +74,7 @@ class Parallel(Value):
     cp: PositiveInt = 1
     ep: PositiveInt = 1
     etp: PositiveInt = 1
+    fold: bool = True
     vpp: PositiveInt = 1
     sp: bool = False
     vocab: Literal["auto", "none", "tp", "pp"] = "auto"
@@ -99,6 +102,12 @@ class Parallel(Value):
             expected=f"with etp = {self.etp} a divisor of dp * cp * tp = {inner}",
         )
         require(
+            self.fold or (self.dp % self.ep == 0 and self.etp == 1),
+            "parallel.fold",
+            self.fold,
+            expected=f"true, or ep = {self.ep} that divides dp = {self.dp}, with etp = 1",
+        )
+        require(
             self.vocab != "tp" or self.tp > 1,
             "parallel.vocab",
             self.vocab,
@@ -124,15 +133,30 @@ class Parallel(Value):
             return "tp" if self.tp > 1 else "none"
         return "none" if self.vocab == "pp" and self.pp == 1 else self.vocab
 
+    @property
+    def folded(self) -> bool:
+        """Experts have a grid of their own; else the tp ranks share the width of each."""
+        return self.ep * self.etp > 1
+
     def attention(self) -> Layout:
         """The grid of attention and of everything dense."""
         return Layout(tuple((axis, getattr(self, axis)) for axis in self.order.split("-")))
 
     def experts(self) -> Layout:
-        """The grid of the experts over the same ranks: their data-parallel axis is ``edp``."""
-        inner = self.dp * self.cp * self.tp
-        edp = inner // (self.ep * self.etp)
-        return Layout((("pp", self.pp), ("edp", edp), ("ep", self.ep), ("etp", self.etp)))
+        """The grid of the experts over the same ranks.
+
+        Ranks that hold the same experts differ in ``edp`` and, without ``fold``, in ``inner``,
+        which is cp x tp.
+        """
+        inner = 1 if self.fold else self.cp * self.tp
+        edp = self.dp * self.cp * self.tp // (self.ep * self.etp * inner)
+        axes = {"pp": self.pp, "edp": edp, "ep": self.ep, "etp": self.etp, "inner": inner}
+        return Layout(tuple(axes.items()))
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same slices of the same experts."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
 
 class LayerGroup(Value):

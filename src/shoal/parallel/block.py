@@ -18,6 +18,7 @@ from shoal.model.config import ModelConfig
 from shoal.model.dropout import Drop
 from shoal.model.feedforward import Experts, SwiGLU, gate
 from shoal.model.transformer import Block
+from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.linear import (
     ColumnLinear,
     LateColumnLinear,
@@ -29,7 +30,7 @@ from shoal.parallel.linear import (
 from shoal.parallel.operators import enter, leave, synced
 
 if TYPE_CHECKING:
-    from shoal.parallel.protocols import Comm
+    from shoal.parallel.protocols import Comm, ExpertRanks
 
 __all__ = ["Mix", "SplitBlock", "WholeBlock", "local_config"]
 
@@ -82,9 +83,16 @@ class WholeBlock(Block):
     """A block whose linear layers are this rank's; without communication it is the model's."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, comm: Comm, *, sp: bool, overlap: str = "none"
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: Comm,
+        *,
+        sp: bool,
+        overlap: str = "none",
+        experts: ExpertRanks | None = None,
     ) -> None:
-        config = local_config(config, comm.world)
+        whole, config = config, local_config(config, comm.world)
         super().__init__(config, layer)
         attention = self.attention
         how: dict[str, Any] = {"sp": sp, "overlap": overlap}
@@ -102,6 +110,8 @@ class WholeBlock(Block):
         if isinstance(self.mlp, SwiGLU):
             self.mlp.gate_up_proj = column.of(self.mlp.gate_up_proj, comm, **how)
             self.mlp.down_proj = row.of(self.mlp.down_proj, comm, **how)
+        elif experts is not None:
+            self.mlp = DispatchedExperts(whole, experts, layer)
         else:
             self.mlp = _Experts(config, comm, sp=sp)
 

@@ -31,7 +31,7 @@ from shoal.model.trained import train_with
 from shoal.parallel.pipeline import Boundary, Runtime
 from shoal.parallel.protocols import Held, MicroBatch
 from shoal.parallel.ranks import ranks_of
-from shoal.parallel.slices import Slices
+from shoal.parallel.slices import Slices, is_expert
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
@@ -158,11 +158,12 @@ class Engine:
         parallel = job.parallel
         self.ranks: Ranks = ranks_of(world, parallel)
         self.coord = parallel.attention().coord(world.rank)
-        self.split = parallel.tp * parallel.cp * parallel.pp > 1
+        self.split = parallel.tp * parallel.cp * parallel.pp > 1 or parallel.folded
         shard = table("shard").build(job.shard)
         optimizer = table("optimizer").build(job.optimizer)
         # A forward pass of a sharded model is itself collective: all ranks make the same ones.
         self.gathers = job.offload is not None or bool(shard.divides & {"gradients", "weights"})
+        self.together = self.gathers or parallel.folded
         self.context = table("context").build(parallel.context) if parallel.cp > 1 else None
         dropout = Dropout(job.dropout, job.seed) if job.dropout else None
         # Where the runtime is told the same of all blocks, none is named.
@@ -212,6 +213,16 @@ class Engine:
                     device=self.device,
                     values=self._values(weights),
                 )
+            )
+        elif self.ranks.experts is not None:
+            from shoal.parallel.shard.folded import folded
+
+            self.sharded = folded(
+                shard,
+                self.local,
+                self.ranks.data,
+                self.ranks.experts.edp,
+                whole_matrices=optimizer.whole_matrices,
             )
         else:
             self.sharded = shard.apply(
@@ -473,10 +484,17 @@ class Engine:
 
     def grad_norm(self) -> Tensor:
         """Global L2 norm of all gradients; every logical parameter counts once."""
-        squares = self.sharded.squared_norm(self._first_holder)
-        if self.split:
-            self.ranks.model.all_reduce(squares, tag="norm").wait()
-        return squares.sqrt()
+        experts = self.ranks.experts
+        if experts is None:
+            squares = self.sharded.squared_norm(self._first_holder)
+            if self.split:
+                self.ranks.model.all_reduce(squares, tag="norm").wait()
+            return squares.sqrt()
+        squares = self.sharded.squared_norm(lambda n: not is_expert(n) and self._first_holder(n))
+        self.ranks.model.all_reduce(squares, tag="norm").wait()
+        of_experts = self.sharded.squared_norm(is_expert)
+        experts.model.all_reduce(of_experts, tag="norm").wait()
+        return (squares + of_experts).sqrt()
 
     def _first_holder(self, name: str) -> bool:
         """This rank is the first of those in its model group that hold this part of ``name``."""

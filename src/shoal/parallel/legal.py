@@ -74,13 +74,6 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     require(
-        p.ep == 1 and p.etp == 1,
-        "parallel.ep, parallel.etp",
-        f"{p.ep}, {p.etp}",
-        expected="1: this version splits experts over tp, not by expert",
-        error=PlanError,
-    )
-    require(
         shape.num_heads % tp == 0 and shape.num_kv_heads % tp == 0,
         "parallel.tp",
         tp,
@@ -89,8 +82,9 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     width = shape.expert_hidden if shape.num_experts else shape.ffn_hidden
+    _check_experts(job, shape)
     require(
-        width % tp == 0,
+        p.folded or width % tp == 0,
         "parallel.tp",
         tp,
         expected=f"a divisor of the feed-forward width {width}: {_divisors(width)}",
@@ -200,6 +194,61 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     return schedule
+
+
+def _check_experts(job: TrainJob, shape: ModelShape) -> None:
+    """Refuse a grid of experts that cannot run."""
+    p = job.parallel
+    if not p.folded:
+        return
+    experts, width = shape.num_experts, shape.expert_hidden
+    require(
+        experts > 0 and experts % p.ep == 0,
+        "parallel.ep",
+        p.ep,
+        expected=f"a divisor of {experts} experts: {_divisors(experts)}"
+        if experts
+        else f"1: {shape.name} has no experts",
+        error=PlanError,
+    )
+    require(
+        experts > 0 and width % p.etp == 0,
+        "parallel.etp",
+        p.etp,
+        expected=f"a divisor of the experts' width {width}: {_divisors(width)}"
+        if experts
+        else f"1: {shape.name} has no experts",
+        error=PlanError,
+    )
+    require(
+        p.tp == 1 or p.sp,
+        "parallel.sp",
+        p.sp,
+        expected="true with tp above 1 and experts on a grid of their own: every rank then has "
+        "tokens of its own to send",
+        error=PlanError,
+    )
+    require(
+        p.order.startswith("pp"),
+        "parallel.order",
+        p.order,
+        expected="pp first: both grids have the same stages",
+        error=PlanError,
+    )
+    require(
+        job.shard.name in ("replicated", "zero1") and job.offload is None,
+        "shard",
+        job.shard.name,
+        expected="replicated or zero1, without offload, where experts have a grid of their own",
+        error=PlanError,
+    )
+    require(
+        not job.compile,
+        "compile",
+        job.compile,
+        expected="false where experts have a grid of their own: their tokens travel",
+        error=PlanError,
+    )
 
 
 def _check_layers(job: TrainJob, shape: ModelShape) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Comm",
     "ContextPart",
+    "ExpertRanks",
     "Held",
     "MicroBatch",
     "Pending",
@@ -30,6 +31,22 @@ __all__ = [
     "Shard",
     "Sharded",
 ]
+
+
+class ExpertRanks(NamedTuple):
+    """The communicators of one rank in the grid of the experts.
+
+    Args:
+        ep: ranks that share out the experts.
+        etp: ranks with slices of the same experts.
+        edp: ranks that hold the same slices of the same experts.
+        model: ranks that hold one copy of all experts: pp x ep x etp.
+    """
+
+    ep: Comm
+    etp: Comm
+    edp: Comm
+    model: Comm
 
 
 class Ranks(NamedTuple):
@@ -42,6 +59,7 @@ class Ranks(NamedTuple):
         pp: the ranks of this pipeline, first stage first.
         data: ranks that hold the same parameters: dp x cp.
         model: ranks that hold one copy of the model: pp x tp.
+        experts: where experts have a grid of their own.
     """
 
     world: Comm
@@ -50,6 +68,7 @@ class Ranks(NamedTuple):
     pp: Comm
     data: Comm
     model: Comm
+    experts: ExpertRanks | None = None
 
 
 class MicroBatch(NamedTuple):

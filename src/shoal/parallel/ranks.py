@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.core.errors import PlanError, require
-from shoal.parallel.protocols import Ranks
+from shoal.parallel.protocols import ExpertRanks, Ranks
 
 if TYPE_CHECKING:
-    from shoal.ir import Parallel
+    from shoal.ir import Layout, Parallel
     from shoal.parallel.protocols import Comm
 
 __all__ = ["ranks_of"]
@@ -20,6 +20,12 @@ _AXES = {
     "pp": ("pp",),
     "data": ("dp", "cp"),
     "model": ("pp", "tp"),
+}
+_EXPERT_AXES = {
+    "ep": ("ep",),
+    "etp": ("etp",),
+    "edp": ("edp", "inner"),
+    "model": ("pp", "ep", "etp"),
 }
 
 
@@ -41,13 +47,19 @@ def ranks_of(world: Comm, parallel: Parallel) -> Ranks:
         hint=f"start {parallel.world} ranks, or plan for {world.world}",
         error=PlanError,
     )
-    layout = parallel.attention()
     made: dict[tuple[tuple[int, ...], ...], Comm] = {}
-    found: dict[str, Comm] = {}
-    for name, axes in _AXES.items():
+
+    def along(layout: Layout, axes: tuple[str, ...]) -> Comm:
         groups = tuple(layout.groups(*axes))
         # Axes of one rank make equal groups: tp = 1 gives the model's ranks the pipeline's.
         if groups not in made:
             made[groups] = world.split(groups)
-        found[name] = made[groups]
-    return Ranks(world=world, **found)
+        return made[groups]
+
+    layout = parallel.attention()
+    found = {name: along(layout, axes) for name, axes in _AXES.items()}
+    if not parallel.folded:
+        return Ranks(world=world, **found)
+    layout = parallel.experts()
+    experts = {name: along(layout, axes) for name, axes in _EXPERT_AXES.items()}
+    return Ranks(world=world, **found, experts=ExpertRanks(**experts))

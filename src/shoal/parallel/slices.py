@@ -22,7 +22,15 @@ from shoal.model.config import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Slices", "check_split", "slices", "take", "vocabulary_rows", "whole_shapes"]
+__all__ = [
+    "Slices",
+    "check_split",
+    "is_expert",
+    "slices",
+    "take",
+    "vocabulary_rows",
+    "whole_shapes",
+]
 
 
 @dataclass(frozen=True)
@@ -151,14 +159,12 @@ def check_split(config: ModelConfig, parallel: Parallel, *, copy_kv: bool = Fals
 
     Raises:
         PlanError: heads, key/value heads or the feed-forward width are not divisible by tp,
-            or experts are to be spread over ranks.
+            or experts not by ep, or their width not by etp.
     """
     tp = parallel.tp
-    sizes = {
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "ffn_hidden": config.ffn_hidden,
-    }
+    sizes = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
+    if not parallel.folded:
+        sizes["ffn_hidden"] = config.ffn_hidden
 
     def fits(name: str, size: int, ranks: int) -> bool:
         return size % ranks == 0 or (copy_kv and name == "num_kv_heads" and ranks % size == 0)
@@ -173,12 +179,22 @@ def check_split(config: ModelConfig, parallel: Parallel, *, copy_kv: bool = Fals
             hint=f"this model can be split by {', '.join(map(str, legal))}",
             error=PlanError,
         )
+    if not parallel.folded:
+        return
     require(
-        parallel.ep == 1,
+        config.num_experts > 0 and config.num_experts % parallel.ep == 0,
         "parallel.ep",
         parallel.ep,
-        expected="1",
-        hint="experts are split by tp, along their width",
+        expected=f"a divisor of the {config.num_experts} experts of model {config.name}"
+        if config.num_experts
+        else f"1: model {config.name} has no experts",
+        error=PlanError,
+    )
+    require(
+        config.ffn_hidden % parallel.etp == 0,
+        "parallel.etp",
+        parallel.etp,
+        expected=f"a divisor of the experts' width {config.ffn_hidden} of model {config.name}",
         error=PlanError,
     )
 
@@ -194,14 +210,20 @@ def vocabulary_rows(vocab_size: int, shards: int, shard: int) -> tuple[range, in
 
 
 def slices(
-    config: ModelConfig, parallel: Parallel, tp_rank: int, *, copy_kv: bool = False
+    config: ModelConfig,
+    parallel: Parallel,
+    tp_rank: int,
+    *,
+    expert: tuple[int, int] = (0, 0),
+    copy_kv: bool = False,
 ) -> dict[str, Slices]:
     """Parameter name -> what tensor-parallel rank ``tp_rank`` holds of it.
 
     Args:
         config: the model.
-        parallel: tp, sp and vocab matter here.
+        parallel: tp, sp, vocab, ep and etp matter here.
         tp_rank: which rank.
+        expert: its places along ep and etp, where experts have a grid of their own.
         copy_kv: as of :func:`check_split`; for models that are not trained.
 
     Raises:
@@ -209,9 +231,32 @@ def slices(
     """
     check_split(config, parallel, copy_kv=copy_kv)
     return {
-        name: _slices(config, parallel, tp_rank, name, shape)
+        name: _of_experts(config, parallel, expert, name, shape)
+        if parallel.folded and is_expert(name)
+        else _slices(config, parallel, tp_rank, name, shape)
         for name, shape in whole_shapes(config).items()
     }
+
+
+def is_expert(name: str) -> bool:
+    """The parameter is of experts, which may have a grid of their own."""
+    return name.endswith(("mlp.gate_up_proj", "mlp.down_proj"))
+
+
+def _of_experts(
+    config: ModelConfig,
+    parallel: Parallel,
+    expert: tuple[int, int],
+    name: str,
+    shape: tuple[int, ...],
+) -> Slices:
+    """Some experts, of each a slice of the width; a box for gate and one for up."""
+    (ep, etp), count = expert, config.num_experts // parallel.ep
+    dim, groups = (1, 2) if name.endswith("gate_up_proj") else (2, 1)
+    width = (config.ffn_hidden,) * groups
+    cut = _cut(shape, dim, width, (parallel.etp,) * groups, (etp,) * groups)
+    boxes = (Box((ep * count, *box.offset[1:]), (count, *box.shape[1:])) for box in cut.boxes)
+    return Slices(shape, tuple(boxes), dim)
 
 
 def _slices(
@@ -244,7 +289,9 @@ def _slices(
     # a stream of its own.
     heads = leaf.endswith(("q_norm.weight", "k_norm.weight"))
     apart = config.architecture.residual.apart > 1 and name.startswith("blocks.")
-    partial = heads or apart or parallel.sp or leaf == "mlp.router.weight"
+    # A router of experts with a grid of their own sees whole outputs of this rank's tokens.
+    shared = leaf == "mlp.router.weight" and not parallel.folded
+    partial = heads or apart or parallel.sp or shared
     return Slices(shape, (Box.whole(shape),), partial=partial, replicated=True)
 
 

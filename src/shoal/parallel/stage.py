@@ -81,12 +81,22 @@ class Stage(nn.Module):
             self.cp.world,
             expected="1 without a part of kind context",
         )
-        every = slices(config, parallel, self.tp.rank)
+        expert = (
+            (0, 0) if ranks.experts is None else (ranks.experts.ep.rank, ranks.experts.etp.rank)
+        )
+        every = slices(config, parallel, self.tp.rank, expert=expert)
         with torch.device("meta"):
             kind = SplitBlock if self.split else WholeBlock
             self.blocks = nn.ModuleDict(
                 {
-                    str(layer): kind(config, layer, self.tp, sp=self.sp, overlap=parallel.overlap)
+                    str(layer): kind(
+                        config,
+                        layer,
+                        self.tp,
+                        sp=self.sp,
+                        overlap=parallel.overlap,
+                        experts=ranks.experts,
+                    )
                     for layer in layers
                 }
             )

@@ -68,6 +68,8 @@ def spell(plan: Plan) -> str:
         words[-1] += f"{chunks}({split.schedule.name})"
     if split.cp > 1:
         words.append(f"cp{split.cp}({split.context.name})")
+    if split.folded:
+        words.append(f"ep{split.ep}" + f" etp{split.etp}" * (split.etp > 1))
     if split.vocab == "pp":
         words.append("vocab-pp")
     words += [job.shard.name, f"mb{job.microbatch}"]

@@ -46,7 +46,7 @@ def bits_per_byte(
     engine.train(False)
     # The ranks of a replica share a batch; where forward passes are collective over the
     # replicas, all of them go through all batches and the first counts.
-    together = engine.gathers
+    together = engine.together
     counts = engine.replica == 0 or not together
     batches = list(
         heldout.heldout_chunks(
@@ -99,7 +99,7 @@ def sample(trainer: Trainer, tokens: TokenSet, length: int) -> str:
     from shoal.model.generate import generate
 
     model = trainer.engine.whole
-    if model is None or trainer.engine.gathers or not model.config.causal:
+    if model is None or trainer.engine.together or not model.config.causal:
         return ""
     tokenizer = tokens.tokenizer()
     opening = tokens.heldout.document(0)[:16].tolist()

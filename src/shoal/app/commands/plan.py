@@ -12,6 +12,7 @@ from shoal.app.commands.plan_autotp import autotp
 from shoal.app.commands.plan_context import context
 from shoal.app.commands.plan_decode import decode
 from shoal.app.commands.plan_fit import show_fit, show_ways
+from shoal.app.commands.plan_fold import fold
 from shoal.app.commands.plan_gemm import gemm
 from shoal.app.commands.plan_longctx import longctx
 from shoal.app.commands.plan_mapping import mapping
@@ -444,6 +445,7 @@ def show_plans(plans: Sequence[Plan]) -> None:
 
 # The order of the help.
 app.command("scaling")(scaling)
+app.command("fold")(fold)
 app.command("parscale")(parscale)
 app.command("schedule")(schedule)
 app.command("peft")(peft)

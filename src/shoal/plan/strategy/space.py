@@ -72,7 +72,20 @@ def splits(job: TrainJob, shape: ModelShape, machine: Machine, world: int) -> It
     """Those of :func:`legal_parallel`, with shared sequences, and under every schedule."""
     for cp in (1, *_context_degrees(job, world)):
         for plain in legal_parallel(job, shape, machine, world // cp):
-            yield from _ways(plain.model_copy(update={"cp": cp}), job, shape)
+            for way in _ways(plain.model_copy(update={"cp": cp}), job, shape):
+                yield way
+                yield from _folds(way, shape)
+
+
+def _folds(way: Parallel, shape: ModelShape) -> Iterator[Parallel]:
+    """The split with a grid of the experts' own, each of them whole or cut as the rest is."""
+    if not shape.num_experts or (way.tp > 1 and not way.sp):
+        return
+    inner = way.dp * way.cp * way.tp
+    for ep in divisors(shape.num_experts)[1:]:
+        for etp in sorted({1, way.tp}):
+            if inner % (ep * etp) == 0:
+                yield way.model_copy(update={"ep": ep, "etp": etp})
 
 
 def _context_degrees(job: TrainJob, ranks: int) -> list[int]:
@@ -112,7 +125,7 @@ def sharding_choices(job: TrainJob, parallel: Parallel) -> tuple[Choice, ...]:
     if parallel.dp == 1 or job.offload is not None:
         return (Choice(name="replicated"),)
     known = table("shard")
-    whole = needs_whole_matrices(job)
+    whole = needs_whole_matrices(job) or parallel.folded
     return tuple(
         Choice(name=name)
         for name in SHARDS

@@ -1,0 +1,190 @@
+"""[92] MoE Parallel Folding: do experts with a grid of their own keep their tokens inside a node?
+
+Source: Liu et al., MoE Parallel Folding: Heterogeneous Parallelism Mappings for Efficient
+Large-Scale MoE Model Training with Megatron Core, 2025.
+
+- Sixty-four ranks, eight a node, tp = cp = 2 and ep = 8: who of a group of experts is on another
+  node, where groups are neighbours and where they are inside dp; and what the cost model makes of
+  both for four mixtures, with 400 GB/s inside a node and 50 GB/s between nodes.
+- Eight ranks on two nodes that really route: every byte that is sent to experts and back, near and
+  far, beside what the plan counts of that routing.
+- Training steps beside one process, over grids of four and eight ranks.
+- One layer of eight experts on one core: what permuting costs beside the experts.
+
+The A/A run has the experts inside dp.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import Choice, part
+
+if TYPE_CHECKING:
+    from shoal.ir import Machine, Parallel
+
+__all__ = ["MoeFoldingClaim"]
+
+_INSIDE = "experts inside dp"
+_SHAPES = ("Mixtral-8x7B-v0.1", "Mixtral-8x22B-v0.1", "Qwen2-57B-A14B", "Qwen3-30B-A3B")
+_PER_NODE = 8
+
+
+@part
+class MoeFoldingClaim:
+    """Folded grids beside experts inside dp.
+
+    Args:
+        seq_len: tokens of a sequence, of the simulated steps.
+        global_batch: sequences of one.
+        hidden: width of the layer that is timed.
+        tokens: that pass it.
+        rounds: timed rounds.
+    """
+
+    seq_len: int = 4096
+    global_batch: int = 256
+    hidden: int = 512
+    tokens: int = 2048
+    rounds: int = 30
+
+    rows: ClassVar[tuple[int, ...]] = (92,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.counted("off_node", "<=", 0.0, _INSIDE, statistic="max", evidence="arithmetic"),
+        Metric(
+            name="simulated",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.15,
+            baseline=_INSIDE,
+            evidence="simulated",
+            paper="49.3 % MFU of Mixtral 8x22B, 39.0 % of Qwen2-57B-A14B",
+        ),
+        Metric.counted("far_bytes", "<=", 0.0, _INSIDE, statistic="max", evidence="mechanism"),
+        Metric.counted("uncounted_bytes", "<=", 0.0, "the plan, of that routing", statistic="max"),
+        Metric.counted("error", "<=", 1e-9, "one process, in float64", statistic="max"),
+        Metric(
+            name="permuting",
+            unit="1",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.10,
+            baseline="the layer of experts",
+            evidence="mechanism",
+            timing=True,
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "global_batch", "hidden", "tokens", "rounds"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.moe_folding.{name}", value, expected="1 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """Models need torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        from shoal.claims.experiments.moe_folding_ranks import SPLITS, errors, routed_bytes
+
+        fold = not as_baseline
+        context.progress("sixty-four ranks", 0.05)
+        steps = {name: self._simulated(name) for name in _SHAPES}
+        context.progress("eight ranks that route", 0.2)
+        sent = routed_bytes(context.seed, fold=fold)
+        context.progress("steps beside one process", 0.3)
+        metrics = {
+            "off_node": Paired(method=tuple(map(float, _off_node(fold=fold)))),
+            "simulated": Paired(
+                method=tuple(one[fold] for one in steps.values()),
+                baseline=tuple(one[False] for one in steps.values()),
+            ),
+            "far_bytes": Paired(method=(sent.far,)),
+            "uncounted_bytes": Paired(method=(sent.uncounted,)),
+            "error": Paired(method=errors(SPLITS[:2] if quick else SPLITS)),
+        }
+        details: dict[str, Any] = {
+            "over_inside_dp": {name: one[False] / one[True] for name, one in steps.items()},
+            "near_bytes": sent.near,
+            "rows_of_experts": list(sent.rows),
+        }
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        context.progress("permuting beside the layer", 0.6)
+        timed = self._permuting(context, whole=as_baseline)
+        metrics["permuting"] = timed
+        return Samples(metrics=metrics, details=details)
+
+    def _simulated(self, name: str) -> dict[bool, float]:
+        """Seconds of a step on sixty-four ranks, folded and with experts inside dp."""
+        from shoal.cost.shapes import find
+        from shoal.cost.training import estimate
+        from shoal.ir import TrainJob, Work
+
+        found = {}
+        for fold in (True, False):
+            job = TrainJob(
+                model=name,
+                seq_len=self.seq_len,
+                global_batch=self.global_batch,
+                microbatch=1,
+                parallel=_grid(fold=fold),
+                shard=Choice(name="zero1"),
+            )
+            found[fold] = estimate(Work(job=job, shape=find(name)), _machine()).step_s.value
+        return found
+
+    def _permuting(self, context: Context, *, whole: bool) -> Paired:
+        """Seconds of permuting rows to eight experts and back, beside those of the whole layer."""
+        import torch
+
+        from shoal.claims.experiments.moe_folding_ranks import layer_and_permuting
+        from shoal.core.measure import interleave
+
+        layer, permuting = layer_and_permuting(self.hidden, self.tokens, context.seed)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            timed = interleave(
+                {"method": layer if whole else permuting, "baseline": layer},
+                self.rounds,
+                seed=context.seed,
+            ).seconds
+        finally:
+            torch.set_num_threads(threads)
+        return Paired(method=timed["method"], baseline=timed["baseline"])
+
+
+def _grid(*, fold: bool) -> Parallel:
+    from shoal.ir import Parallel
+
+    return Parallel(dp=16, tp=2, cp=2, ep=8, sp=True, fold=fold)
+
+
+def _off_node(*, fold: bool) -> list[int]:
+    """Of every rank, how many of its group of experts are on other nodes."""
+    found = []
+    for group in _grid(fold=fold).experts().groups("ep"):
+        for rank in group:
+            found.append(sum(other // _PER_NODE != rank // _PER_NODE for other in group))
+    return found
+
+
+def _machine() -> Machine:
+    """Sixty-four H100, eight a node; 400 GB/s between those of a node, 50 GB/s between nodes."""
+    from shoal.machine.described import load
+
+    machine = load("64xH100")
+    rates = {"device": 400e9, "node": 50e9}
+    links = tuple(
+        link.model_copy(update={"bandwidth": rates[link.scope]}) for link in machine.links
+    )
+    return machine.model_copy(update={"links": links})

@@ -1,0 +1,141 @@
+"""What the claim of MoE Parallel Folding runs: routing on eight ranks, steps, one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+    from shoal.parallel.thread_comm import ThreadComm
+
+__all__ = ["SPLITS", "Sent", "errors", "layer_and_permuting", "routed_bytes"]
+
+# Grids of two, four and eight ranks: experts over each axis, over several, and cut.
+SPLITS: tuple[dict[str, Any], ...] = (
+    {"dp": 2, "ep": 2},
+    {"dp": 2, "tp": 2, "sp": True, "ep": 4},
+    {"dp": 2, "tp": 2, "sp": True, "ep": 2, "etp": 2},
+    {"dp": 2, "pp": 2, "ep": 2},
+    {"dp": 2, "cp": 2, "ep": 4},
+    {"dp": 2, "tp": 2, "cp": 2, "sp": True, "ep": 4},
+    {"dp": 4, "tp": 2, "sp": True, "ep": 4, "fold": False},
+)
+_RANKS, _PER_NODE, _TOKENS = 8, 4, 96
+
+
+class Sent(NamedTuple):
+    """What eight ranks on two nodes sent to their experts and back.
+
+    Args:
+        near: bytes inside the nodes.
+        far: bytes between them.
+        uncounted: bytes beside those that the plan counts of this routing.
+        rows: that each expert got.
+    """
+
+    near: float
+    far: float
+    uncounted: float
+    rows: tuple[int, ...]
+
+
+def _mixture(hidden: int, experts: int, width: int) -> ModelConfig:
+    from shoal.model.config import ModelConfig
+
+    return ModelConfig(
+        name="mixture", family="mixtral", vocab_size=64, hidden=hidden, num_layers=2, num_heads=4,
+        num_kv_heads=4, head_dim=8, ffn_hidden=width, num_experts=experts, top_k=2,
+        max_position=64,
+    )  # fmt: skip
+
+
+def routed_bytes(seed: int, *, fold: bool) -> Sent:
+    """Route tokens on eight ranks, some experts far more popular than others, and count."""
+    import torch
+
+    from shoal.core.meter import Meter
+    from shoal.cost.experts import routed
+    from shoal.ir import Parallel
+    from shoal.parallel.expert.dispatch import DispatchedExperts
+    from shoal.parallel.expert.exchange import TAG
+    from shoal.parallel.ranks import ranks_of
+    from shoal.parallel.thread_comm import run_ranks
+
+    config = _mixture(32, 8, 16)
+    split = Parallel(dp=4, tp=2, sp=True, ep=4, fold=fold)
+    source = torch.Generator().manual_seed(seed)
+    # Of states that lean one way, a router chooses some experts far more often than others.
+    x_RND = torch.randn(_RANKS, _TOKENS, config.hidden, generator=source) + 0.5
+    router = torch.randn(config.num_experts, config.hidden, generator=source)
+    meter = Meter()
+
+    def on(comm: ThreadComm) -> list[int]:
+        ranks = ranks_of(comm, split).experts
+        assert ranks is not None
+        layer = DispatchedExperts(config, ranks, 0)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.zero_()
+            layer.router.weight.copy_(router)
+            layer(x_RND[comm.rank])
+            chosen = layer.route(x_RND[comm.rank])[1]
+        counts: list[int] = torch.bincount(chosen.flatten(), minlength=8).tolist()
+        return counts
+
+    counts = run_ranks(_RANKS, on, meter=meter, ranks_per_node=_PER_NODE)
+    width = x_RND.element_size() * config.hidden
+    planned = [2 * size for size in routed(split.experts().groups("ep"), counts, width, _PER_NODE)]
+    totals = meter.totals()
+    metered = [
+        totals.get(f"wire_bytes{{op=all_to_all,scope={scope},tag={TAG}}}", 0.0)
+        for scope in ("loopback", "node")
+    ]
+    uncounted = sum(abs(one - other) for one, other in zip(metered, planned, strict=True))
+    rows = tuple(map(sum, zip(*counts, strict=True)))
+    return Sent(metered[0], metered[1], uncounted, rows)
+
+
+def errors(splits: tuple[dict[str, Any], ...]) -> tuple[float, ...]:
+    """Largest relative difference to one process after a step on each grid, in float64."""
+    from shoal.ir import TrainJob
+    from shoal.parallel.check import same_as_one
+
+    found = []
+    for split in splits:
+        job = TrainJob(
+            model="shoal-0.3m", seq_len=16, global_batch=4, microbatch=1, precision="fp32",
+            parallel=split, grad_clip=0.05, steps=1,
+        )  # fmt: skip
+        one = same_as_one(job, _mixture(32, 4, 16), steps=1)
+        found.append(max(one.loss, one.norm, one.gradient, one.parameter))
+    return tuple(found)
+
+
+def layer_and_permuting(
+    hidden: int, tokens: int, seed: int
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A layer of eight experts of this width, forward and back, and its permuting."""
+    import torch
+
+    from shoal.parallel.expert.dispatch import DispatchedExperts, permute, unpermute
+    from shoal.parallel.protocols import ExpertRanks
+    from shoal.parallel.thread_comm import run_ranks
+
+    torch.manual_seed(seed)
+    one = run_ranks(1, lambda comm: comm)[0]
+    layer = DispatchedExperts(_mixture(hidden, 8, hidden), ExpertRanks(one, one, one, one), 0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.02)
+    x_ND = torch.randn(tokens, hidden, requires_grad=True)
+    weight_NK, expert_NK = (found.detach() for found in layer.route(x_ND))
+    weight_NK.requires_grad_(True)
+
+    def whole() -> None:
+        torch.autograd.backward(layer(x_ND).sum())
+
+    def permuting() -> None:
+        rows_MD, order_M, _ = permute(x_ND, expert_NK, 8)
+        torch.autograd.backward(unpermute(rows_MD, weight_NK, order_M).sum())
+
+    return whole, permuting

@@ -1,0 +1,1 @@
+"""Experts on ranks of their own: tokens travel to them and back."""
