@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.core.errors import PlanError, require
 from shoal.parallel.protocols import ExpertRanks, Ranks
@@ -62,22 +62,45 @@ def ranks_of(world: Comm, parallel: Parallel, workers: int | None = None) -> Ran
 
     layout = parallel.attention()
     found = {name: along(layout, axes) for name, axes in _AXES.items()}
+    outer = worker = None
     if workers is not None:
-        within = parallel.dp // workers
-        coords = [layout.coord(rank) for rank in range(parallel.world)]
-        number = [at["dp"] // within for at in coords]
-        data = ((g, w) for g in layout.groups("dp", "cp") for w in range(workers))
-        found["data"] = of(tuple(tuple(r for r in g if number[r] == w) for g, w in data))
-        found["worker"] = of(
-            tuple(tuple(r for r, n in enumerate(number) if n == w) for w in range(workers))
-        )
-        places: dict[tuple[int, ...], list[int]] = {}
-        for rank, at in enumerate(coords):
-            place = {**at, "dp": at["dp"] % within}
-            places.setdefault(tuple(place.values()), []).append(rank)
-        found["outer"] = of(tuple(tuple(group) for group in places.values()))
+        groups = _groups(layout, workers)
+        found["data"], worker, outer = of(groups.data), of(groups.worker), of(groups.outer)
+    ranks = Ranks(world=world, outer=outer, worker=worker, **found)
     if not parallel.folded:
-        return Ranks(world=world, **found)
+        return ranks
     layout = parallel.experts()
     experts = {name: along(layout, axes) for name, axes in _EXPERT_AXES.items()}
-    return Ranks(world=world, **found, experts=ExpertRanks(**experts))
+    return ranks._replace(experts=ExpertRanks(**experts))
+
+
+class _Groups(NamedTuple):
+    """Partitions of the ranks of a job with several workers."""
+
+    data: tuple[tuple[int, ...], ...]
+    worker: tuple[tuple[int, ...], ...]
+    outer: tuple[tuple[int, ...], ...]
+
+
+def _groups(layout: Layout, workers: int) -> _Groups:
+    """Who sums gradients, who makes an update together, and who has the same place in a worker."""
+    coords = [layout.coord(rank) for rank in range(layout.world)]
+    within = dict(layout.axes)["dp"] // workers
+    number = [at["dp"] // within for at in coords]
+
+    def partition(*axes: str, inside: bool) -> tuple[tuple[int, ...], ...]:
+        """Ranks that differ in these axes alone, of one worker or of different ones."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, at in enumerate(coords):
+            place = {axis: 0 if axis in axes else size for axis, size in at.items()}
+            if not inside:
+                place["dp"] = at["dp"] % within
+            key = (number[rank] if inside else 0, *place.values())
+            found.setdefault(key, []).append(rank)
+        return tuple(tuple(group) for group in found.values())
+
+    return _Groups(
+        partition("dp", "cp", inside=True),
+        partition(*coords[0], inside=True),
+        partition(inside=False),
+    )

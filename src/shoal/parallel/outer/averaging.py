@@ -140,7 +140,8 @@ class Averaging:
 
     def _bytes(self, work: Work) -> float:
         """What one rank averages: its part of the model, fp32, that its worker shares out."""
-        from shoal.cost.training_memory import held_parameters, sharers
+        from shoal.cost.experts import held_parameters
+        from shoal.cost.training_memory import sharers
 
         whole = 4.0 * sum(held_parameters(work.shape, work.job.parallel))
         return whole / (sharers(work.job) if work.job.shard.name == "zero1" else 1)

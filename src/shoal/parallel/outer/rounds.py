@@ -53,7 +53,7 @@ class _Rounds:
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         """A view of every parameter's place in a flat tensor."""
-        parts = flat[: self._size].split(self._sizes) if self._sizes else ()
+        parts = torch.split(flat[: self._size], self._sizes) if self._sizes else ()
         return [part.view_as(p) for part, p in zip(parts, self._tensors, strict=True)]
 
     @torch.no_grad()
