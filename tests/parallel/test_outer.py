@@ -438,3 +438,57 @@ def test_running_statistics_are_refused():
 def test_auto_must_have_been_planned():
     with pytest.raises(ConfigError, match="tau = auto"):
         run_ranks(1, lambda comm: CO2().apply(Nothing(), {"a": start()[0]}, comm))
+
+
+def priced(sync, bandwidth, **changes):
+    from shoal.cost.shapes import find
+    from shoal.cost.training import estimate
+    from shoal.ir import Device, Link, Machine, MemoryTier, Work
+
+    machine = Machine(
+        name="two hosts",
+        nodes=2,
+        device=Device(
+            name="core",
+            kind="cpu",
+            num_cores=1,
+            peak_flops={"fp32": 1e11},
+            matmul_flops={"fp32": 5e10},
+            memory=(MemoryTier(name="dram", capacity_bytes=2**34, read_bandwidth=2e10),),
+        ),
+        links=(Link(scope="node", bandwidth=bandwidth, latency_s=1e-4),),
+    )
+    now = job({"dp": 2}, sync=sync, seq_len=64, **changes)
+    work = Work(shape=find("shoal-0.3m"), job=now)
+    part = table("sync").build(now.sync)
+    return estimate(work, machine), part.steps(work, machine), part.estimate(work, machine)
+
+
+def test_estimates_share_out_the_average_over_a_round():
+    summed, _, _ = priced("every_step", 1e6)
+    late, _, own = priced({"name": "co2", "tau": 8}, 1e6)
+    waits, _, blocking = priced({"name": "local_sgd", "tau": 8}, 1e6)
+    assert late.wire_bytes["node"] == pytest.approx(summed.wire_bytes["node"] / 8, rel=0.01)
+    assert waits.wire_bytes == late.wire_bytes
+    assert summed.step_s.value > waits.step_s.value > late.step_s.value
+    assert own.terms_s["collective"] < blocking.terms_s["collective"]
+    assert late.memory_bytes["optimizer"] > waits.memory_bytes["optimizer"]
+    assert waits.memory_bytes["optimizer"] > summed.memory_bytes["optimizer"]
+    cut, _, _ = priced({"name": "co2", "tau": 8, "sharded": True}, 1e6)
+    assert cut.memory_bytes["optimizer"] <= late.memory_bytes["optimizer"]
+    # Two ranks that are one worker average with nobody.
+    one, _, _ = priced({"name": "co2", "tau": 8, "within": 2}, 1e6)
+    assert one.wire_bytes == summed.wire_bytes
+
+
+def test_auto_takes_the_fewest_steps_that_hide_the_average():
+    for bandwidth in (1e5, 3e6, 1e7, 1e9):
+        _, tau, auto = priced("co2", bandwidth)
+        assert 1 <= tau <= 48
+        if tau < 48:
+            assert auto.terms_s["collective"] == 0.0
+        if tau > 1:
+            _, _, shorter = priced({"name": "co2", "tau": tau - 1}, bandwidth)
+            assert shorter.terms_s["collective"] > 0.0
+    assert priced("co2", 1e5)[1] == 48
+    assert priced("co2", 1e12)[1] == 1

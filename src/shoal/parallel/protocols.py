@@ -165,12 +165,14 @@ class Rounds(Protocol):
         stop: some worker asked to stop, as all know since the last round ended.
         loss: mean loss of all workers, where the last step brought the news of a round; else None.
         exposed_s: seconds so far in which this rank waited for the other workers.
+        divided: each worker keeps a state of its own; else all keep the same.
     """
 
     settled: bool
     stop: bool
     loss: float | None
     exposed_s: float
+    divided: bool
 
     def after_update(self, step: int, *, loss: float, stop: bool, last: bool) -> None:
         """The optimizer has made global step ``step``; changes the parameters at a round's end.

@@ -457,8 +457,12 @@ class Trainer:
         return report
 
     def _outer_name(self, name: str) -> str:
-        """What a tensor of the rounds is saved as: each rank has its own."""
-        return f"outer.rank{self.comm.rank}.{name}"
+        """What a tensor of the rounds is saved as: ranks with one place in all workers share it."""
+        ranks, outer = self.engine.ranks, self.engine.outer
+        place = f"outer.place{0 if ranks.worker is None else ranks.worker.rank}"
+        if outer is not None and outer.divided and ranks.outer is not None:
+            place += f".worker{ranks.outer.rank}"
+        return f"{place}.{name}"
 
     def tier_bytes(self) -> dict[str, int]:
         """Most bytes that this rank had in each tier; nothing where nothing is offloaded."""

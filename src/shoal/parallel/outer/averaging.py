@@ -7,6 +7,7 @@ the workers average what the round has changed, between ranks with the same plac
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.parallel.outer.rule import Rule, Segments
     from shoal.parallel.protocols import Comm, Rounds
 
-__all__ = ["LONGEST", "Averaging"]
+__all__ = ["LONGEST", "Averaging", "check_outer"]
 
 LONGEST = 48
 """Most steps of a round that ``tau: auto`` chooses (Sun et al., 2024, table 2)."""
@@ -30,7 +31,7 @@ _ENDLESS = 2**62
 
 
 @part
-class Averaging:
+class Averaging(ABC):
     """Workers take steps of their own and average what a round of them has changed.
 
     Args:
@@ -59,9 +60,9 @@ class Averaging:
         )
         require(self.within >= 1, "sync.within", self.within, expected="at least 1 rank")
 
+    @abstractmethod
     def rule(self, like: Tensor, segments: Segments) -> Rule:
-        """The outer update of so many elements [P]; each part has its own."""
-        raise ConfigError(f"sync: {type(self).__name__} says no outer update; choose co2 or diloco")
+        """The outer update of elements that lie as ``like`` [P]."""
 
     def workers(self, dp: int) -> int:
         """Number of workers among ``dp`` data-parallel ranks.
@@ -161,3 +162,13 @@ class Averaging:
         options = {"tau": _ENDLESS, "within": self.within}
         alone = work.job.model_copy(update={"sync": Choice(name="local_sgd", options=options)})
         return estimate(work.model_copy(update={"job": alone}), machine).step_s.value
+
+
+def check_outer(lr: float, momentum: float) -> None:
+    """Refuse an outer update that cannot go anywhere, or never ends.
+
+    Raises:
+        ConfigError: the step is not above 0, or the momentum not from 0 to below 1.
+    """
+    require(lr > 0, "sync.outer_lr", lr, expected="above 0")
+    require(0 <= momentum < 1, "sync.outer_momentum", momentum, expected="from 0 to below 1")

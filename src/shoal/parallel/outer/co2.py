@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.parallel.outer.averaging import Averaging
+from shoal.parallel.outer.averaging import Averaging, check_outer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,13 +53,7 @@ class CO2(Averaging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.outer_lr > 0, "sync.outer_lr", self.outer_lr, expected="above 0")
-        require(
-            0 <= self.outer_momentum < 1,
-            "sync.outer_momentum",
-            self.outer_momentum,
-            expected="from 0 to below 1",
-        )
+        check_outer(self.outer_lr, self.outer_momentum)
         require(
             self.clip is None or self.clip > 0,
             "sync.clip",

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.parallel.outer.averaging import Averaging
+from shoal.parallel.outer.averaging import Averaging, check_outer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,13 +38,7 @@ class DiLoCo(Averaging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.outer_lr > 0, "sync.outer_lr", self.outer_lr, expected="above 0")
-        require(
-            0 <= self.outer_momentum < 1,
-            "sync.outer_momentum",
-            self.outer_momentum,
-            expected="from 0 to below 1",
-        )
+        check_outer(self.outer_lr, self.outer_momentum)
 
     def rule(self, like: Tensor, segments: Segments) -> Rule:
         """Nesterov's momentum on the mean."""

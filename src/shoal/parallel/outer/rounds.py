@@ -12,6 +12,7 @@ half of the next round, the outer update of the share, an all-gather of the new 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,10 @@ __all__ = ["ShardedRounds", "WholeRounds"]
 _TOLD = 2
 
 
-class _Rounds:
+class _Rounds(ABC):
     """See :class:`~shoal.parallel.protocols.Rounds`."""
+
+    divided: bool
 
     def __init__(
         self, owned: Mapping[str, Tensor], comm: Comm, *, tau: int, delayed: bool, room: int
@@ -71,10 +74,11 @@ class _Rounds:
         elif (step % self.tau) + 1 == -(-self.tau // 2):
             self._halfway()
 
+    @abstractmethod
     def _turn(self, told: Tensor, *, last: bool) -> None:
         """End a round and begin the next."""
-        raise AssertionError("a kind of rounds has its own")
 
+    @abstractmethod
     def _halfway(self) -> None:
         """Half of a round is over."""
 
@@ -105,9 +109,9 @@ class _Rounds:
                 )
             mine.copy_(state[name])
 
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """What is kept between rounds, by name, after what travels has come."""
-        raise AssertionError("a kind of rounds has its own")
 
 
 class WholeRounds(_Rounds):
@@ -120,6 +124,8 @@ class WholeRounds(_Rounds):
         tau: steps of a round.
         delayed: an average is applied a round late.
     """
+
+    divided = False
 
     def __init__(
         self,
@@ -159,6 +165,9 @@ class WholeRounds(_Rounds):
             for x, parameter in zip(self._at, self._tensors, strict=True):
                 parameter.copy_(x)
 
+    def _halfway(self) -> None:
+        """What travels needs nobody on its way."""
+
     def _come(self) -> None:
         if self._pending is not None:
             self._timed(self._pending.wait)
@@ -194,6 +203,8 @@ class ShardedRounds(_Rounds):
         tau: steps of a round.
         delayed: an average is applied a round late.
     """
+
+    divided = True
 
     def __init__(
         self,
