@@ -66,7 +66,16 @@ def ranks_of(world: Comm, parallel: Parallel, workers: int | None = None) -> Ran
     if workers is not None:
         groups = _groups(layout, workers)
         found["data"], worker, outer = of(groups.data), of(groups.worker), of(groups.outer)
-    ranks = Ranks(world=world, outer=outer, worker=worker, **found)
+    ranks = Ranks(
+        world=world,
+        tp=found["tp"],
+        cp=found["cp"],
+        pp=found["pp"],
+        data=found["data"],
+        model=found["model"],
+        outer=outer,
+        worker=worker,
+    )
     if not parallel.folded:
         return ranks
     layout = parallel.experts()
