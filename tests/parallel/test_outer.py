@@ -234,6 +234,8 @@ def test_what_is_kept_at_a_rounds_start_goes_on(part, sharded):
 
     for rank, found in enumerate(run_ranks(2, two_parts)):
         assert same([found], [whole[rank][0][-1]])
+    if part is LocalSGD:
+        return  # what is averaged at once leaves nothing behind
     with pytest.raises(CheckpointError, match="new run"):
         run_ranks(2, lambda comm: made.apply(Nothing(), {"a": start()[0]}, comm).load({}))
 

@@ -247,10 +247,9 @@ class Trainer:
         exposed_s, round_loss = 0.0, None
         if engine.outer is not None:
             exposed_s = -engine.outer.exposed_s
-            with phase(self.comm, "outer"):
-                engine.outer.after_update(
-                    step, loss=loss, stop=stops > 0, last=step + 1 == self.total_steps
-                )
+            engine.outer.after_update(
+                step, loss=loss, stop=stops > 0, last=step + 1 == self.total_steps
+            )
             exposed_s += engine.outer.exposed_s
             round_loss = engine.outer.loss
             stops = float(engine.outer.settled and engine.outer.stop)

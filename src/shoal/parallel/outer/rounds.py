@@ -184,7 +184,8 @@ class WholeRounds(_Rounds):
     def state(self) -> dict[str, Tensor]:
         """The sum that travels, and what the rule keeps."""
         self._come()
-        return {"sum": self._sent, "waiting": self._waiting, **self._rule.state()}
+        travels = {"sum": self._sent, "waiting": self._waiting} if self._delayed else {}
+        return {**travels, **self._rule.state()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a round's start; the parameters are there already."""
@@ -268,12 +269,10 @@ class ShardedRounds(_Rounds):
             self._part.div_(self.comm.world)
             mean = self._base.sub_(self._part[:size])
             step = self._rule.direction(mean)
-            if step is mean:
-                step = mean.clone()
-            self._base.copy_(self._x)
-            self._x.sub_(step, alpha=self._rule.lr)
-            if not self._delayed:
-                self._base.copy_(self._x)
+            new = torch.sub(self._x, step, alpha=self._rule.lr)
+            # The next round that comes began at the x before, unless it is waited for.
+            self._base.copy_(self._x if self._delayed else new)
+            self._x.copy_(new)
         self._part[:size].copy_(self._x)
         self._gathered = self._timed(lambda: self.comm.all_gather(self._sent, self._part, tag=TAG))
 
@@ -294,8 +293,10 @@ class ShardedRounds(_Rounds):
     def state(self) -> dict[str, Tensor]:
         """This worker's chunk of the sum that travels, and what the rule keeps."""
         self._arrive()
-        own = {"sum": self._part, "base": self._base, "waiting": self._waiting}
-        return {**own, **self._rule.state()}
+        if not self._delayed:
+            return self._rule.state()
+        travels = {"sum": self._part, "base": self._base, "waiting": self._waiting}
+        return {**travels, **self._rule.state()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a round's start; the parameters are there already."""
