@@ -90,6 +90,7 @@ CAUSES = {
     "optimizer": "optimizer",
     "lr_schedule": "overhead",
     "shard": "collective",
+    "sync": "collective",
     "offload": "memory",
     "activation": "memory",
     "schedule": "collective",

@@ -49,6 +49,7 @@ CLAIMS = PartTable(
         "single_path": "shoal.claims.experiments.single_path:SinglePath",
         "bytecheckpoint": "shoal.claims.experiments.bytecheckpoint:ByteCheckpointClaim",
         "c4": "shoal.claims.experiments.c4:C4",
+        "co2": "shoal.claims.experiments.co2:CO2Claim",
         "datastates": "shoal.claims.experiments.datastates:DataStatesClaim",
         "megascale": "shoal.claims.experiments.megascale:MegaScaleClaim",
         "redco": "shoal.claims.experiments.redco:RedcoClaim",

@@ -96,6 +96,7 @@ KINDS: dict[str, str] = {
     "shard": "shoal.parallel:SHARDS",
     "offload": "shoal.memory:OFFLOADS",
     "context": "shoal.parallel:CONTEXTS",
+    "sync": "shoal.parallel:SYNCS",
     "save_mode": "shoal.checkpoint:SAVE_MODES",
     "launch": "shoal.train:LAUNCHERS",
     "peft": "shoal.train:PEFTS",

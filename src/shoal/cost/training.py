@@ -35,7 +35,13 @@ from shoal.cost.rates import (
     ranks_per_host,
 )
 from shoal.cost.rehearsed import Parts, Rehearsed, events
-from shoal.cost.training_memory import RUNTIME_BYTES, memory_of, tuned_memory, vocab_ranks
+from shoal.cost.training_memory import (
+    RUNTIME_BYTES,
+    memory_of,
+    sharers,
+    tuned_memory,
+    vocab_ranks,
+)
 from shoal.cost.training_totals import energy_of, price_of, saves_of, total_of
 from shoal.cost.training_wire import (
     add_wire,
@@ -297,7 +303,7 @@ class Pricer:
         _check(work, machine)
         rates = Rates(machine, job.parallel, job.threads)
         dp, pp = job.parallel.dp, job.parallel.pp
-        held_by = dp * job.parallel.cp
+        held_by = sharers(job)
         microbatch = microbatch_of(job)
         passes = max(1, job.global_batch // dp // microbatch)
         forward, backward = self._both(work, rates, microbatch)
@@ -348,6 +354,7 @@ class Pricer:
         if not rates.is_cpu:
             hidden = OVERLAP * backward.device * passes
             collective = max(collective - hidden, 0.05 * collective)
+        collective += add_wire(self._part("sync", job.sync).estimate(work, machine), wire)
 
         terms = {
             "matmul": both.matmul * passes,
@@ -455,6 +462,9 @@ class Pricer:
             held,
             self._trained(work),
         )
+        if job.sync.name != "every_step":
+            outer = self._part("sync", job.sync).kept_bytes(work)
+            found["optimizer"] = found.get("optimizer", 0.0) + outer
         saved = self._part("activation", job.activation).estimate(work, self.machine)
         leaving = min(found["activations"], saved.memory_bytes.get("disk", 0.0))
         found["activations"] -= leaving

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.core.parts import table
 from shoal.cost.arithmetic import (
     activation_bytes,
     embedding_parameters,
@@ -27,9 +28,11 @@ __all__ = [
     "RUNTIME_BYTES",
     "TIERS",
     "memory_of",
+    "sharers",
     "tier_bytes",
     "tuned_memory",
     "vocab_ranks",
+    "workers_of",
 ]
 
 TIERS = ("device", "host", "disk")
@@ -53,6 +56,18 @@ def vocab_ranks(job: TrainJob) -> int:
     return {"tp": job.parallel.tp, "pp": job.parallel.pp, "none": 1}[split]
 
 
+def workers_of(job: TrainJob) -> int:
+    """Groups of data-parallel ranks that make updates of their own; 1 where all make one."""
+    if job.sync.name == "every_step":
+        return 1
+    return table("sync").build(job.sync).workers(job.parallel.dp) or 1
+
+
+def sharers(job: TrainJob) -> int:
+    """Ranks that sum their gradients in every step, and share what sharding divides."""
+    return job.parallel.dp // workers_of(job) * job.parallel.cp
+
+
 def memory_of(
     work: Work,
     rates: Rates,
@@ -68,7 +83,7 @@ def memory_of(
     """
     job, shape = work.job, work.shape
     cp, tp, pp = job.parallel.cp, job.parallel.tp, job.parallel.pp
-    dp = job.parallel.dp * cp
+    dp = sharers(job)
     experts, rest = held_parameters(shape, job.parallel)
     local = experts + rest
     block = local / max(1.0, stage_share(shape, pp) * shape.num_layers)

@@ -6,7 +6,7 @@ from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.collectives import all_reduce_s
 from shoal.cost.ops import stage_share
 from shoal.cost.rates import data_link, tensor_link
-from shoal.cost.training_memory import vocab_ranks
+from shoal.cost.training_memory import sharers, vocab_ranks, workers_of
 from shoal.ir import Estimate, Machine, TrainJob, Work
 from shoal.ir.job import TILES
 
@@ -72,8 +72,14 @@ def not_hidden_s(job: TrainJob, machine: Machine, tensor_s: float, products_s: f
 
 def data_parallel_s(work: Work, machine: Machine, shard: object, wire: dict[str, float]) -> float:
     """Seconds of the gradients' and weights' collectives, as the shard part says."""
-    if work.job.parallel.dp * work.job.parallel.cp == 1:
+    if sharers(work.job) == 1:
         return 0.0
+    inside = work.job.parallel.model_copy(
+        update={"dp": work.job.parallel.dp // workers_of(work.job)}
+    )
+    if inside != work.job.parallel:
+        job = work.job.model_copy(update={"parallel": inside})
+        work = work.model_copy(update={"job": job})
     own: Estimate = shard.estimate(work, machine)  # type: ignore[attr-defined]
     link = data_link(machine, work.job.parallel)
     sent = sum(own.wire_bytes.values())

@@ -311,6 +311,7 @@ class TrainJob(Value):
         objective: what a plan should make small: time, cost (money) or energy.
         parallel: degrees of parallelism.
         shard: what is sharded over the data-parallel ranks.
+        sync: how often they agree: in every step, or once a round of steps.
         offload: what of the state lives in host memory or on disk, and is fetched when needed; in
             the place of ``shard``.
         activation: where that lies which the forward pass saves for the backward pass.
@@ -357,6 +358,7 @@ class TrainJob(Value):
     objective: Literal["time", "cost", "energy"] = "time"
     parallel: Parallel = Parallel()
     shard: Annotated[Choice, Kind("shard")] = Choice(name="replicated")
+    sync: Annotated[Choice, Kind("sync")] = Choice(name="every_step")
     offload: Annotated[Choice, Kind("offload")] | None = None
     activation: Annotated[Choice, Kind("activation")] = Choice(name="keep")
     recompute: Literal["none", "full", "stage"] = "none"

@@ -1,13 +1,14 @@
 """parallel: executing layouts over ranks, with every byte counted.
 
-The door: the tables of the sharding and of the context-parallel parts. ``comm`` has the
+The door: the tables of the sharding and of the context-parallel parts, and of those that say how
+often data-parallel workers agree. ``comm`` has the
 collectives, ``engine`` a training step on one rank, ``check`` the proof that it equals one
 process.
 """
 
 from shoal.core.parts import PartTable
 
-__all__ = ["CONTEXTS", "SHARDS"]
+__all__ = ["CONTEXTS", "SHARDS", "SYNCS"]
 
 SHARDS = PartTable(
     "shard",
@@ -31,5 +32,15 @@ CONTEXTS = PartTable(
         "all_gather": "shoal.parallel.context.all_gather:AllGather",
         "usp": "shoal.parallel.context.usp:USP",
         "double_ring": "shoal.parallel.context.double_ring:DoubleRing",
+    },
+)
+
+SYNCS = PartTable(
+    "sync",
+    {
+        "every_step": "shoal.parallel.outer.every_step:EveryStep",
+        "local_sgd": "shoal.parallel.outer.local_sgd:LocalSGD",
+        "diloco": "shoal.parallel.outer.diloco:DiLoCo",
+        "co2": "shoal.parallel.outer.co2:CO2",
     },
 )

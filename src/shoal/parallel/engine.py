@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shoal.memory.protocols import Offloaded
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
-    from shoal.parallel.protocols import Comm, Ranks, Sharded
+    from shoal.parallel.protocols import Comm, Ranks, Rounds, Sharded
     from shoal.parallel.stage import LocalModel
     from shoal.parallel.vocab_passes import VocabShard
 
@@ -137,6 +137,8 @@ class Engine:
     Attributes:
         offloaded: the model's state in tiers, which is ``sharded`` and updates itself; None
             where the job has no ``offload``.
+        workers: groups of replicas that make updates of their own.
+        outer: the rounds after which they agree; None where they do in every step.
     """
 
     def __init__(
@@ -156,7 +158,10 @@ class Engine:
         self.device = torch.device(device)
         self.dtype = dtype
         parallel = job.parallel
-        self.ranks: Ranks = ranks_of(world, parallel)
+        sync = table("sync").build(job.sync)
+        workers: int | None = sync.workers(parallel.dp)
+        self.ranks: Ranks = ranks_of(world, parallel, workers)
+        self.workers = workers or 1
         self.coord = parallel.attention().coord(world.rank)
         self.split = parallel.tp * parallel.cp * parallel.pp > 1 or parallel.folded
         shard = table("shard").build(job.shard)
@@ -236,6 +241,9 @@ class Engine:
         )
         if self.saved is not None:
             stages = {number: _Hinted(stage, self.saved) for number, stage in stages.items()}
+        self.outer: Rounds | None = None
+        if self.ranks.outer is not None:
+            self.outer = sync.apply(self.local, self.sharded.owned(), self.ranks.outer)
         compute = torch.bfloat16 if job.precision == "bf16" else dtype
         # Stages of a pipeline end their backward passes at different times.
         self.sharded.overlap = parallel.pp == 1
@@ -429,7 +437,7 @@ class Engine:
         Args:
             rows: of this rank's replica.
             size: sequences of a micro-batch.
-            count: counted tokens of the global batch.
+            count: counted tokens of the worker's batch, which is the global one.
             record: keep the times of the passes.
 
         Returns:

@@ -108,6 +108,7 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     _check_layers(job, shape)
+    _check_sync(job, schedule)
     if p.stages:
         cells_for(shape, schedule, given=p.stages)
     if cp > 1:
@@ -249,6 +250,39 @@ def _check_experts(job: TrainJob, shape: ModelShape) -> None:
         expected="false where experts have a grid of their own: their tokens travel",
         error=PlanError,
     )
+
+
+def _check_sync(job: TrainJob, schedule: Schedule) -> None:
+    """Refuse what workers with updates of their own cannot do."""
+    if table("sync").build(job.sync).workers(job.parallel.dp) is None:
+        return
+    name = job.sync.name
+    shards = "replicated, or zero1 among the ranks of a worker"
+    rules: tuple[tuple[bool, str, object, str], ...] = (
+        (job.shard.name in ("replicated", "zero1"), "shard", job.shard.name, shards),
+        (job.offload is None, "offload", job.offload, "nothing"),
+        (job.finetune is None, "finetune", job.finetune, "nothing"),
+        (not job.layers, "layers", len(job.layers), "nothing"),
+        (not job.parallel.folded, "parallel.ep", job.parallel.ep, "1, with etp = 1"),
+        (
+            not schedule.cells,
+            "parallel.schedule",
+            job.parallel.schedule.name,
+            "a schedule in which every micro-batch visits every stage, such as 1f1b",
+        ),
+        (not job.replan.enabled, "replan.enabled", job.replan.enabled, "false"),
+        (job.checkpoint.memory is None, "checkpoint.memory", job.checkpoint.memory, "nothing"),
+        (job.checkpoint.dump is None, "checkpoint.dump", job.checkpoint.dump, "nothing"),
+    )
+    for legal, where, given, expected in rules:
+        require(
+            legal,
+            where,
+            str(given),
+            expected=f"{expected} with sync {name}, whose workers differ within a round",
+            hint="change it, or use sync: every_step",
+            error=PlanError,
+        )
 
 
 def _check_layers(job: TrainJob, shape: ModelShape) -> None:

@@ -1,4 +1,4 @@
-"""What the sharding and the context-parallel parts promise.
+"""What the sharding, the context-parallel and the synchronising parts promise.
 
 A rank's communicators by axis are its :class:`Ranks`. All of them are made at start by all ranks
 in the same order. A sharding part's ``apply`` wraps a model and returns a
@@ -7,7 +7,7 @@ in the same order. A sharding part's ``apply`` wraps a model and returns a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -28,8 +28,10 @@ __all__ = [
     "MicroBatch",
     "Pending",
     "Ranks",
+    "Rounds",
     "Shard",
     "Sharded",
+    "Sync",
 ]
 
 
@@ -57,9 +59,11 @@ class Ranks(NamedTuple):
         tp: tensor-parallel peers.
         cp: context-parallel peers.
         pp: the ranks of this pipeline, first stage first.
-        data: ranks that hold the same parameters: dp x cp.
+        data: ranks that hold the same parameters and sum their gradients: dp x cp, of one worker.
         model: ranks that hold one copy of the model: pp x tp.
         experts: where experts have a grid of their own.
+        outer: ranks with the same place in all workers; None where all are one worker.
+        worker: ranks that make one update together; None where all do.
     """
 
     world: Comm
@@ -69,6 +73,8 @@ class Ranks(NamedTuple):
     data: Comm
     model: Comm
     experts: ExpertRanks | None = None
+    outer: Comm | None = None
+    worker: Comm | None = None
 
 
 class MicroBatch(NamedTuple):
@@ -147,5 +153,81 @@ class Shard(Protocol):
 
         Raises:
             ConfigError: this sharding splits matrices and the optimizer needs them whole.
+        """
+        ...
+
+
+class Rounds(Protocol):
+    """The rounds of a run, on one rank; all ranks make the same calls.
+
+    Attributes:
+        settled: the last step ended a round: parameters are the same in all workers.
+        stop: some worker asked to stop, as all know since the last round ended.
+        loss: mean loss of all workers, where the last step brought the news of a round; else None.
+        exposed_s: seconds so far in which this rank waited for the other workers.
+        divided: each worker keeps a state of its own; else all keep the same.
+    """
+
+    settled: bool
+    stop: bool
+    loss: float | None
+    exposed_s: float
+    divided: bool
+
+    def after_update(self, step: int, *, loss: float, stop: bool, last: bool) -> None:
+        """The optimizer has made global step ``step``; changes the parameters at a round's end.
+
+        Args:
+            step: number of the step.
+            loss: of this worker's batch.
+            stop: somebody in this worker asks to stop.
+            last: it is the run's last step, which ends the round and applies what travels.
+
+        Raises:
+            RankError: a worker is gone.
+        """
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """At a round's start: what is kept beside the parameters, by name; nothing is copied."""
+        ...
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a round's start, with parameters that are loaded already.
+
+        Raises:
+            CheckpointError: the state is of other workers.
+        """
+        ...
+
+
+class Sync(Protocol):
+    """A part of kind ``sync``."""
+
+    def workers(self, dp: int) -> int | None:
+        """How many workers ``dp`` data-parallel ranks are; None where they make one update.
+
+        Raises:
+            ConfigError: they cannot be shared out evenly.
+        """
+        ...
+
+    def steps(self, work: Work, machine: Machine) -> int | None:
+        """Steps of a round; None without rounds."""
+        ...
+
+    def kept_bytes(self, work: Work) -> float:
+        """Bytes that a rank keeps for it."""
+        ...
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Bytes a rank sends to other workers in one step, and the seconds not hidden."""
+        ...
+
+    def apply(self, model: nn.Module, owned: Mapping[str, Tensor], comm: Comm) -> Rounds | None:
+        """Begin the first round of parameters ``owned`` between the workers ``comm``.
+
+        Raises:
+            ConfigError: the model has a state that workers would not share.
         """
         ...

@@ -77,12 +77,15 @@ class StepResult:
     """What one step did.
 
     Args:
-        loss: mean loss over the counted tokens of the global batch, nats.
-        grad_norm: global gradient norm before clipping.
+        loss: mean loss over the counted tokens of the global batch, nats; of this rank's worker's
+            share of it, where workers agree once a round.
+        grad_norm: global gradient norm before clipping, of the same.
         lr: learning rate used.
         tokens: tokens of the global batch.
         seconds: wall time on this rank.
-        stop: some rank asked to stop.
+        stop: some rank asked to stop; workers with rounds know it at the end of one.
+        round_loss: mean loss of all workers, where this step brought the news of a round.
+        outer_exposed_s: seconds in which this rank waited for other workers.
     """
 
     loss: float
@@ -91,6 +94,8 @@ class StepResult:
     tokens: int
     seconds: float
     stop: bool
+    round_loss: float | None = None
+    outer_exposed_s: float = 0.0
 
 
 class NoUpdate:
@@ -167,6 +172,11 @@ class Trainer:
         else:
             owned = self.engine.sharded.owned()
             self.updater = optimizer.build(owned) if owned else NoUpdate()
+        # The ranks that make an update together, and what their optimizer state is saved as.
+        self._peers: Comm = self.engine.ranks.worker or comm
+        self._prefix = ""
+        if self.engine.ranks.outer is not None and self.engine.ranks.outer.rank:
+            self._prefix = f"worker{self.engine.ranks.outer.rank}."
         self.microbatch = job.microbatch or job.global_batch // job.parallel.dp
         self._mark = None if job.learn_after is None else masking.mark_of(job.learn_after, tokens)
         self.after_backward: Callable[[], None] | None = None
@@ -215,7 +225,7 @@ class Trainer:
             self.after_backward()
         # One small reduction carries the loss and the wish to stop.
         shared = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop))])
-        pending = self.comm.all_reduce(shared, tag="loss")
+        pending = self._peers.all_reduce(shared, tag="loss")
         engine.finish()
         if self.handle is not None:
             self.handle.before_update(step, self.total_steps)
@@ -234,6 +244,15 @@ class Trainer:
         with phase(self.comm, "update"):
             if self.handle is not None:
                 self.handle.after_update(step, self.total_steps)
+        exposed_s, round_loss = 0.0, None
+        if engine.outer is not None:
+            exposed_s = -engine.outer.exposed_s
+            engine.outer.after_update(
+                step, loss=loss, stop=stops > 0, last=step + 1 == self.total_steps
+            )
+            exposed_s += engine.outer.exposed_s
+            round_loss = engine.outer.loss
+            stops = float(engine.outer.settled and engine.outer.stop)
         engine.sharded.publish()
         self._count_arenas()
         return StepResult(
@@ -243,7 +262,14 @@ class Trainer:
             tokens=self.job.global_batch * self.job.seq_len,
             seconds=time.perf_counter() - begin,
             stop=stops > 0,
+            round_loss=round_loss,
+            outer_exposed_s=exposed_s,
         )
+
+    @property
+    def settled(self) -> bool:
+        """All workers have the same parameters: after every step, or at a round's start."""
+        return self.engine.outer is None or self.engine.outer.settled
 
     def _update(self, factor: float) -> None:
         """Update what this rank owns; what is still being saved is waited for, group by group."""
@@ -260,7 +286,8 @@ class Trainer:
             for name in names:
                 saved = self.engine.saved_as(name)
                 kept = state.get(name, {})
-                changing += [f"model.{saved}", *(f"optimizer.{saved}.{key}" for key in kept)]
+                states = (f"{self._prefix}optimizer.{saved}.{key}" for key in kept)
+                changing += [f"model.{saved}", *states]
             before(changing)
 
         with phase(self.comm, "update"):
@@ -376,7 +403,7 @@ class Trainer:
 
     def _global_count(self, rows: Rows) -> float:
         if rows.documents is None and rows.counted is None:
-            return float(self.job.global_batch * self.job.seq_len)
+            return float(self.job.global_batch // self.engine.workers * self.job.seq_len)
         if rows.counted is not None:
             counted = torch.tensor(float(rows.counted), device=self.device)
         else:
@@ -384,12 +411,23 @@ class Trainer:
         # Every rank of a replica has all of its rows; one of them counts.
         if not self.engine.first_of_replica:
             counted.zero_()
-        self.comm.all_reduce(counted, tag="count").wait()
+        self._peers.all_reduce(counted, tag="count").wait()
         return max(1.0, float(counted))
 
     def pieces(self) -> dict[str, list[Piece]]:
-        """What this rank holds of a checkpoint: weights and optimizer state, by name."""
+        """What this rank holds of a checkpoint: weights and optimizer state, by name.
+
+        Workers with rounds save at a round's start; each has an optimizer state of its own.
+        """
         found = held_by(self.engine, self.updater)
+        if self._prefix:
+            found = {
+                f"{self._prefix}{name}" if name.startswith("optimizer.") else name: pieces
+                for name, pieces in found.items()
+            }
+        if self.engine.outer is not None:
+            for name, value in self.engine.outer.state().items():
+                found[self._outer_name(name)] = [Piece.whole(value)]
         if self.handle is not None and self.comm.rank == 0:
             for name, value in self.handle.buffers().items():
                 # Methods change them before a step as well as in its update.
@@ -406,10 +444,24 @@ class Trainer:
         Raises:
             CheckpointError: something is missing or damaged.
         """
-        report = fill(self.engine, self.updater, saved, self.comm)
+        report = fill(self.engine, self.updater, saved, self.comm, prefix=self._prefix)
+        if self.engine.outer is not None:
+            names = set(saved.names())
+            kept = self.engine.outer.state()
+            self.engine.outer.load(
+                {n: saved.tensor(s) for n in kept if (s := self._outer_name(n)) in names}
+            )
         if self.handle is not None:
             self.handle.restore(lambda name: saved.tensor(f"finetune.{name}"))
         return report
+
+    def _outer_name(self, name: str) -> str:
+        """What a tensor of the rounds is saved as: ranks with one place in all workers share it."""
+        ranks, outer = self.engine.ranks, self.engine.outer
+        place = f"outer.place{0 if ranks.worker is None else ranks.worker.rank}"
+        if outer is not None and outer.divided and ranks.outer is not None:
+            place += f".worker{ranks.outer.rank}"
+        return f"{place}.{name}"
 
     def tier_bytes(self) -> dict[str, int]:
         """Most bytes that this rank had in each tier; nothing where nothing is offloaded."""
@@ -467,7 +519,12 @@ def _weight_of(saved: str) -> str:
 
 @torch.no_grad()
 def fill(
-    engine: Engine, updater: Updater, saved: Stored, comm: Comm | None = None
+    engine: Engine,
+    updater: Updater,
+    saved: Stored,
+    comm: Comm | None = None,
+    *,
+    prefix: str = "",
 ) -> LoadReport | None:
     """Fill weights and optimizer state of a rank with what is stored, whatever split stored it.
 
@@ -476,6 +533,7 @@ def fill(
         updater: its optimizer.
         saved: where everything is read from.
         comm: ranks that fill theirs from the same checkpoint now; they share the reading.
+        prefix: before the names of the optimizer state of this rank's worker.
 
     Returns:
         What it has cost, where it was a checkpoint of our own.
@@ -488,8 +546,8 @@ def fill(
         wanted.setdefault(f"model.{name}", []).extend(_pieces(boxes))
     keys: dict[str, list[str]] = {}
     for entry in saved.names():
-        if entry.startswith("optimizer."):
-            name, _, key = entry.removeprefix("optimizer.").rpartition(".")
+        if entry.startswith(f"{prefix}optimizer."):
+            name, _, key = entry.removeprefix(f"{prefix}optimizer.").rpartition(".")
             keys.setdefault(name, []).append(key)
     state: dict[str, Mapping[str, torch.Tensor]] = {}
     # What the optimizer holds already is filled where it lies.
@@ -497,7 +555,7 @@ def fill(
     for name, parameter in engine.sharded.owned().items():
         entries: dict[str, torch.Tensor] = {}
         for key in keys.get(engine.saved_as(name), []):
-            stored = f"optimizer.{engine.saved_as(name)}.{key}"
+            stored = f"{prefix}optimizer.{engine.saved_as(name)}.{key}"
             if saved.shape(stored) != ():
                 like = parameter.to_local() if hasattr(parameter, "to_local") else parameter
                 there = held.get(name, {}).get(key)

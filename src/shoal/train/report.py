@@ -61,6 +61,10 @@ def make_report(plan: Plan, directory: RunDir) -> Report:
     for event in events:
         if event["kind"] == "arenas":
             measured |= {f"{arena}_bytes": float(event[arena]) for arena in ARENAS}
+    exposed = [event["outer_exposed_s"] for event in steps.values() if "outer_exposed_s" in event]
+    if exposed:
+        measured["outer_exposed_s"] = sum(exposed)
+        measured["outer_exposed"] = sum(exposed) / measured["total_s"]
     sent = [event["wire_bytes"] for event in steady if event.get("wire_bytes")]
     if sent:
         measured["wire_bytes"] = statistics.median(sent)
@@ -82,6 +86,8 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
         ("activations_bytes", "  activations and all else of passes", 1 / 2**20, "MiB"),
         ("wire_bytes", "bytes a rank sends in a step", 1 / 2**20, "MiB"),
         ("total_s", "time in steps", 1, "s"),
+        ("outer_exposed_s", "  waiting for other workers", 1, "s"),
+        ("outer_exposed", "  as a share of it", 100, "%"),
         ("lost_s", "time lost with ranks", 1, "s"),
         ("mfu", "model FLOPs utilisation", 100, "%"),
         ("loss", "training loss, last step", 1, "nats/token"),
@@ -167,6 +173,7 @@ def write_page(report: Report, directory: RunDir) -> None:
         ("split", spell(plan)),
         ("optimizer", str(job.optimizer)),
         ("sharding", str(job.shard)),
+        ("workers agree", str(job.sync)),
         ("precision", job.precision),
         ("batch", f"{job.global_batch} sequences of {job.seq_len} tokens"),
         ("machine", f"{plan.machine.name}: {plan.machine.device.name}"),

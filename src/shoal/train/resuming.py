@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Resumed", "identity", "meta_of", "resumed"]
 
+# How ranks agreed in runs that do not say it.
+_EVERY_STEP = "every_step"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
@@ -162,13 +165,21 @@ def _run_of(trainer: Trainer) -> dict[str, Any]:
         "global_batch": job.global_batch,
         "seq_len": job.seq_len,
         "optimizer": job.optimizer.name,
+        **({} if trainer.engine.outer is None else {"sync": _sync_of(job)}),
     }
+
+
+def _sync_of(job: TrainJob) -> str:
+    """How workers agree, and who they are: each has a state of its own."""
+    split = job.parallel.model_dump(mode="json", exclude_defaults=True)
+    degrees = " ".join(f"{axis}={size}" for axis, size in sorted(split.items()))
+    return f"{job.sync} with parallel {degrees or 'dp=1'} and shard {job.shard}"
 
 
 def _expect_run(trainer: Trainer, meta: Mapping[str, Any], where: str) -> None:
     """Refuse to continue on other data, with another seed or another batch."""
-    then = meta["run"]
-    for key, value in _run_of(trainer).items():
+    then = {"sync": _EVERY_STEP, **meta["run"]}
+    for key, value in {"sync": _EVERY_STEP, **_run_of(trainer)}.items():
         if then.get(key) != value:
             raise CheckpointError(
                 f"{where}: saved with {key} = {then.get(key)!r}, and the run has {value!r}; "

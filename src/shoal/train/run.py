@@ -21,7 +21,7 @@ from shoal.corpora import heldout
 from shoal.corpora.tokens import prepare
 from shoal.cost.score import Score
 from shoal.cost.shapes import resolve as resolve_shape
-from shoal.ir import Machine, Plan, Report, TrainJob
+from shoal.ir import Machine, Plan, Report, TrainJob, Work
 from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.legal import check_split
 from shoal.train.layout import RunDir
@@ -41,6 +41,7 @@ __all__ = [
     "threads_of",
     "train",
     "with_kernels",
+    "with_rounds",
 ]
 
 Watch = Callable[[dict[str, Any]], None]
@@ -64,7 +65,7 @@ def plan_job(job: TrainJob, machine: Machine, *, planner: str = "search") -> Pla
         except PlanError as cause:
             refusal = refusal or cause
         else:
-            return with_kernels(plan)
+            return with_rounds(with_kernels(plan))
     raise refusal or PlanError(f"{job.model} on {machine.name}: there is no plan")
 
 
@@ -100,6 +101,17 @@ def with_kernels(plan: Plan) -> Plan:
         machine=plan.machine,
     )
     return plan.model_copy(update={"job": job.model_copy(update={"kernel": taken})})
+
+
+def with_rounds(plan: Plan) -> Plan:
+    """The plan with a number where the job leaves the steps of a round to it."""
+    job = plan.job
+    part = table("sync").build(job.sync, where="sync")
+    if getattr(part, "tau", None) != "auto":
+        return plan
+    steps = part.steps(Work(shape=plan.shape, job=job), plan.machine)
+    sync = job.sync.model_copy(update={"options": {**job.sync.options, "tau": steps}})
+    return plan.model_copy(update={"job": job.model_copy(update={"sync": sync})})
 
 
 def train(

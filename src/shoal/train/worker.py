@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
     from shoal.ir import Plan, TrainJob
     from shoal.parallel.comm import TorchComm
-    from shoal.train.loop import Trainer
+    from shoal.train.loop import StepResult, Trainer
     from shoal.train.replan import Replanner
     from shoal.train.saving import Saves
 
@@ -288,6 +288,7 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
     replanner = _replanner(rank)
     if rank.memory is not None:
         rank.trainer.after_backward = lambda: _settle(rank)
+    due = evaluate = False
     for step in range(first, rank.total):
         before = _sent(rank)
         record = step == recorded or replanner is not None
@@ -309,7 +310,10 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
                 memory_bytes=rank.trainer.memory_bytes(),
                 wire_bytes=_sent(rank) - before,
                 **({"tier_bytes": tiers} if (tiers := rank.trainer.tier_bytes()) else {}),
+                **_outer(rank.trainer, result),
             )
+        if rank.chief and result.round_loss is not None:
+            rank.meter.event("round", step=step, loss=result.round_loss)
         updater = rank.trainer.updater
         if rank.chief and isinstance(updater, Chooses) and (chosen := updater.choice()) is not None:
             rank.meter.event("swap", step=step, **chosen)
@@ -317,14 +321,19 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
         last = done == rank.total
         if rank.memory is not None and not last and not result.stop:
             _snapshot(rank, done)
-        if last or result.stop or rank.saves.due(done):
+        # What falls within a round of workers waits for its end, when they agree.
+        due = due or rank.saves.due(done)
+        if last or result.stop or (due and rank.trainer.settled):
+            due = False
             if job.watch.record and job.watch.check_every:
                 # What a unit that computes wrongly has spoilt must not become a checkpoint.
                 check_arithmetic(rank.comm.device, seed=done)
             with phase(rank.comm, "checkpoint"):
                 rank.saves.save(rank.trainer, done)
         rank.saves.tell(done, result.seconds)
-        if job.evaluation.every and done % job.evaluation.every == 0 and not last:
+        evaluate = evaluate or (job.evaluation.every > 0 and done % job.evaluation.every == 0)
+        if evaluate and rank.trainer.settled and not last:
+            evaluate = False
             with phase(rank.comm, "evaluate"):
                 _evaluate(rank, done, final=False)
         if result.stop and not last:
@@ -332,6 +341,11 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
         if replanner is not None and not last:
             _replan(rank, replanner, step, result.seconds)
     return False
+
+
+def _outer(trainer: Trainer, result: StepResult) -> dict[str, float]:
+    """What a step event says of workers with rounds."""
+    return {} if trainer.engine.outer is None else {"outer_exposed_s": result.outer_exposed_s}
 
 
 def _replanner(rank: _Rank) -> Replanner | None:

@@ -372,6 +372,7 @@ def test_llamacpp_options_exist(name: str, plan: ServePlan) -> None:
             train("Llama-3-8B", {"dp": 16}, layers=[{"blocks": 16}, {"blocks": 16}]),
             "layers: groups",
         ),
+        ("deepspeed", train("Llama-3-8B", {"dp": 16}, sync="co2"), "sync = co2: use every_step"),
     ],
 )
 def test_what_cannot_be_expressed_is_named(

@@ -372,9 +372,9 @@ def _saved(path: Path, machine: str | None) -> Plan:
     here = None if "TORCHELASTIC_RUN_ID" in os.environ else machine
     if here is not None and (here != "local" or saved_path().exists()):
         check_machine(found, load(here), str(path))
-    from shoal.train.run import with_kernels
+    from shoal.train.run import with_kernels, with_rounds
 
-    found = with_kernels(found)
+    found = with_rounds(with_kernels(found))
     if not found.fits:
         typer.echo(f"note: {path}: {found.why or 'it does not fit, says its planner'}", err=True)
     return found

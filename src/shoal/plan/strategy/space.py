@@ -122,7 +122,7 @@ def sharding_choices(job: TrainJob, parallel: Parallel) -> tuple[Choice, ...]:
     """Shard parts to try for a split."""
     if "shard" in job.model_fields_set:
         return (job.shard,)
-    if parallel.dp == 1 or job.offload is not None:
+    if parallel.dp == 1 or job.offload is not None or job.sync.name != "every_step":
         return (Choice(name="replicated"),)
     known = table("shard")
     whole = needs_whole_matrices(job) or parallel.folded
@@ -167,6 +167,8 @@ def candidates(
     for parallel in every:
         share = job.global_batch // parallel.dp
         if job.microbatch is not None and share % job.microbatch:
+            continue
+        if job.sync.name != "every_step" and parallel.folded and "parallel" not in fixed:
             continue
         sizes = divisors(share) if job.microbatch is None else [job.microbatch]
         for shard in sharding_choices(job, parallel):

@@ -1,0 +1,281 @@
+"""[13] CO2: do workers lose no time on a slow network, and little of what they learn?
+
+Source: Sun et al., CO2: Efficient Distributed Training with Full Communication-Computation
+Overlap, ICLR 2024.
+
+- Two processes in network namespaces, 50 Mbit/s between them: rounds of CO2 beside steps that sum
+  their gradients and beside rounds of local SGD, in turn, each begun with its link as busy as it
+  is in a long run; and the same two processes on a link that nobody shapes.
+- A model of 1.3 M parameters trained on bytes by two workers, for three seeds and as many tokens
+  each: held-out loss beside that of summed gradients; of one seed, without penalty and clipping.
+- Workers that are threads beside their simulation one after the other: bits that differ.
+
+The A/A run has summed gradients in the place of CO2 where these are the baseline, and local SGD
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.machine.emulate import emulate, unavailable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CO2Claim"]
+
+_RANKS = "shoal.claims.experiments.co2_ranks"
+_TIMED = ("over_summed", "over_local_sgd", "exposed")
+_SUMMED_STEPS = 3
+
+
+@part
+class CO2Claim:
+    """Two workers over 50 Mbit/s beside summed gradients and beside local SGD.
+
+    Args:
+        bandwidth: byte/s of the emulated link.
+        tau: steps of a round.
+        turns: how often each is timed.
+        steps: of the runs that learn.
+        seeds: how many of these there are of each kind; without penalty or clipping one.
+    """
+
+    bandwidth: float = 6.25e6
+    tau: int = 16
+    turns: int = 6
+    steps: int = 240
+    seeds: int = 3
+
+    rows: ClassVar[tuple[int, ...]] = (13,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.speedup(
+            "over_summed",
+            3.0,
+            "gradients summed in every step",
+            evidence="mechanism",
+            paper="near-perfect scaling over 80 Gbit/s to 128 A100",
+        ),
+        Metric.speedup(
+            "over_local_sgd", 1.1, "local SGD with rounds as long", evidence="mechanism"
+        ),
+        Metric(
+            name="exposed",
+            unit="1",
+            statistic="value",
+            comparison="<=",
+            threshold=0.05,
+            baseline="local SGD with rounds as long",
+            evidence="mechanism",
+            timing=True,
+        ),
+        Metric.counted(
+            "loss_gap",
+            "<=",
+            0.1,
+            "gradients summed in every step",
+            unit="nats",
+            statistic="mean",
+            evidence="mechanism",
+            quick=False,
+            paper="accuracy on par with the synchronous optimizer",
+        ),
+        Metric.counted(
+            "unlike_simulation", "<=", 0.0, "local SGD with rounds as long", statistic="max"
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "tau", "turns", "steps", "seeds"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.co2.{name}", value, expected="1 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """Models need torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        context.progress("workers beside their simulation", 0.0)
+        unlike = tuple(float(n) for n in _unlike(local=as_baseline))
+        metrics = {"unlike_simulation": Paired(method=unlike)}
+        if quick:
+            return Samples(metrics=metrics)
+        details: dict[str, Any] = {}
+        context.progress("training of as many tokens", 0.05)
+        losses = context.remember("losses", lambda: self._losses(context))
+        summed = losses["every_step"]
+        ours = losses["local_sgd" if as_baseline else "co2"]
+        metrics["loss_gap"] = Paired(method=tuple(a - b for a, b in zip(ours, summed, strict=True)))
+        details["heldout_loss"] = losses
+        skipped = {}
+        why = unavailable()
+        if why is not None:
+            skipped = dict.fromkeys(_TIMED, why)
+            return Samples(metrics=metrics, skipped=skipped, details=details)
+        context.progress("rounds over a slow link", 0.5)
+        timed = self._timed(self.bandwidth, self.turns, as_baseline=as_baseline)
+        metrics |= {
+            "over_summed": Paired(
+                method=timed["instead of summed"][0], baseline=timed["every_step"][0]
+            ),
+            "over_local_sgd": Paired(
+                method=timed["instead of local"][0], baseline=timed["local_sgd"][0]
+            ),
+            "exposed": Paired(method=timed["instead of local"][1]),
+        }
+        details["step_s"] = {name: list(both[0]) for name, both in timed.items()}
+        details["exposed"] = {name: list(both[1]) for name, both in timed.items()}
+        if not as_baseline:
+            context.progress("the same on a link that nobody shapes", 0.9)
+            free = self._timed(None, 3, as_baseline=False)
+            details["unshaped_step_s"] = {name: list(both[0]) for name, both in free.items()}
+        return Samples(metrics=metrics, details=details, profile=_profile(timed))
+
+    def _job(self, sync: Any, seed: int = 0) -> dict[str, Any]:
+        from shoal.ir import TrainJob
+
+        job = TrainJob.model_validate(
+            {
+                "model": "shoal-1m",
+                "seq_len": 128,
+                "global_batch": 8,
+                "precision": "fp32",
+                "parallel": {"dp": 2},
+                "optimizer": {"name": "adamw", "lr": 2e-3},
+                "sync": sync,
+                "seed": seed,
+            }
+        )
+        return job.model_dump(mode="json")
+
+    def _syncs(self) -> dict[str, Any]:
+        co2: dict[str, Any] = {"name": "co2", "tau": self.tau}
+        return {
+            "every_step": "every_step",
+            "local_sgd": {"name": "local_sgd", "tau": self.tau},
+            "co2": co2,
+            "co2 without penalty": {**co2, "penalty": "none"},
+            "co2 without clip": {**co2, "clip": None},
+            "co2 without both": {**co2, "penalty": "none", "clip": None},
+        }
+
+    def _losses(self, context: Context) -> dict[str, tuple[float, ...]]:
+        """Held-out loss by kind and seed, nats a byte."""
+        from shoal.parallel.processes import run_processes
+
+        syncs = self._syncs()
+        seeds = [context.seed + number for number in range(self.seeds)]
+        # What is shown beside and not judged has one seed.
+        runs = [
+            (name, seed) for name in syncs for seed in (seeds[:1] if "without" in name else seeds)
+        ]
+        given = {
+            "jobs": [self._job(syncs[name], seed) for name, seed in runs],
+            "config": _config(),
+            "steps": self.steps,
+        }
+        losses = run_processes(f"{_RANKS}:learn", 2, given, timeout_s=900.0)[0]
+        found: dict[str, tuple[float, ...]] = dict.fromkeys(syncs, ())
+        for (name, _), loss in zip(runs, losses, strict=True):
+            found[name] += (loss,)
+        return found
+
+    def _timed(
+        self, bandwidth: float | None, turns: int, *, as_baseline: bool
+    ) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
+        """By kind, seconds of a step and share of them spent waiting: of the slower rank."""
+        from shoal.parallel.processes import run_processes
+
+        syncs = self._syncs()
+        names = {"every_step": "every_step", "local_sgd": "local_sgd"}
+        if as_baseline:
+            names |= {"instead of summed": "every_step", "instead of local": "local_sgd"}
+        else:
+            names |= {"instead of summed": "co2"}
+        given = {
+            "jobs": [self._job(syncs[kind]) for kind in names.values()],
+            "config": _config(),
+            "steps": [
+                _SUMMED_STEPS if kind == "every_step" else self.tau for kind in names.values()
+            ],
+            "turns": turns,
+        }
+        options: dict[str, Any] = {"ranks_per_node": 1, "timeout_s": 900.0}
+        if bandwidth is None:
+            ranks = run_processes(f"{_RANKS}:time_rounds", 2, given, **options)
+        else:
+            with emulate(2, bandwidth=bandwidth) as network:
+                ranks = run_processes(
+                    f"{_RANKS}:time_rounds", 2, given, start=network.start, **options
+                )
+        found = {}
+        for name, pairs in zip(names, zip(*ranks, strict=True), strict=True):
+            turned = list(zip(*pairs, strict=True))
+            found[name] = (
+                tuple(max(rank[0] for rank in both) for both in turned),
+                tuple(max(rank[1] for rank in both) for both in turned),
+            )
+        found.setdefault("instead of local", found["instead of summed"])
+        return found
+
+
+def _config() -> dict[str, Any]:
+    from shoal.claims.experiments.arch_training import mini
+
+    return mini(128, 6).model_dump(mode="json")
+
+
+def _profile(timed: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> str:
+    middle = {name: sorted(both[0])[len(both[0]) // 2] for name, both in timed.items()}
+    return ", ".join(f"{name} {1e3 * seconds:.0f} ms a step" for name, seconds in middle.items())
+
+
+def _unlike(*, local: bool) -> list[int]:
+    """Elements in which workers that are threads differ from their simulation, by setting."""
+    import torch
+
+    from shoal.parallel.outer.averaging import Averaging
+    from shoal.parallel.outer.co2 import CO2
+    from shoal.parallel.outer.local_sgd import LocalSGD
+    from shoal.parallel.outer.reference import simulate
+    from shoal.parallel.thread_comm import run_ranks
+
+    source = torch.Generator().manual_seed(0)
+    start = [torch.randn(size, generator=source, dtype=torch.float64) for size in (37, 5, 128)]
+
+    def inner(worker: int, step: int, parameters: list[Tensor]) -> None:
+        own = torch.Generator().manual_seed(1000 * worker + step)
+        for p in parameters:
+            p.sub_(0.05 * (p + torch.randn(p.shape, generator=own, dtype=torch.float64)))
+
+    found = []
+    penalties: tuple[Literal["gap", "const", "none"], ...] = ("gap", "const", "none")
+    for tau, workers, penalty in itertools.product((1, 3), (2, 3), penalties):
+        wanted = CO2(tau=tau, penalty=penalty, clip=0.02)
+        ours: Averaging = LocalSGD(tau=tau) if local else wanted
+        told = simulate(wanted, start, inner, workers=workers, steps=10)[-1]
+
+        def on(comm: Any, ours: Averaging = ours) -> list[Tensor]:
+            mine = [x.clone() for x in start]
+            owned = {str(number): x for number, x in enumerate(mine)}
+            rounds = ours.apply(torch.nn.Module(), owned, comm)
+            assert rounds is not None
+            for step in range(10):
+                inner(comm.rank, step, mine)
+                rounds.after_update(step, loss=0.0, stop=False, last=step == 9)
+            return mine
+
+        for mine in run_ranks(workers, on):
+            found.append(sum(int((a != b).sum()) for a, b in zip(mine, told, strict=True)))
+    return found

@@ -1,0 +1,174 @@
+"""What the parts with rounds share: options, checks, estimate, and how a run of them begins.
+
+A worker is one data-parallel rank or ``within`` neighbouring ones, with all ranks of their tensor,
+context and pipeline groups. Inside a worker a step is what it is everywhere; after ``tau`` steps
+the workers average what the round has changed, between ranks with the same place in their workers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoal.core.errors import ConfigError, require
+from shoal.core.parts import Choice, part
+from shoal.ir import Estimate, Interval, Machine, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shoal.parallel.outer.rule import Rule, Segments
+    from shoal.parallel.protocols import Comm, Rounds
+
+__all__ = ["LONGEST", "Averaging", "check_outer"]
+
+LONGEST = 48
+"""Most steps of a round that ``tau: auto`` chooses (Sun et al., 2024, table 2)."""
+
+# A round that never ends has no average: what is left is a worker's own step.
+_ENDLESS = 2**62
+
+
+@part
+class Averaging(ABC):
+    """Workers take steps of their own and average what a round of them has changed.
+
+    Args:
+        tau: optimizer steps of a round; auto is the fewest behind which the average travels, by
+            the plan's estimate, and at most 48.
+        within: neighbouring data-parallel ranks that are one worker: they sum their gradients in
+            every step.
+        sharded: each worker keeps and updates its share of the outer state, not all of it.
+    """
+
+    tau: int | Literal["auto"] = 8
+    within: int = 1
+    sharded: bool = False
+
+    delayed: ClassVar[bool] = False
+    """The average is applied a round late, so that it travels meanwhile."""
+    momentum: ClassVar[bool] = False
+    """The outer update keeps a momentum."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.tau == "auto" or self.tau >= 1,
+            "sync.tau",
+            self.tau,
+            expected="at least 1 step, or auto",
+        )
+        require(self.within >= 1, "sync.within", self.within, expected="at least 1 rank")
+
+    @abstractmethod
+    def rule(self, like: Tensor, segments: Segments) -> Rule:
+        """The outer update of elements that lie as ``like`` [P]."""
+
+    def workers(self, dp: int) -> int:
+        """Number of workers among ``dp`` data-parallel ranks.
+
+        Raises:
+            ConfigError: they are not a whole number.
+        """
+        require(
+            dp % self.within == 0,
+            "sync.within",
+            self.within,
+            expected=f"a divisor of parallel.dp = {dp}",
+        )
+        return dp // self.within
+
+    def steps(self, work: Work, machine: Machine) -> int:
+        """Steps of a round: those that were given, or the fewest that hide the average."""
+        if self.tau != "auto":
+            return self.tau
+        once, alone = self._average_s(work, machine), self._alone_s(work, machine)
+        return min(LONGEST, max(1, -int(-once // alone))) if alone > 0 else 1
+
+    def kept_bytes(self, work: Work) -> float:
+        """What travels, x and the momentum; of the last two, and x before, a share if sharded."""
+        copies = 2.0 + self.momentum
+        if self.sharded:
+            copies = 1 + (3 + self.momentum) / self.workers(work.job.parallel.dp)
+        return copies * self._bytes(work)
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Of one step: its share of the average's bytes, and of the seconds it is waited for."""
+        from shoal.cost.rates import data_link
+
+        split = work.job.parallel
+        workers = self.workers(split.dp)
+        tau = self.steps(work, machine)
+        seconds = self._average_s(work, machine) / tau
+        if self.delayed and seconds:
+            seconds = max(0.0, seconds - self._alone_s(work, machine))
+        link = data_link(machine, split)
+        sent = 2.0 * self._bytes(work) * (workers - 1) / workers / tau
+        return Estimate(
+            step_s=Interval.around(seconds, 0.3),
+            terms_s={"collective": seconds},
+            wire_bytes={link.scope: sent} if sent and link is not None else {},
+            memory_bytes={"optimizer": self.kept_bytes(work)},
+        )
+
+    def apply(self, model: nn.Module, owned: Mapping[str, Tensor], comm: Comm) -> Rounds | None:
+        """Begin the first round.
+
+        Args:
+            model: of this rank.
+            owned: the parameters that this rank's optimizer updates.
+            comm: the ranks with this one's place in the other workers.
+
+        Raises:
+            ConfigError: the model keeps running statistics, or no plan has chosen ``tau``.
+        """
+        from shoal.parallel.outer.rounds import ShardedRounds, WholeRounds
+
+        if self.tau == "auto":
+            raise ConfigError(
+                "sync.tau = auto: no plan has chosen it; start the run with shoal train, or give "
+                "a number"
+            )
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name, value in model.state_dict().items():
+            if name not in known and value.is_floating_point():
+                raise ConfigError(
+                    f"sync: the model keeps the running statistic {name}, of which each worker "
+                    "would have its own; use sync: every_step, or a norm without statistics"
+                )
+        made = ShardedRounds if self.sharded else WholeRounds
+        return made(owned, comm, self.rule, tau=self.tau, delayed=self.delayed)
+
+    def _bytes(self, work: Work) -> float:
+        """What one rank averages: its part of the model, fp32, that its worker shares out."""
+        from shoal.cost.experts import held_parameters
+        from shoal.cost.training_memory import sharers
+
+        whole = 4.0 * sum(held_parameters(work.shape, work.job.parallel))
+        return whole / (sharers(work.job) if work.job.shard.name == "zero1" else 1)
+
+    def _average_s(self, work: Work, machine: Machine) -> float:
+        """Seconds of one average: an all-reduce over the workers."""
+        from shoal.cost.collectives import all_reduce_s
+        from shoal.cost.rates import data_link
+
+        split = work.job.parallel
+        return all_reduce_s(self._bytes(work), self.workers(split.dp), data_link(machine, split))
+
+    def _alone_s(self, work: Work, machine: Machine) -> float:
+        """Seconds of a worker's step without any average."""
+        from shoal.cost.training import estimate
+
+        options = {"tau": _ENDLESS, "within": self.within}
+        alone = work.job.model_copy(update={"sync": Choice(name="local_sgd", options=options)})
+        return estimate(work.model_copy(update={"job": alone}), machine).step_s.value
+
+
+def check_outer(lr: float, momentum: float) -> None:
+    """Refuse an outer update that cannot go anywhere, or never ends.
+
+    Raises:
+        ConfigError: the step is not above 0, or the momentum not from 0 to below 1.
+    """
+    require(lr > 0, "sync.outer_lr", lr, expected="above 0")
+    require(0 <= momentum < 1, "sync.outer_momentum", momentum, expected="from 0 to below 1")

@@ -1,0 +1,95 @@
+"""CO2: the average of a round travels during the next one and is applied one round late.
+
+Source: Sun et al., CO2: Efficient Distributed Training with Full Communication-Computation
+Overlap, ICLR 2024, algorithm 1 and sections 3.2 (staleness-gap penalty, outer momentum clipping).
+
+Differs: the gap is measured against the largest average change so far, per tensor as a rank holds
+it, so the penalty needs no message of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.parallel.outer.averaging import Averaging, check_outer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.parallel.outer.rule import Rule, Segments
+
+__all__ = ["CO2", "CONST", "EPS"]
+
+EPS = 1e-12
+"""Added to the largest change, which is 0 before anything has changed."""
+CONST = 2.0
+"""The constant penalty: what the gap's is at most without momentum."""
+
+
+@part
+class CO2(Averaging):
+    """Nobody waits for the network; choose it where an all-reduce takes longer than a step.
+
+    Args:
+        tau: optimizer steps of a round; auto is the fewest behind which the average travels, by
+            the plan's estimate, and at most 48.
+        outer_momentum: of the outer update.
+        outer_lr: step of the outer update.
+        clip: largest element of what the outer momentum takes in; None for no clipping.
+        penalty: what an average is divided by for being late: gap, by how far the model has moved
+            since over the largest average change so far, plus 1; const, by 2; none, by 1.
+    """
+
+    tau: int | Literal["auto"] = "auto"
+    outer_momentum: float = 0.2
+    outer_lr: float = 1.0
+    clip: float | None = 1.0
+    penalty: Literal["gap", "const", "none"] = "gap"
+
+    delayed: ClassVar[bool] = True
+    momentum: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_outer(self.outer_lr, self.outer_momentum)
+        require(
+            self.clip is None or self.clip > 0,
+            "sync.clip",
+            self.clip,
+            expected="above 0, or none for no clipping",
+        )
+
+    def rule(self, like: Tensor, segments: Segments) -> Rule:
+        """Heavy-ball momentum on the penalised and clipped mean."""
+        return _Late(self, like, segments)
+
+
+class _Late:
+    """``m = beta m + clip(mean / penalty)``; the direction is ``m``."""
+
+    def __init__(self, part: CO2, like: Tensor, segments: Segments) -> None:
+        self.lr = part.outer_lr
+        self._part, self._segments = part, segments
+        self._m = like.new_zeros(like.shape)
+        self._largest = like.new_zeros(segments.number)
+
+    def direction(self, mean: Tensor) -> Tensor:
+        import torch
+
+        part = self._part
+        if part.penalty == "gap":
+            both = self._segments.norms(mean, self._m)
+            torch.maximum(self._largest, both[0], out=self._largest)
+            # The last move was the last momentum, times the step.
+            gap = 1.0 + part.outer_lr * both[1] / (self._largest + EPS)
+            self._segments.divide(mean, gap)
+        elif part.penalty == "const":
+            mean.div_(CONST)
+        if part.clip is not None:
+            mean.clamp_(-part.clip, part.clip)
+        return self._m.mul_(part.outer_momentum).add_(mean)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"momentum": self._m, "largest": self._largest}

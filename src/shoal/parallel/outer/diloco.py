@@ -1,0 +1,60 @@
+"""DiLoCo: the workers' average change is the gradient of an outer Nesterov momentum.
+
+Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
+algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoal.core.parts import part
+from shoal.parallel.outer.averaging import Averaging, check_outer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.parallel.outer.rule import Rule, Segments
+
+__all__ = ["DiLoCo"]
+
+
+@part
+class DiLoCo(Averaging):
+    """Rounds are long and all wait for the average; choose it for the rarest messages.
+
+    Args:
+        tau: optimizer steps of a round; auto is the fewest whose average would travel behind
+            them, by the plan's estimate, and at most 48.
+        outer_lr: step of the outer update.
+        outer_momentum: of the outer update.
+    """
+
+    tau: int | Literal["auto"] = 48
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    momentum: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_outer(self.outer_lr, self.outer_momentum)
+
+    def rule(self, like: Tensor, segments: Segments) -> Rule:
+        """Nesterov's momentum on the mean."""
+        return _Nesterov(like, self.outer_lr, self.outer_momentum)
+
+
+class _Nesterov:
+    """``m = beta m + mean``; the direction is ``mean + beta m``."""
+
+    def __init__(self, like: Tensor, lr: float, beta: float) -> None:
+        self.lr, self._beta = lr, beta
+        self._m = like.new_zeros(like.shape)
+
+    def direction(self, mean: Tensor) -> Tensor:
+        self._m.mul_(self._beta).add_(mean)
+        return mean.add_(self._m, alpha=self._beta)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"momentum": self._m}

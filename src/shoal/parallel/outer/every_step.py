@@ -1,0 +1,40 @@
+"""Gradients are summed over all data-parallel ranks in every step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.parts import part
+from shoal.ir import Estimate, Interval, Machine, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
+    from shoal.parallel.protocols import Comm, Rounds
+
+__all__ = ["EveryStep"]
+
+
+@part
+class EveryStep:
+    """All ranks make one update together; choose it wherever the network keeps up."""
+
+    def workers(self, dp: int) -> None:
+        """Nobody makes an update alone."""
+
+    def steps(self, work: Work, machine: Machine) -> None:
+        """There are no rounds."""
+
+    def kept_bytes(self, work: Work) -> float:
+        """Nothing."""
+        return 0.0
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Nothing: what sums the gradients is the part of kind ``shard``."""
+        return Estimate(step_s=Interval.around(0.0, 0.3), terms_s={"collective": 0.0})
+
+    def apply(self, model: nn.Module, owned: Mapping[str, Tensor], comm: Comm) -> Rounds | None:
+        """Nothing is to be done after an update."""
+        return None

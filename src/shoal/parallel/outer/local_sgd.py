@@ -1,0 +1,41 @@
+"""Local SGD: workers step alone, and average their parameters once a round.
+
+Source: Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019; Lin et al., Don't Use
+Large Mini-batches, Use Local SGD, ICLR 2020. The inner update may be any optimizer's; its state
+stays where it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.parts import part
+from shoal.parallel.outer.averaging import Averaging
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.parallel.outer.rule import Rule, Segments
+
+__all__ = ["LocalSGD"]
+
+
+@part
+class LocalSGD(Averaging):
+    """Parameters are averaged every ``tau`` steps, and all wait for it; the plainest of them."""
+
+    def rule(self, like: Tensor, segments: Segments) -> Rule:
+        """The mean itself."""
+        return _Mean()
+
+
+class _Mean:
+    """See :class:`~shoal.parallel.outer.rule.Rule`."""
+
+    lr = 1.0
+
+    def direction(self, mean: Tensor) -> Tensor:
+        return mean
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
