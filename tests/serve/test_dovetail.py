@@ -23,9 +23,10 @@ from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.fusion import FusionDrafter  # noqa: E402
+from shoal.plan.small_device import tree_room  # noqa: E402
 from shoal.plan.trees.drafting import Always  # noqa: E402
 from shoal.serve.build import engine_of  # noqa: E402
-from shoal.serve.decode.dovetail_trees import FeatureTrees, tree_room  # noqa: E402
+from shoal.serve.decode.dovetail_trees import FeatureTrees  # noqa: E402
 from shoal.serve.decode.dovetail_worker import Due  # noqa: E402
 from shoal.serve.decode.fusion_net import PlainFusion  # noqa: E402
 

@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 from shoal.ir import ServeJob  # noqa: E402
 from shoal.kernel.fused.guess import native  # noqa: E402
 from shoal.model.drafters.fusion import FusionDrafter  # noqa: E402
-from shoal.serve.decode.dovetail_trees import FeatureTrees, tree_room  # noqa: E402
+from shoal.plan.small_device import tree_room  # noqa: E402
+from shoal.serve.decode.dovetail_trees import FeatureTrees  # noqa: E402
 from shoal.serve.decode.fast_dovetail import PagedFusion  # noqa: E402
 from shoal.serve.decode.fusion_net import PlainFusion, Rows  # noqa: E402
 from shoal.serve.decode.growing import Growing  # noqa: E402

@@ -30,12 +30,14 @@ class DraftOption:
         nbytes: of its weights, the copies of embedding and head, and its cache.
         level_s: s of one level of a tree there.
         right: how often its guesses are right, by level and rank, as its calibration has it.
+        name: tells it from another of as many layers.
     """
 
     layers: int
     nbytes: int
     level_s: float
     right: tuple[tuple[float, ...], ...]
+    name: str = ""
 
     def __post_init__(self) -> None:
         require(self.layers >= 1, "drafter layers", self.layers, expected="1 or more")
@@ -54,8 +56,10 @@ class Placed(NamedTuple):
         draft_s: s of a round's guesses.
         link_s: s on the way.
         verify_s: s of the target's step, on both devices.
+        link_bytes: on the way in a round, both directions, expected.
         nbytes: on the small device.
         tokens_per_s: expected.
+        name: of the drafter.
     """
 
     layers: int
@@ -65,8 +69,10 @@ class Placed(NamedTuple):
     draft_s: float
     link_s: float
     verify_s: float
+    link_bytes: float
     nbytes: int
     tokens_per_s: float
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,24 +162,28 @@ class Heterogeneous:
         crossed = 60 + 5 * nodes + tokens * (4 + self.hidden * self.itemsize)
         there = 3 * self.link_s + crossed / self.link_bytes_per_s
         # The rows of a step, and what comes out of the layers, once for all of these.
-        crossed = 40 + rows * (13 + self.hidden * self.itemsize)
-        boundary = 2 * self.link_s + crossed / self.link_bytes_per_s
+        states = 40 + rows * (13 + self.hidden * self.itemsize)
+        boundary = 2 * self.link_s + states / self.link_bytes_per_s
         whole_s = self.verify.seconds(rows)
         head_s = min(self.head_s, whole_s)
         found = []
         for count in range(most + 1):
-            host_s, link_s, verify_s = whole_s, there, whole_s
+            host_s, link_s, verify_s, link_bytes = whole_s, there, whole_s, crossed
             if count and self.layer is not None:
                 host_s = head_s + (whole_s - head_s) * (1 - count / self.num_layers)
                 verify_s = host_s + count * self.layer.seconds(rows)
                 link_s += boundary
+                link_bytes += states
             # What is drafted ahead begins behind the layers that lie there.
             draft_s = self._draft_s(option, depth, host_s)
             nbytes = option.nbytes + count * self.layer_bytes
             rate = tokens / (draft_s + link_s + verify_s + self.round_s)
             found.append(
-                Placed(option.layers, nodes, count, tokens, draft_s, link_s, verify_s, nbytes, rate)
-            )
+                Placed(
+                    option.layers, nodes, count, tokens, draft_s, link_s, verify_s, link_bytes,
+                    nbytes, rate, option.name,
+                )
+            )  # fmt: skip
         return found
 
     def _draft_s(self, option: DraftOption, depth: int, verify_s: float) -> float:
@@ -189,10 +199,10 @@ class Heterogeneous:
 
     def table(
         self, options: Sequence[DraftOption], nodes: Sequence[int] = range(1, 33)
-    ) -> list[Mapping[str, float]]:
+    ) -> list[Mapping[str, float | str]]:
         """The best of every drafter, beside no layers of the target and beside some, best first."""
-        best: dict[tuple[int, bool], Placed] = {}
+        best: dict[tuple[str, int, bool], Placed] = {}
         for one in self.rank(options, nodes):
-            best.setdefault((one.layers, one.target_layers > 0), one)
+            best.setdefault((one.name, one.layers, one.target_layers > 0), one)
         alone = 1 / self.verify.seconds(1)
         return [{**one._asdict(), "speedup": one.tokens_per_s / alone} for one in best.values()]

@@ -18,9 +18,9 @@ from shoal.kernel.kv.bfp import Bfp
 from shoal.model.architecture import plain
 from shoal.model.config import ModelConfig
 from shoal.model.transformer import Transformer
+from shoal.plan.small_device import tree_room
 from shoal.serve.cache import token_bytes
 from shoal.serve.decode.dovetail_front import layer_numbers
-from shoal.serve.decode.dovetail_trees import tree_room
 from shoal.serve.decode.fast_dovetail import fits
 from shoal.serve.decode.taped_dovetail import kept_places
 

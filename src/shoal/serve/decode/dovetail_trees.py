@@ -17,24 +17,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shoal.plan.small_device import tree_room
 from shoal.serve.decode.fusion_net import Further, FusionNet, Held, Rows
 from shoal.serve.decode.growing import Growing
 from shoal.serve.decode.protocols import TokenTree
 
-__all__ = ["FeatureTrees", "tree_room"]
+__all__ = ["FeatureTrees"]
 
 # Most rows of a pass over what came.
 _PIECE = 512
-
-
-def tree_room(depth: int, breadth: int) -> int:
-    """Places that trees take behind the last token, twice with what is drafted ahead.
-
-    Args:
-        depth: levels of a tree.
-        breadth: nodes that each level goes on from.
-    """
-    return 2 * (breadth + 1) * (depth + 2)
 
 
 @dataclass

@@ -26,9 +26,10 @@ from shoal.memory.mover import EmulatedLink
 from shoal.model.drafters import files
 from shoal.model.drafters.fusion import FusionDrafter
 from shoal.model.parameters import Parameters
+from shoal.plan.small_device import tree_room
 from shoal.serve.decode.dovetail_front import Front
 from shoal.serve.decode.dovetail_steps import unpacked
-from shoal.serve.decode.dovetail_trees import FeatureTrees, tree_room
+from shoal.serve.decode.dovetail_trees import FeatureTrees
 from shoal.serve.decode.dovetail_wire import SPIN_S, Channel, Head, Kind
 from shoal.serve.decode.fusion_net import FusionNet, PlainFusion
 from shoal.serve.decode.taped_dovetail import fast_net
