@@ -286,7 +286,7 @@ def test_agreement() -> None:
 
 def test_ranks_of_every_axis() -> None:
     parallel = Parallel(pp=2, dp=2, cp=1, tp=2)
-    found = run_ranks(8, lambda c: [part.ranks for part in ranks_of(c, parallel)])
+    found = run_ranks(8, lambda c: [part.ranks for part in ranks_of(c, parallel)[:6]])
     for rank, (world, tp, cp, pp, data_ranks, model) in enumerate(found):
         layout = parallel.attention()
         assert world == tuple(range(8))

@@ -341,9 +341,9 @@ def one_worker_after_the_other(now, part, workers, steps, model):
 def test_training_equals_its_workers_one_after_the_other(name):
     model = config(num_layers=1)
     sync = {"name": name, "tau": 2}
-    now = job({"dp": 2}, sync=sync, global_batch=4)
-    found = run_ranks(2, lambda comm: train(now, comm, 5, model))
-    expected = one_worker_after_the_other(now, table("sync").build(now.sync), 2, 5, model)
+    now = job({"dp": 2}, sync=sync, global_batch=4, microbatch=2)
+    found = run_ranks(2, lambda comm: train(now, comm, 3, model))
+    expected = one_worker_after_the_other(now, table("sync").build(now.sync), 2, 3, model)
     for rank in found:
         for key, value in expected.items():
             assert torch.equal(rank[key], value), key

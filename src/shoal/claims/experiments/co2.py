@@ -49,7 +49,7 @@ class CO2Claim:
     """
 
     bandwidth: float = 6.25e6
-    tau: int = 16
+    tau: int = 12
     turns: int = 6
     steps: int = 240
     seeds: int = 3
@@ -91,7 +91,10 @@ class CO2Claim:
             "unlike_simulation", "<=", 0.0, "local SGD with rounds as long", statistic="max"
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(metric="loss_gap", tried="rounds of 16 steps, 240 steps, one seed", value=0.567),
+        Attempt(metric="loss_gap", tried="rounds of 12 steps, 240 steps, one seed", value=0.503),
+    )
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "tau", "turns", "steps", "seeds"):
