@@ -41,33 +41,3 @@ def test_all_layers_and_the_head_take_a_step():
 def test_another_precision_is_refused():
     with pytest.raises(ConfigError, match="fp32 or bf16"):
         dataclasses.replace(DEVICE, precision="fp8")
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_bytes_are_those_that_serving_counts(tied, tmp_path):
-    torch = pytest.importorskip("torch")
-    from shoal.ir import ServeJob
-    from shoal.model import huggingface
-    from shoal.model.config import ModelConfig
-    from shoal.model.drafters.fusion import FusionDrafter
-    from shoal.serve.decode.dovetail import Dovetail
-    from shoal.serve.decode.dovetail_room import placed
-    from shoal.train.zoo import random
-
-    config = ModelConfig(
-        name="tiny", vocab_size=97, hidden=64, num_layers=3, num_heads=4, num_kv_heads=2,
-        head_dim=16, ffn_hidden=96, max_position=256, tied=tied,
-    )  # fmt: skip
-    model = random(config, 0).requires_grad_(False)
-    huggingface.write(tmp_path / "tiny", model)
-    part = Dovetail(path="", depth=3, breadth=2, target_layers=2, memory_cap=0)
-    job = ServeJob(model="tiny", kv_tokens=208, max_position=208, exact=True)
-    state = FusionDrafter(config, 2).state_dict()
-    device = SmallDevice(
-        machine=load("laptop"), shape=resolve(str(tmp_path / "tiny")), precision="fp32",
-        places=208, depth=3, breadth=2,
-    )  # fmt: skip
-    option = device.option("2", 2, RIGHT)
-    assert model.weight.dtype is torch.float32
-    counted = placed(part, job, model, 2, state).nbytes
-    assert counted == option.nbytes + 2 * device.layer_bytes

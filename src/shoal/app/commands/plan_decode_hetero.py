@@ -252,6 +252,10 @@ def _table(title: str, ranked: Sequence[Placed], plain: float, cap: int) -> None
     from shoal.app.show import table
     from shoal.core.sizes import human_bytes
 
+    paths = {one.name for one in ranked}
+    short = {path: Path(path).name for path in paths}
+    if len(set(short.values())) < len(paths):
+        short = {path: path for path in paths}
     columns = ("M", "n", "L", "tokens", "draft", "link", "verify", "on the way",
                f"of {human_bytes(cap)}", "tokens/s", "over plain", "drafter")  # fmt: skip
     rows = [
@@ -267,7 +271,7 @@ def _table(title: str, ranked: Sequence[Placed], plain: float, cap: int) -> None
             human_bytes(one.nbytes),
             f"{one.tokens_per_s:.1f}",
             f"{one.tokens_per_s / plain:.2f}x",
-            one.name,
+            short[one.name],
         )
         for one in _shown(ranked)
     ]
