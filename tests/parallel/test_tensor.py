@@ -410,9 +410,11 @@ def test_what_cannot_be_split_is_refused(changes, tp, expected):
         run_ranks(tp, build(config, Parallel(tp=tp)))
 
 
-def test_experts_on_ranks_of_their_own_are_refused():
-    with pytest.raises(PlanError, match=r"parallel\.ep = 2.*expected 1"):
-        slices(CONFIGS["mixtral"], Parallel(dp=2, ep=2), 0)
+def test_experts_that_do_not_divide_over_ranks_are_refused():
+    with pytest.raises(PlanError, match=r"parallel\.ep = 3.*divisor of the 4 experts"):
+        slices(CONFIGS["mixtral"], Parallel(dp=3, ep=3), 0)
+    with pytest.raises(PlanError, match=r"parallel\.ep = 2.*has no experts"):
+        slices(CONFIGS["llama"], Parallel(dp=2, ep=2), 0)
 
 
 @pytest.mark.parametrize("vocab", ["tp", "none"])
