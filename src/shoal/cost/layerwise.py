@@ -34,8 +34,8 @@ from shoal.cost.arithmetic import (
 from shoal.cost.collectives import ring_bytes
 from shoal.cost.layer_fit import LayerProfile
 from shoal.cost.ops import MOST_PLAIN_SCORES, Op, Style, ledger
+from shoal.cost.passes import Pass, op_pass
 from shoal.cost.rates import Rates, data_link
-from shoal.cost.training import Pass, op_pass
 from shoal.ir import Link, Machine, ModelShape, Parallel, TrainJob, Work
 
 __all__ = ["Layer", "LayerCost", "LayerPricer", "Strategy", "layers_of"]
