@@ -202,25 +202,26 @@ def _check_experts(job: TrainJob, shape: ModelShape) -> None:
     p = job.parallel
     if not p.folded:
         return
-    experts, width = shape.num_experts, shape.expert_hidden
+    experts = shape.num_experts
     require(
-        experts > 0 and experts % p.ep == 0,
-        "parallel.ep",
-        p.ep,
-        expected=f"a divisor of {experts} experts: {_divisors(experts)}"
-        if experts
-        else f"1: {shape.name} has no experts",
+        experts > 0,
+        "parallel.ep, parallel.etp",
+        f"{p.ep}, {p.etp}",
+        expected=f"1: {shape.name} has no experts",
         error=PlanError,
     )
-    require(
-        experts > 0 and width % p.etp == 0,
-        "parallel.etp",
-        p.etp,
-        expected=f"a divisor of the experts' width {width}: {_divisors(width)}"
-        if experts
-        else f"1: {shape.name} has no experts",
-        error=PlanError,
-    )
+    shared = {
+        "ep": (p.ep, experts, f"{experts} experts"),
+        "etp": (p.etp, shape.expert_hidden, f"the experts' width {shape.expert_hidden}"),
+    }
+    for axis, (ranks, number, what) in shared.items():
+        require(
+            number % ranks == 0,
+            f"parallel.{axis}",
+            ranks,
+            expected=f"a divisor of {what}: {_divisors(number)}",
+            error=PlanError,
+        )
     require(
         p.tp == 1 or p.sp,
         "parallel.sp",
