@@ -100,6 +100,15 @@ def test_a_table_that_was_measured_on_a_busy_machine_is_put_right():
         assert steps(paying, 16, cost, 600) <= 6
 
 
+def test_guesses_that_were_dear_for_a_while_come_back():
+    """Something else took the machine while there were guesses; a few tries say that it ended."""
+    paying = Paying(EXPECTED, CHEAP)
+    steps(paying, 1, RowCosts(rows=(1, 2, 64), seconds_of=(1.0, 9.0, 9.0)), 2000)
+    assert steps(paying, 1, CHEAP, 100) <= 2
+    steps(paying, 1, CHEAP, 2000)
+    assert steps(paying, 1, CHEAP, 100) > 95
+
+
 def test_looking_in_vain_is_seen_too():
     """A drafter that finds nothing, and takes longer to say so than was measured."""
     paying = Paying(EXPECTED, CHEAP)

@@ -31,7 +31,11 @@ __all__ = ["Comparison", "Fresh", "Outcome", "compare", "one_process", "same_as_
 # Relative errors allowed: of a tensor's largest element, by dtype of the weights.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 
-LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
+LR, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
+# Adam divides an element of a gradient by its own size. One that is zero but for rounding (1e-9
+# beside a largest one of 0.06) would be all rounding, and a step of up to LR either way: epsilon
+# is above what fp32 rounds.
+EPS = {torch.float64: 1e-8, torch.float32: 1e-6}
 
 
 class Fresh:
@@ -145,8 +149,10 @@ def _share(rows: Rows, replicas: int, replica: int) -> Rows:
     return Rows(rows.inputs[part], rows.targets[part], documents, replica * size, rows.step)
 
 
-def _adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer of both, for parameters of one dtype."""
+    eps = EPS[parameters[0].dtype]
+    return torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=eps, weight_decay=DECAY)
 
 
 def one_process(
@@ -157,7 +163,7 @@ def one_process(
 
     model = weights.model()
     dropout = Dropout(job.dropout, job.seed) if job.dropout else None
-    optimizer = _adamw(list(model.parameters()))
+    optimizer = adamw(list(model.parameters()))
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
     for step in range(steps):
@@ -197,7 +203,7 @@ def on_rank(
     owned = engine.sharded.owned()
     # Detached: the local part of a distributed tensor is no leaf, and shares its memory.
     updated = {name: _local(p).detach() for name, p in owned.items()}
-    optimizer = _adamw(list(updated.values())) if updated else None
+    optimizer = adamw(list(updated.values())) if updated else None
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
     shapes = {n: tuple(p.shape) for n, p in _meta(weights.config).items()}

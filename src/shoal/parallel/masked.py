@@ -18,13 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.parallel.check import (
-    BETAS,
-    DECAY,
-    EPS,
-    LR,
     Comparison,
     Fresh,
     Outcome,
+    adamw,
     compare,
     on_rank,
     tokens,
@@ -137,9 +134,7 @@ def one_process_masked(
     routes = layer_routes(weights.config.shape(), schedule)
     model = weights.model()
     dropout = Dropout(job.dropout, job.seed) if job.dropout else None
-    optimizer = torch.optim.AdamW(
-        list(model.parameters()), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY
-    )
+    optimizer = adamw(list(model.parameters()))
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
     for step in range(steps):

@@ -249,6 +249,8 @@ class Paying:
         tried = self._off % (_AGAIN + _TRIED) - _AGAIN
         if tried >= 0 and not self._dear(requests):
             self._fresh = tried == 0
+            if self._fresh:
+                self._paced(requests, True).age()
             return self._choices[min(3, len(self._choices) - 1)]
         return 0
 
@@ -308,6 +310,10 @@ class _Pace:
             step = max(0.015, 1.0 / (4 + self.count))
             self.log += max(-step, min(step, math.log(times) - self.log))
             self.count += 1
+
+    def age(self) -> None:
+        """It was long ago: what steps take now counts for as much as when little was known."""
+        self.count = min(self.count, _FEW)
 
 
 def _newest(count: int) -> float:
