@@ -10,7 +10,7 @@ from threading import Barrier
 
 import pytest
 
-from shoal.core.errors import ModelError, ShoalError
+from shoal.core.errors import CheckpointError, ModelError, ShoalError
 from shoal.cost import shapes
 from shoal.train import zoo
 
@@ -66,9 +66,11 @@ def test_two_who_ask_at_once_have_it_made_once(tmp_path, monkeypatch):
     monkeypatch.setattr(probing, "probe", lambda fast: "probed")
     place, runs, both = tmp_path / "zoo" / "made", [], Barrier(2)
 
-    def make(run_dir, machine):
+    def make(run_dir, machine, left):
         assert machine == "probed"
-        assert not run_dir.exists()  # what an interruption left is gone
+        assert left == run_dir.exists()
+        if left:
+            raise CheckpointError("nothing was saved when it was interrupted")
         run_dir.mkdir()
         (run_dir / "mark").write_text("whole")
         runs.append(run_dir)
@@ -83,7 +85,7 @@ def test_two_who_ask_at_once_have_it_made_once(tmp_path, monkeypatch):
         assert [one.result() for one in (pool.submit(ask), pool.submit(ask))] == [place, place]
     assert len(runs) == 1
 
-    def fails(run_dir, machine):
+    def fails(run_dir, machine, left):
         run_dir.mkdir()
         raise OSError(28, "No space left on device")
 
@@ -97,8 +99,9 @@ def test_trained_is_cached_by_recipe(tmp_path, monkeypatch):
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     runs = []
 
-    def train(job, run_dir, ranks, *, machine):
+    def train(job, run_dir, ranks, *, machine, resume):
         assert machine == "probed"
+        assert not resume
         runs.append((job, ranks))
         (run_dir / "export").mkdir(parents=True)
         (run_dir / "export" / "config.json").write_text("{}")

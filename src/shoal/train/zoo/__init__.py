@@ -208,8 +208,8 @@ def trained(name: str, say: Callable[[str], None] | None = None) -> Path:
 
     job = recipe(name)
 
-    def make(run_dir: Path, machine: Machine) -> Path:
-        train(job, run_dir, ranks=1, machine=machine)
+    def make(run_dir: Path, machine: Machine, left: bool) -> Path:
+        train(job, run_dir, ranks=1, machine=machine, resume=left)
         if name in _DECODED:
             judge(name, run_dir / "export", say)
         return run_dir / "export"

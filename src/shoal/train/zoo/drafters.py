@@ -107,7 +107,8 @@ def drafter(
         data: see :func:`drafter_recipe`.
         tokens: of training, in the place of the recipe's.
         seed: of the training.
-        say: told how long training took, which ``training.json`` beside the weights says too.
+        say: told how long training took, which ``training.json`` beside the weights says too if
+            it was not interrupted.
         options: of the drafter, in the place of the recipe's.
 
     Raises:
@@ -123,11 +124,12 @@ def drafter(
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
     place = shoal_home() / "drafters" / f"{kind}-{fingerprint(target)}-{digest}"
 
-    def make(run_dir: Path, machine: Machine) -> Path:
+    def make(run_dir: Path, machine: Machine, left: bool) -> Path:
         begun = time.perf_counter()
-        execute(plan_drafter(job, machine), run_dir)
-        took = time.perf_counter() - begun
-        write_json(run_dir / "drafter" / "training.json", {"seconds": took})
+        execute(plan_drafter(job, machine), run_dir, resume=left)
+        if not left:  # else nobody knows
+            took = time.perf_counter() - begun
+            write_json(run_dir / "drafter" / "training.json", {"seconds": took})
         return run_dir / "drafter"
 
     return kept(place, "drafter.json", make, say)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.core.errors import ShoalError
+from shoal.core.errors import CheckpointError, ConfigError, RankError, ShoalError
 from shoal.core.files import locked
 from shoal.ir import Machine
 
@@ -17,19 +17,20 @@ __all__ = ["kept"]
 def kept(
     place: Path,
     mark: str,
-    make: Callable[[Path, Machine], Path],
+    make: Callable[[Path, Machine, bool], Path],
     say: Callable[[str], None] | None = None,
 ) -> Path:
     """A directory; it is made if it is not there yet, by one process at a time.
 
     It is planned for the saved probe of this machine; where there is none, a fast probe is made
-    for the purpose, and not saved. What an interruption left is not continued: recipes take
-    minutes.
+    for the purpose, and not saved. What an interruption left is gone on with, from its last
+    checkpoint; what cannot be gone on with is made anew.
 
     Args:
         place: the directory.
         mark: a file in it, by which one that is whole is known.
-        make: makes it, in a directory for the run that is removed afterwards; returns where.
+        make: makes it, in a directory for a run, which lies there already if the last argument says
+            so; returns where.
         say: told how long it took.
 
     Raises:
@@ -46,17 +47,24 @@ def kept(
             return place
         machine = load("local") if saved_path().is_file() else probe(fast=True)
         begun = time.perf_counter()
+        left = run_dir.is_dir()
         try:
-            shutil.rmtree(run_dir, ignore_errors=True)
-            made = make(run_dir, machine)
+            try:
+                made = make(run_dir, machine, left)
+            except (CheckpointError, ConfigError, RankError):
+                if not left:
+                    raise
+                shutil.rmtree(run_dir)
+                made = make(run_dir, machine, False)
             if say is not None:
-                say(f"{place.name}: made in {time.perf_counter() - begun:.0f} s")
+                since = " since it was interrupted" if left else ""
+                say(f"{place.name}: made in {time.perf_counter() - begun:.0f} s{since}")
             made.rename(place)
         except OSError as cause:
+            shutil.rmtree(run_dir, ignore_errors=True)
             raise ShoalError(
                 f"{place}: cannot be written ({cause.strerror or cause}); free some space or set "
                 "SHOAL_HOME to another place"
             ) from cause
-        finally:
-            shutil.rmtree(run_dir, ignore_errors=True)
+        shutil.rmtree(run_dir, ignore_errors=True)
     return place
