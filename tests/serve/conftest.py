@@ -88,3 +88,28 @@ def serve_all():
         return [request.tokens[request.n_prompt :] for request in requests]
 
     return run
+
+
+@pytest.fixture
+def recordable():
+    """Passes are recorded of kernels in C++: where this machine has none, there is nothing to test.
+
+    Where it has, a pass that is not recorded is a failure.
+    """
+    from shoal.kernel.dispatch import kernels_of
+    from shoal.kernel.calls import PagedAttention
+
+    call = PagedAttention(
+        batch=1,
+        context=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        block_size=16,
+        dtype="fp32",
+        format="plain",
+        tree=True,
+    )
+    reason = kernels_of("paged_attention")["cpp"].refuses(call)
+    if reason:
+        pytest.skip(reason)

@@ -143,7 +143,7 @@ def test_after_calibration_the_cache_is_as_if_read_anew(deep):
 
 @pytest.mark.parametrize("stale", ["attention", "full"])
 def test_recorded_groups_give_the_scores_of_others(
-    stale, random_model, deep, monkeypatch, serve_all
+    stale, random_model, deep, monkeypatch, serve_all, recordable
 ):
     from shoal.model.accelerate import accelerate
 
@@ -151,8 +151,7 @@ def test_recorded_groups_give_the_scores_of_others(
     model = accelerate(random_model(ModelConfig(**DEEP, family="llama", tied=True), seed=1).float())
     engine = easy(deep, model=model, group=3, stale=stale)
     quick = engine.runner.drafter.quick
-    if quick.recorded is None:
-        pytest.skip("no kernel of this machine can be recorded")
+    assert quick.recorded is not None
     far = []
     rows = quick.rows
 
@@ -213,14 +212,13 @@ def test_ranks_guess_what_one_process_does(deep, serve_all, by_ranks):
 
 
 @pytest.mark.slow
-def test_recorded_passes_by_ranks(deep):
+def test_recorded_passes_by_ranks(deep, recordable):
     from shoal.parallel.processes import run_processes
 
     target = f"{Path(__file__).parent / 'ranked_passes.py'}:passes"
     told = {"path": str(deep[1]), "groups": [1, 3, 3, 1]}
     for first, second in zip(*run_processes(target, 2, told), strict=True):
-        if first is None:
-            pytest.skip("no kernel of this machine can be recorded")
+        assert first is not None
         assert first["far"] < 0.05
         assert first["played"] == second["played"] == (not first["reasons"])
 

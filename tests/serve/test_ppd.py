@@ -163,14 +163,13 @@ def test_prompt_rows_change_nothing_and_leave_nothing(served, serve_all):
     assert compared > 30
 
 
-def test_recorded_steps_give_the_same_tokens(served, serve_all):
+def test_recorded_steps_give_the_same_tokens(served, serve_all, recordable):
     target, place = served
     model = huggingface.read(target, torch.float32).requires_grad_(False)
     accelerate(model)
     engine = engine_of(job_of(target, place), model)[0]
     recorded = engine.runner._recorded
-    if recorded is None:
-        pytest.skip("no kernel of this machine can be recorded")
+    assert recorded is not None
     engine.scheduler.drafting = Always(8)
     found = []
     for one in (recorded, None):
