@@ -163,14 +163,17 @@ def test_local_ctrl_c_ends_everything(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
-        import os, signal, time
+        import os, signal, threading, time
         from shoal.core.pool import POOLS
 
         # A shell that puts the tests into the background has them ignore the signal.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if __name__ == "__main__":
             with POOLS.build({"name": "local", "workers": 2}).open() as pool:
-                print(pool.submit(os.getpid).result(), flush=True)
+                worker = pool.submit(os.getpid).result()
+                # Told when the main thread waits: within CPython's own locks, a signal can find
+                # one half taken.
+                threading.Timer(0.5, lambda: print(worker, flush=True)).start()
                 pool.submit(time.sleep, 600).result()
         """)
     )
