@@ -79,7 +79,16 @@ class FalconClaim:
         ),
         Metric.counted("wrong_tokens", "<=", 0.0, _PLAIN, statistic="max", quick=False),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="second_token_gain",
+            tried="glancing at 0.25 falling to 0.1, seed 0",
+            value=-0.0117,
+        ),
+        Attempt(
+            metric="second_token_gain", tried="glancing at 0.6 falling to 0, seed 0", value=-0.0140
+        ),
+    )
 
     def __post_init__(self) -> None:
         for name in ("forwards", "train_tokens", "seeds", "texts", "rounds", "exact_texts"):
