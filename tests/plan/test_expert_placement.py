@@ -14,7 +14,8 @@ from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.plan.placement.fssdp import FSSDP, sender
 from shoal.plan.placement.owners import even_owners, in_order, only_owners
-from shoal.plan.placement.protocols import Devices, Expected
+from shoal.plan.placement.protocols import Budget, Devices, Expected
+from shoal.plan.placement.rearranged import Rearranged
 from shoal.plan.placement.routing import balanced, routed
 
 
@@ -87,7 +88,7 @@ def test_greedy_copies_are_near_the_best(seed):
     devices = Devices(3, 1)
     loads = source.integers(1, 100, experts).astype(float)
     owner = in_order(experts, devices)
-    found = FSSDP(slots=slots, slack=0.0).place(loads, owner, devices, experts)
+    found = FSSDP(slots=slots, slack=0.0).place(loads, owner, devices)
     assert (found.sum(0) - only_owners(owner, devices).sum(0) <= slots).all()
     free = [np.flatnonzero(owner != device) for device in range(3)]
     choices = [
@@ -109,15 +110,16 @@ def test_no_more_is_copied_than_is_of_use_or_there_is_room_for():
     even = np.ones(8)
     popular = np.array([90.0, 1, 1, 1, 1, 1, 1, 1])
     assert (FSSDP().place(even, owner, devices, 9) == only_owners(owner, devices)).all()
-    for slots, gathers in ((0, 9), (2, 0)):
-        nothing = FSSDP(slots=slots).place(popular, owner, devices, gathers)
+    busy = Budget(1.0, 2.0, 2.0)
+    for slots, budget in ((0, None), (2, busy)):
+        nothing = FSSDP(slots=slots).place(popular, owner, devices, budget)
         assert (nothing == only_owners(owner, devices)).all()
-    copies = FSSDP(slots=1).place(popular, owner, devices, 9)
+    copies = FSSDP(slots=1).place(popular, owner, devices)
     assert copies[0].all()
     assert copies[1:].sum() == 7
-    # Who may send one alone reaches one of the other node, which sends it on.
-    one = FSSDP(slots=1).place(popular, owner, devices, 1)
-    assert one[0].tolist().count(True) == 3
+    # The owner has time for one far copy, and the node that got it for another near one.
+    some = FSSDP(slots=1).place(popular, owner, devices, Budget(1.0, 0.3, 0.8))
+    assert some[0].tolist() == [True, False, True, True]
 
 
 def test_a_node_that_has_a_copy_sends_it_on():
@@ -155,7 +157,7 @@ def test_what_cannot_be():
     with pytest.raises(ConfigError, match=r"fssdp.slots = -1.*0 or more"):
         placers.build({"name": "fssdp", "slots": -1})
     with pytest.raises(ConfigError, match=r"rearranged.every = 0.*1 or more"):
-        placers.build({"name": "rearranged", "every": 0})
+        Rearranged(every=0)
     with pytest.raises(ConfigError, match=r"devices = 4.*at most 3.*own no expert"):
         placers.build("owners").owners(np.ones(3), Devices(4, 1))
     with pytest.raises(ConfigError, match=r"devices of a node = 3.*divisor of 4"):

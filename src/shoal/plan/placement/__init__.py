@@ -12,7 +12,6 @@ PLACERS = PartTable(
     "placer",
     {
         "owners": "shoal.plan.placement.owners:Owners",
-        "rearranged": "shoal.plan.placement.rearranged:Rearranged",
         "fssdp": "shoal.plan.placement.fssdp:FSSDP",
     },
 )

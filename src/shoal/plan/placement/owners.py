@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, ClassVar
+
 import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.plan.placement.protocols import Devices, Flags, Floats, Ints
+from shoal.plan.placement.estimates import copies
+from shoal.plan.placement.protocols import Budget, Devices, Flags, Floats, Ints
+
+if TYPE_CHECKING:
+    from shoal.ir import Estimate, Machine, Work
 
 __all__ = ["Owners", "even_owners", "in_order", "only_owners"]
 
@@ -18,13 +24,19 @@ class Owners:
     Source: Lepikhin et al., GShard, 2020.
     """
 
-    every = 0
+    every: ClassVar[int] = 0
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Nothing: what travels to experts is priced with their grid."""
+        return copies(work, machine, 0)
 
     def owners(self, expected_E: Floats, devices: Devices) -> Ints:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         return in_order(len(expected_E), devices)
 
-    def place(self, expected_E: Floats, owner_E: Ints, devices: Devices, gathers: int) -> Flags:
+    def place(
+        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: Budget | None = None
+    ) -> Flags:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         return only_owners(owner_E, devices)
 

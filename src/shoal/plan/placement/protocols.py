@@ -6,14 +6,17 @@ Shapes: E experts, N devices, D devices that tokens come from (the same N).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.errors import require
 
-__all__ = ["Devices", "Expected", "ExpertPlacer", "Flags", "Floats", "Ints"]
+if TYPE_CHECKING:
+    from shoal.ir import Estimate, Machine, Work
+
+__all__ = ["Budget", "Devices", "Expected", "ExpertPlacer", "Flags", "Floats", "Ints"]
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -47,6 +50,21 @@ class Devices:
         return np.arange(self.count, dtype=np.int64) // self.per_node
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What of a device's links is free while attention computes.
+
+    Args:
+        hidden_s: s that attention takes.
+        near_s: s in which an expert goes to a device of its node.
+        far_s: s in which it goes to another node.
+    """
+
+    hidden_s: float
+    near_s: float
+    far_s: float
+
+
 class ExpertPlacer(Protocol):
     """Decides from expected loads alone: what a step really routes is not known before its gate.
 
@@ -54,7 +72,11 @@ class ExpertPlacer(Protocol):
         every: steps after which the owners are chosen anew; 0 for never.
     """
 
-    every: int
+    every: ClassVar[int]
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """What copies take of a step."""
+        ...
 
     def owners(self, expected_E: Floats, devices: Devices) -> Ints:
         """The device [E] that keeps the state of each expert.
@@ -64,14 +86,16 @@ class ExpertPlacer(Protocol):
         """
         ...
 
-    def place(self, expected_E: Floats, owner_E: Ints, devices: Devices, gathers: int) -> Flags:
+    def place(
+        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: Budget | None = None
+    ) -> Flags:
         """Who has each expert [E, N] for a step; its owner always does.
 
         Args:
             expected_E: tokens that each expert is expected to get.
             owner_E: its owner.
             devices: all of them.
-            gathers: experts that a device can receive, and send, unnoticed.
+            budget: of every link, in each direction; None for as many copies as there is room for.
         """
         ...
 

@@ -1,16 +1,20 @@
-"""Experts move: now and then their owners are chosen anew, for what was popular of late."""
+"""Experts move: now and then their owners are chosen anew, for what was popular of late.
+
+What copies are compared with in replays; a run does not move experts.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from shoal.core.errors import require
-from shoal.core.parts import part
 from shoal.plan.placement.owners import even_owners, in_order, only_owners
-from shoal.plan.placement.protocols import Devices, Flags, Floats, Ints
+from shoal.plan.placement.protocols import Budget, Devices, Flags, Floats, Ints
 
 __all__ = ["Rearranged"]
 
 
-@part
+@dataclass(frozen=True)
 class Rearranged:
     """One owner an expert; whoever gets another takes its optimizer state along.
 
@@ -23,7 +27,7 @@ class Rearranged:
     every: int = 50
 
     def __post_init__(self) -> None:
-        require(self.every >= 1, "placer.rearranged.every", self.every, expected="1 or more")
+        require(self.every >= 1, "rearranged.every", self.every, expected="1 or more")
 
     def owners(self, expected_E: Floats, devices: Devices) -> Ints:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
@@ -31,6 +35,8 @@ class Rearranged:
             return in_order(len(expected_E), devices)
         return even_owners(expected_E, devices)
 
-    def place(self, expected_E: Floats, owner_E: Ints, devices: Devices, gathers: int) -> Flags:
+    def place(
+        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: Budget | None = None
+    ) -> Flags:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         return only_owners(owner_E, devices)

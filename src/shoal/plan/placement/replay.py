@@ -18,7 +18,15 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.plan.placement.fssdp import sender
 from shoal.plan.placement.owners import only_owners
-from shoal.plan.placement.protocols import Devices, Expected, ExpertPlacer, Flags, Floats, Ints
+from shoal.plan.placement.protocols import (
+    Budget,
+    Devices,
+    Expected,
+    ExpertPlacer,
+    Flags,
+    Floats,
+    Ints,
+)
 from shoal.plan.placement.routing import routed
 
 __all__ = ["ExpertCosts", "Replayed", "gini", "replay"]
@@ -53,13 +61,14 @@ class ExpertCosts:
         for name in self.__slots__:
             require(getattr(self, name) > 0, f"costs.{name}", getattr(self, name), expected="> 0")
 
-    def gathers(self, devices: Devices) -> int:
-        """Experts that a device can receive while attention computes."""
-        slowest = self.near if devices.count == devices.per_node else self.far
-        return int(self.attention_s * slowest / self.expert_bytes)
+    @property
+    def budget(self) -> Budget:
+        """Of links, while attention computes."""
+        size = self.expert_bytes
+        return Budget(self.attention_s, size / self.near, size / self.far)
 
     def wire_s(self, bytes_NN: Floats, devices: Devices) -> float:
-        """s until everybody has sent and received so many bytes [from, to]."""
+        """S until everybody has sent and received so many bytes [from, to]."""
         same = devices.nodes[:, None] == devices.nodes[None]
         travels = bytes_NN * ~np.eye(devices.count, dtype=bool)
         seconds = travels * same / self.near + travels * ~same / self.far
@@ -71,16 +80,16 @@ class Replayed:
     """What a trace took.
 
     Args:
-        imbalance_SL: rows of the busiest device over the mean.
-        step_S: s of each step.
-        copies_SL: of experts, on all devices.
+        imbalance: [S, L] rows of the busiest device over the mean.
+        seconds: [S] s of each step.
+        copies: [S, L] of experts, on all devices.
         gathered_bytes: of copies, all steps and devices together, forward.
         moved_bytes: of experts that got another owner.
     """
 
-    imbalance_SL: Floats
-    step_S: Floats
-    copies_SL: Ints
+    imbalance: Floats
+    seconds: Floats
+    copies: Ints
     gathered_bytes: float
     moved_bytes: float
 
@@ -106,7 +115,6 @@ def replay(
         f"{sources} devices",
         expected=f"{devices.count}, as many as experts are placed on",
     )
-    gathers = costs.gathers(devices)
     known = [Expected(experts) for _ in range(layers)]
     owner_LE = np.stack([placer.owners(one.loads_E, devices) for one in known])
     imbalance, copies = np.ones((steps, layers)), np.zeros((steps, layers), dtype=np.int64)
@@ -122,7 +130,7 @@ def replay(
                 owner_LE[layer] = new_E
         for layer, one in enumerate(known):
             owner_E, counts_DE = owner_LE[layer], counts_SLDE[step, layer]
-            held_EN = placer.place(one.loads_E, owner_E, devices, gathers)
+            held_EN = placer.place(one.loads_E, owner_E, devices, costs.budget)
             fetched = _fetched(owner_E, held_EN, devices) * costs.expert_bytes
             rows_DEN = routed(counts_DE, held_EN, devices)
             rows_N = rows_DEN.sum((0, 1))
