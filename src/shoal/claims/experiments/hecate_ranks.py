@@ -36,6 +36,7 @@ def recorded(steps: int, devices: int, seed: int) -> Ints:
     import torch
 
     from shoal.claims.experiments.arch_training import Recipe, mini, text, train
+    from shoal.model.feedforward import Experts
     from shoal.train import zoo
 
     config = mini(64, 2, ffn=64, family="mixtral", num_experts=_EXPERTS, top_k=_TOP_K)
@@ -50,7 +51,8 @@ def recorded(steps: int, devices: int, seed: int) -> Ints:
         flat = torch.bincount(source * _EXPERTS + chosen, minlength=devices * _EXPERTS)
         rows.append(flat.view(devices, _EXPERTS).numpy())
 
-    hooks = [block.mlp.router.register_forward_hook(note) for block in model.blocks]
+    routers = [module.router for module in model.modules() if isinstance(module, Experts)]
+    hooks = [router.register_forward_hook(note) for router in routers]
     train(model, text().train, Recipe(steps=steps, batch=2 * devices, length=128), seed)
     for hook in hooks:
         hook.remove()
