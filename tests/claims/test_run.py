@@ -248,6 +248,7 @@ def test_catalogue_has_every_system_once() -> None:
         53: "single_path",
         62: "inmemory_ft",
         92: "moe_folding",
+        65: "hecate",
         97: "medusa",
         63: "ladder",
         64: "zero_infinity",

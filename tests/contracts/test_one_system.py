@@ -73,6 +73,9 @@ def stated(kind: str, name: str) -> dict[str, Any]:
         # Two replicas, so that what is sent between them counts.
         return {field: choice(kind, name), **({"parallel": {"dp": 2}} if kind in CAUSES else {})}
     outer, key = field.split(".")
+    if kind == "placer":  # of experts
+        grids = {"dp": 2, "ep": 2, key: choice(kind, name)}
+        return {"model": "shoal-moe-4m", outer: grids}
     if outer == "checkpoint":
         return {outer: {"every": 1, key: choice(kind, name)}}
     axis = {"schedule": "pp", "context": "cp"}[key]
@@ -95,6 +98,7 @@ CAUSES = {
     "activation": "memory",
     "schedule": "collective",
     "context": "collective",
+    "placer": "collective",
     "save_mode": "memory",
 }
 

@@ -36,6 +36,7 @@ CLAIMS = PartTable(
         "galvatron": "shoal.claims.experiments.galvatron:GalvatronClaim",
         "marlin": "shoal.claims.experiments.marlin:MarlinClaim",
         "medusa": "shoal.claims.experiments.medusa:MedusaClaim",
+        "hecate": "shoal.claims.experiments.hecate:HecateClaim",
         "moe_folding": "shoal.claims.experiments.moe_folding:MoeFoldingClaim",
         "megatron": "shoal.claims.experiments.megatron:Megatron",
         "gpipe": "shoal.claims.experiments.gpipe:GPipeClaim",

@@ -263,6 +263,8 @@ class Pricer:
             hidden = OVERLAP * backward.device * passes
             collective = max(collective - hidden, 0.05 * collective)
         collective += add_wire(self._part("sync", job.sync).estimate(work, machine), wire)
+        placer = self._part("placer", job.parallel.placer)
+        collective += add_wire(placer.estimate(work, machine), wire)
 
         terms = {
             "matmul": both.matmul * passes,
@@ -373,6 +375,8 @@ class Pricer:
         if job.sync.name != "every_step":
             outer = self._part("sync", job.sync).kept_bytes(work)
             found["optimizer"] = found.get("optimizer", 0.0) + outer
+        copied = self._part("placer", split.placer).estimate(work, self.machine).memory_bytes
+        found["activations"] += copied.get("activations", 0.0)
         saved = self._part("activation", job.activation).estimate(work, self.machine)
         leaving = min(found["activations"], saved.memory_bytes.get("disk", 0.0))
         found["activations"] -= leaving

@@ -50,6 +50,7 @@ class Parallel(Value):
         cp: context-parallel ranks, which share every sequence.
         ep: expert-parallel ranks, a divisor of dp * cp * tp.
         etp: tensor-parallel ranks of an expert.
+        placer: which of the ep ranks have copies of experts that others own, for a step.
         fold: experts' groups may take any ranks of a stage, neighbours first; else, as where all
             layers have one grid, only ranks that differ in dp, with etp = 1.
         vpp: pipeline stages of one rank.
@@ -74,6 +75,7 @@ class Parallel(Value):
     cp: PositiveInt = 1
     ep: PositiveInt = 1
     etp: PositiveInt = 1
+    placer: Annotated[Choice, Kind("placer")] = Choice(name="owners")
     fold: bool = True
     vpp: PositiveInt = 1
     sp: bool = False

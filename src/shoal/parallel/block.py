@@ -18,7 +18,7 @@ from shoal.model.config import ModelConfig
 from shoal.model.dropout import Drop
 from shoal.model.feedforward import Experts, SwiGLU, gate
 from shoal.model.transformer import Block
-from shoal.parallel.expert.dispatch import DispatchedExperts
+from shoal.parallel.expert.fssdp import dispatched
 from shoal.parallel.linear import (
     ColumnLinear,
     LateColumnLinear,
@@ -30,6 +30,7 @@ from shoal.parallel.linear import (
 from shoal.parallel.operators import enter, leave, synced
 
 if TYPE_CHECKING:
+    from shoal.core.parts import Choice
     from shoal.parallel.protocols import Comm, ExpertRanks
 
 __all__ = ["Mix", "SplitBlock", "WholeBlock", "local_config"]
@@ -91,6 +92,7 @@ class WholeBlock(Block):
         sp: bool,
         overlap: str = "none",
         experts: ExpertRanks | None = None,
+        placer: Choice | None = None,
     ) -> None:
         whole, config = config, local_config(config, comm.world)
         super().__init__(config, layer)
@@ -111,7 +113,7 @@ class WholeBlock(Block):
             self.mlp.gate_up_proj = column.of(self.mlp.gate_up_proj, comm, **how)
             self.mlp.down_proj = row.of(self.mlp.down_proj, comm, **how)
         elif experts is not None:
-            self.mlp = DispatchedExperts(whole, experts, layer)
+            self.mlp = dispatched(whole, experts, layer, placer)
         else:
             self.mlp = _Experts(config, comm, sp=sp)
 

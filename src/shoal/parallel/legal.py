@@ -200,6 +200,13 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
 def _check_experts(job: TrainJob, shape: ModelShape) -> None:
     """Refuse a grid of experts that cannot run."""
     p = job.parallel
+    require(
+        p.placer.name == "owners" or (p.ep > 1 and p.etp == 1),
+        "parallel.placer",
+        p.placer.name,
+        expected="owners, or ep above 1 and etp = 1: whole experts are copied, from rank to rank",
+        error=PlanError,
+    )
     if not p.folded:
         return
     experts = shape.num_experts

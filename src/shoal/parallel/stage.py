@@ -96,6 +96,7 @@ class Stage(nn.Module):
                         sp=self.sp,
                         overlap=parallel.overlap,
                         experts=ranks.experts,
+                        placer=parallel.placer,
                     )
                     for layer in layers
                 }

@@ -1,0 +1,207 @@
+"""[65] Hecate: do copies of popular experts, made anew for every step, even out who does what?
+
+Source: Hecate: Unlocking Efficient Sparse Model Training via Fully Sharded Sparse Data
+Parallelism, 2025.
+
+- What a mixture of eight experts routes while it is trained without a balancing loss, recorded
+  step by step and routed again on eight simulated devices with two slots each: rows of the busiest
+  device over the mean, and steps of a layer of Mixtral 8x7B, beside experts on their owners and
+  beside experts that move every 50 steps and pay for it.
+- The same imbalance where 32 experts on 16 devices of two nodes are chosen by Zipf's law; their
+  copies are as large as experts of Qwen3 30B A3B.
+- Four ranks on two nodes that really gather: bytes of copies beside the table, and experts that a
+  rank has beside its own. Training steps beside one process, whatever is copied.
+
+The A/A run has experts on their owners.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part, table
+
+if TYPE_CHECKING:
+    from shoal.plan.placement.protocols import Devices, Ints
+    from shoal.plan.placement.replay import ExpertCosts, Replayed
+
+__all__ = ["HecateClaim"]
+
+_OWNERS, _MOVES = "experts on their owners", "experts that move every 50 steps"
+_DEVICES, _PER_NODE = 8, 8
+# Of the simulated devices: FLOP/s, and byte/s inside a node and between nodes.
+_FLOPS, _NEAR, _FAR = 400e12, 400e9, 50e9
+
+
+def _simulated(name: str, threshold: float, baseline: str, paper: str = "") -> Metric:
+    return Metric(
+        name=name,
+        unit="x",
+        statistic="speedup",
+        comparison=">=",
+        threshold=threshold,
+        baseline=baseline,
+        evidence="simulated",
+        paper=paper,
+    )
+
+
+@part
+class HecateClaim:
+    """Sparse copies beside plain and beside rearranged expert parallelism.
+
+    Args:
+        steps: of the training whose routing is recorded.
+        slots: copies that a device has room for.
+        tokens: of a device and step, of the simulated layer.
+    """
+
+    steps: int = 240
+    slots: int = 2
+    tokens: int = 4096
+
+    rows: ClassVar[tuple[int, ...]] = (65,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        _simulated("imbalance", 1.5, _OWNERS),
+        _simulated("imbalance_of_zipf", 2.0, _OWNERS),
+        _simulated("over_owners", 1.3, _OWNERS, "up to 3.54x"),
+        _simulated("over_rearranged", 1.1, _MOVES),
+        Metric.counted("borrowed", "<=", 2.0, _OWNERS, statistic="max", evidence="mechanism"),
+        Metric.counted("uncounted_bytes", "<=", 0.0, "the table of copies", statistic="max"),
+        Metric.counted("error", "<=", 1e-9, "one process, in float64", statistic="max"),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(
+            metric="imbalance_of_zipf",
+            tried="experts as large as Mixtral 8x7B's, too large to reach another node unnoticed",
+            value=1.94,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tokens"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.hecate.{name}", value, expected="1 or more")
+        require(self.slots >= 0, "claim.hecate.slots", self.slots, expected="0 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """Routing needs torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        from shoal.claims.experiments.hecate_ranks import copied, errors, recorded
+        from shoal.plan.placement.protocols import Devices
+        from shoal.plan.placement.replay import gini
+
+        placer = {"name": "fssdp", "slots": self.slots}
+        method: Any = "owners" if as_baseline else placer
+        context.progress("training that is recorded", 0.05)
+        steps = 24 if quick else self.steps
+        trace = context.remember(f"trace {steps}", lambda: recorded(steps, _DEVICES, context.seed))
+        context.progress("routing it again", 0.5)
+        devices = Devices(_DEVICES, _PER_NODE)
+        found = self._replayed(trace, devices, method, "Mixtral-8x7B-v0.1")
+        zipf = _zipf(30 if quick else 200, Devices(16, 8), self.tokens, context.seed)
+        skewed = self._replayed(zipf, Devices(16, 8), method, "Qwen3-30B-A3B")
+        context.progress("ranks that gather", 0.8)
+        there = copied(method, context.seed)
+        metrics = {
+            "imbalance": _by(found, "owners", "imbalance"),
+            "imbalance_of_zipf": _by(skewed, "owners", "imbalance"),
+            "over_owners": _by(found, "owners", "seconds"),
+            "over_rearranged": _by(
+                {**found, "owners": found["method" if as_baseline else "rearranged"]},
+                "owners",
+                "seconds",
+            ),
+            "borrowed": Paired(method=tuple(map(float, there.borrowed))),
+            "uncounted_bytes": Paired(method=(there.uncounted,)),
+            "error": Paired(method=errors(method, quick=quick)),
+        }
+        details = {
+            "gini": gini(trace.sum(2)),
+            "gini_of_zipf": gini(zipf.sum(2)),
+            "imbalance": {name: float(one.imbalance.mean()) for name, one in found.items()},
+            "imbalance_of_zipf": {
+                name: float(one.imbalance.mean()) for name, one in skewed.items()
+            },
+            "step_ms": {name: 1e3 * float(one.seconds.mean()) for name, one in found.items()},
+            "copies_a_layer": float(found["method"].copies.mean()),
+            "gathered_bytes_a_step": found["method"].gathered_bytes / steps,
+            "moved_bytes": {name: one.moved_bytes for name, one in found.items()},
+            "copied_bytes": there.counted,
+        }
+        return Samples(metrics=metrics, details=details)
+
+    def _costs(self, model: str) -> ExpertCosts:
+        """A layer of a mixture."""
+        from shoal.cost.shapes import find
+        from shoal.plan.placement.replay import ExpertCosts
+
+        shape = find(model)
+        matrices = 3.0 * shape.hidden * shape.expert_hidden
+        kv = 2 * shape.num_kv_heads * shape.head_dim
+        query = 2 * shape.num_heads * shape.head_dim
+        products = 2.0 * shape.hidden * (kv + query) + 2.0 * self.tokens * query / 2
+        return ExpertCosts(
+            row_s=2.0 * matrices / _FLOPS,
+            attention_s=self.tokens * products / _FLOPS,
+            row_bytes=2.0 * shape.hidden,
+            expert_bytes=2.0 * matrices,
+            state_bytes=14.0 * matrices,  # bf16, and fp32 weights and both moments of Adam
+            near=_NEAR,
+            far=_FAR,
+        )
+
+    def _replayed(
+        self, trace: Ints, devices: Devices, method: Any, model: str
+    ) -> dict[str, Replayed]:
+        """What each placer makes of a trace that is scaled to the tokens of a device."""
+        from shoal.plan.placement.rearranged import Rearranged
+        from shoal.plan.placement.replay import replay
+
+        wanted = 2 * self.tokens
+        scaled = trace * max(1, round(wanted / float(trace.sum(-1).mean())))
+        costs = self._costs(model)
+        build = table("placer").build
+        placers = {
+            "method": build(method),
+            "owners": build("owners"),
+            "rearranged": Rearranged(every=50),
+        }
+        return {name: replay(scaled, placer, devices, costs) for name, placer in placers.items()}
+
+
+def _by(found: dict[str, Replayed], baseline: str, what: str) -> Paired:
+    """Step by step, the mean over layers."""
+
+    def steps(one: Replayed) -> tuple[float, ...]:
+        values = getattr(one, what)
+        return tuple((values if values.ndim == 1 else values.mean(1)).tolist())
+
+    return Paired(method=steps(found["method"]), baseline=steps(found[baseline]))
+
+
+def _zipf(steps: int, devices: Devices, tokens: int, seed: int, experts: int = 32) -> Ints:
+    """Rows [S, 1, D, E] by Zipf's law; now and then two experts change their places."""
+    from shoal.core.random import generator
+
+    source = generator(seed, purpose="zipf routing")
+    chance = 1 / np.arange(1, experts + 1)
+    place = source.permutation(experts)
+    found = np.zeros((steps, 1, devices.count, experts), dtype=np.int64)
+    for step in range(steps):
+        if source.random() < 0.1:
+            one, other = source.choice(experts, 2, replace=False)
+            place[[one, other]] = place[[other, one]]
+        of = (chance / chance.sum())[place]
+        found[step, 0] = source.multinomial(2 * tokens, of, size=devices.count)
+    return found

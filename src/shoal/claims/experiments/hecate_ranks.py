@@ -1,0 +1,147 @@
+"""What the claim of Hecate runs: a training that is recorded, ranks that gather, steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.parallel.thread_comm import ThreadComm
+    from shoal.plan.placement.protocols import Ints
+
+__all__ = ["Copied", "copied", "errors", "recorded"]
+
+_EXPERTS, _TOP_K = 8, 2
+_RANKS, _PER_NODE, _TOKENS, _STEPS = 4, 2, 64, 6
+
+SPLITS: tuple[dict[str, Any], ...] = (
+    {"dp": 2, "ep": 2},
+    {"dp": 4, "ep": 4},
+    {"dp": 2, "tp": 2, "sp": True, "ep": 4},
+    {"dp": 2, "cp": 2, "ep": 4},
+)
+
+
+def recorded(steps: int, devices: int, seed: int) -> Ints:
+    """Train a small mixture without a balancing loss; rows [S, L, D, E] that it routes.
+
+    Args:
+        steps: of the training.
+        devices: among which the sequences of a batch are dealt out.
+        seed: of weights and batches.
+    """
+    import torch
+
+    from shoal.claims.experiments.arch_training import Recipe, mini, text, train
+    from shoal.model.feedforward import Experts
+    from shoal.train import zoo
+
+    config = mini(64, 2, ffn=64, family="mixtral", num_experts=_EXPERTS, top_k=_TOP_K)
+    model = zoo.random(config, seed)
+    rows: list[Ints] = []
+
+    def note(module: Any, given: Any, logits_NE: Tensor) -> None:
+        if not torch.is_grad_enabled():
+            return
+        chosen = torch.topk(logits_NE.detach(), _TOP_K, dim=-1).indices.flatten()
+        source = torch.arange(len(chosen)) * devices // len(chosen)
+        flat = torch.bincount(source * _EXPERTS + chosen, minlength=devices * _EXPERTS)
+        rows.append(flat.view(devices, _EXPERTS).numpy())
+
+    routers = [module.router for module in model.modules() if isinstance(module, Experts)]
+    hooks = [router.register_forward_hook(note) for router in routers]
+    train(model, text().train, Recipe(steps=steps, batch=2 * devices, length=128), seed)
+    for hook in hooks:
+        hook.remove()
+    return np.stack(rows).reshape(steps, len(hooks), devices, _EXPERTS)
+
+
+class Copied(NamedTuple):
+    """What four ranks on two nodes borrowed.
+
+    Args:
+        borrowed: experts that a rank had beside its own, most of all steps.
+        counted: bytes that the table says.
+        uncounted: bytes beside these.
+    """
+
+    borrowed: tuple[int, ...]
+    counted: float
+    uncounted: float
+
+
+def copied(placer: Any, seed: int) -> Copied:
+    """Route on four ranks for some steps, some experts far more popular than others."""
+    import torch
+
+    from shoal.core.meter import Meter
+    from shoal.core.parts import Choice
+    from shoal.ir import Parallel
+    from shoal.model.config import ModelConfig
+    from shoal.parallel.expert.copies import TAG, copies_of, sent_copies
+    from shoal.parallel.expert.fssdp import CopiedExperts, dispatched
+    from shoal.parallel.ranks import ranks_of
+    from shoal.parallel.thread_comm import run_ranks
+
+    config = ModelConfig(
+        name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=1, num_heads=4,
+        num_kv_heads=4, head_dim=8, ffn_hidden=16, num_experts=_EXPERTS, top_k=_TOP_K,
+        max_position=64,
+    )  # fmt: skip
+    source = torch.Generator().manual_seed(seed)
+    x_SRND = torch.randn(_STEPS, _RANKS, _TOKENS, config.hidden, generator=source) + 0.5
+    router = torch.randn(_EXPERTS, config.hidden, generator=source)
+    choice, meter = Choice.model_validate(placer), Meter()
+
+    def on(comm: ThreadComm) -> tuple[int, float]:
+        ranks = ranks_of(comm, Parallel(dp=_RANKS, ep=_RANKS)).experts
+        assert ranks is not None
+        layer = dispatched(config, ranks, 0, choice)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.zero_()
+            layer.router.weight.copy_(router)
+        most, said = 0, 0.0
+        size = sum(p[0].numel() * 4 for p in (layer.gate_up_proj, layer.down_proj))
+        for x_RND in x_SRND:
+            if isinstance(layer, CopiedExperts):
+                own = copies_of(layer.owner_E, layer.held, layer.devices, comm.rank)
+                most = max(most, own.count)
+                # There, and gradients back; each is counted where it is sent.
+                travels = sent_copies(layer.owner_E, layer.held, layer.devices)
+                said += 2 * size * len(travels) / _RANKS
+            torch.autograd.backward(layer(x_RND[comm.rank]).sum())
+            if isinstance(layer, CopiedExperts):
+                layer.settle()
+        return most, said
+
+    found = run_ranks(_RANKS, on, meter=meter, ranks_per_node=_PER_NODE)
+    wire = sum(
+        value for name, value in meter.totals().items() if "wire_bytes" in name and TAG in name
+    )
+    counted = sum(said for _, said in found)
+    return Copied(tuple(most for most, _ in found), counted, abs(wire - counted))
+
+
+def errors(placer: Any, *, quick: bool) -> tuple[float, ...]:
+    """Largest relative difference to one process after steps with copies, in float64."""
+    from shoal.ir import TrainJob
+    from shoal.model.config import ModelConfig
+    from shoal.parallel.check import same_as_one
+
+    config = ModelConfig(
+        name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=2, num_heads=4,
+        num_kv_heads=4, head_dim=8, ffn_hidden=16, num_experts=4, top_k=_TOP_K, max_position=64,
+    )  # fmt: skip
+    found = []
+    for split in SPLITS[: 1 if quick else None]:
+        job = TrainJob(
+            model="shoal-0.3m", seq_len=16, global_batch=4, microbatch=1, precision="fp32",
+            parallel={**split, "placer": placer}, grad_clip=0.05, steps=1,
+        )  # fmt: skip
+        one = same_as_one(job, config, steps=3)
+        found.append(max(one.loss, one.norm, one.gradient, one.parameter))
+    return tuple(found)

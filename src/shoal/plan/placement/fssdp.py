@@ -1,0 +1,135 @@
+"""Fully sharded sparse data parallelism: copies of popular experts for one step, where needed.
+
+Nothing moves for good. Before a layer its popular experts are gathered on devices that are to do
+little, as many as can be gathered while attention computes; afterwards the copies are dropped, and
+their gradients are summed where the expert is owned.
+
+Source: Hecate: Unlocking Efficient Sparse Model Training via Fully Sharded Sparse Data
+Parallelism, 2025.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.plan.placement.estimates import copies
+from shoal.plan.placement.owners import in_order, only_owners
+from shoal.plan.placement.protocols import Budget, Devices, Flags, Floats, Ints
+from shoal.plan.placement.routing import balanced
+
+if TYPE_CHECKING:
+    from shoal.ir import Estimate, Machine, Work
+
+__all__ = ["FSSDP", "sender"]
+
+
+@part
+class FSSDP:
+    """Copies of popular experts until the busiest device has hardly more than the mean.
+
+    Args:
+        slots: copies that a device has room for, in every layer.
+        slack: of the busiest device over the mean, at which no more copies are made.
+    """
+
+    slots: int = 2
+    slack: float = 0.05
+
+    every: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        require(self.slots >= 0, "placer.fssdp.slots", self.slots, expected="0 or more")
+        require(self.slack >= 0, "placer.fssdp.slack", self.slack, expected="0 or more")
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Of all slots, in every layer."""
+        return copies(work, machine, self.slots)
+
+    def owners(self, expected_E: Floats, devices: Devices) -> Ints:
+        """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
+        return in_order(len(expected_E), devices)
+
+    def place(
+        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: Budget | None = None
+    ) -> Flags:
+        """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
+        held_EN = only_owners(owner_E, devices)
+        links = _Links(devices, budget)
+        room_N = np.full(devices.count, self.slots)
+        most = (1 + self.slack) * expected_E.sum() / devices.count
+        share_EN = balanced(expected_E, held_EN)
+        while share_EN.sum(0).max() > most:
+            found = _copy(expected_E, owner_E, held_EN, share_EN, room_N, links)
+            if found is None:
+                break
+            expert, device, source = found
+            links.take(source, device)
+            room_N[device] -= 1
+            held_EN[expert, device] = True
+            share_EN = balanced(expected_E, held_EN, share_EN)
+        return held_EN
+
+
+class _Links:
+    """Seconds in which each device sends and receives copies."""
+
+    def __init__(self, devices: Devices, budget: Budget | None) -> None:
+        self.devices = devices
+        self._budget = budget or Budget(1.0, 0.0, 0.0)
+        self._sends_N, self._receives_N = np.zeros(devices.count), np.zeros(devices.count)
+
+    def _takes(self, source: int, device: int) -> float:
+        node_N = self.devices.nodes
+        near = node_N[source] == node_N[device]
+        return self._budget.near_s if near else self._budget.far_s
+
+    def free(self, source: int, device: int) -> bool:
+        """One more copy can travel while attention computes."""
+        most = self._budget.hidden_s - self._takes(source, device)
+        return bool(self._sends_N[source] <= most and self._receives_N[device] <= most)
+
+    def take(self, source: int, device: int) -> None:
+        """It does."""
+        self._sends_N[source] += self._takes(source, device)
+        self._receives_N[device] += self._takes(source, device)
+
+
+def _copy(
+    expected_E: Floats,
+    owner_E: Ints,
+    held_EN: Flags,
+    share_EN: Floats,
+    room_N: Ints,
+    links: _Links,
+) -> tuple[int, int, int] | None:
+    """The expert with the most tokens a copy, the device that gets one more, and who sends it."""
+    devices = links.devices
+    load_N, node_N = share_EN.sum(0), devices.nodes
+    busy_N = load_N >= load_N.max() * (1 - 1e-9)
+    # Others' experts are of no use: the busiest devices do not compute them.
+    busy_E = (share_EN[:, busy_N] > 0).any(1)
+    each_E = np.where(busy_E, expected_E / held_EN.sum(1), -1.0)
+    for expert in np.argsort(-each_E, kind="stable")[: int(busy_E.sum())].tolist():
+        nodes = set(node_N[held_EN[expert]].tolist())
+        able = []
+        for device in np.flatnonzero((room_N > 0) & ~held_EN[expert] & ~busy_N).tolist():
+            source = sender(expert, device, owner_E, held_EN, devices)
+            if links.free(source, device):
+                able.append((int(node_N[device]) in nodes, load_N[device], device, source))
+        if able:
+            _, _, device, source = min(able)
+            return expert, device, source
+    return None
+
+
+def sender(expert: int, device: int, owner_E: Ints, held_EN: Flags, devices: Devices) -> int:
+    """Who sends a copy to ``device``: whoever of its node has one, or else the owner."""
+    owner, node_N = int(owner_E[expert]), devices.nodes
+    if node_N[owner] == node_N[device]:
+        return owner
+    near = np.flatnonzero(held_EN[expert] & (node_N == node_N[device]))
+    return int(near[0]) if len(near) else owner

@@ -1,0 +1,42 @@
+"""Experts move: now and then their owners are chosen anew, for what was popular of late.
+
+What copies are compared with in replays; a run does not move experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.core.errors import require
+from shoal.plan.placement.owners import even_owners, in_order, only_owners
+from shoal.plan.placement.protocols import Budget, Devices, Flags, Floats, Ints
+
+__all__ = ["Rearranged"]
+
+
+@dataclass(frozen=True)
+class Rearranged:
+    """One owner an expert; whoever gets another takes its optimizer state along.
+
+    Args:
+        every: steps between moves.
+
+    Source: He et al., FasterMoE, 2022; Nie et al., FlexMoE, 2023.
+    """
+
+    every: int = 50
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, "rearranged.every", self.every, expected="1 or more")
+
+    def owners(self, expected_E: Floats, devices: Devices) -> Ints:
+        """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
+        if (expected_E == expected_E[0]).all():  # nothing is known yet
+            return in_order(len(expected_E), devices)
+        return even_owners(expected_E, devices)
+
+    def place(
+        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: Budget | None = None
+    ) -> Flags:
+        """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
+        return only_owners(owner_E, devices)
