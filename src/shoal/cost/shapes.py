@@ -134,7 +134,7 @@ def shape_of(job: TrainJob) -> ModelShape:
     shape = resolve(job.model)
     return (
         shape.model_copy(update={"architecture": job.architecture})
-        if job.architecture.name
+        if job.architecture.says
         else shape
     )
 

@@ -25,13 +25,17 @@ __all__ = ["empty", "init_weights", "initial"]
 
 # Matrices whose output is added to the residual stream, by Hugging Face name.
 _RESIDUAL = (".o_proj.weight", ".down_proj.weight", ".w2.weight")
+# Of a softmax over cosines, so that it begins soft.
+_TEMPERATURE = 0.3
 
 
 def _piece(config: ModelConfig, piece: Piece, seed: int) -> np.ndarray:
     if piece.name.endswith("norm.weight"):
         return np.ones(piece.shape, dtype=np.float32)
-    if piece.name.endswith(".bias"):
+    if piece.name.endswith((".bias", ".gate_bias")):
         return np.zeros(piece.shape, dtype=np.float32)
+    if piece.name.endswith("gate_temperature"):
+        return np.full(piece.shape, _TEMPERATURE, dtype=np.float32)
     std = config.initializer_range
     if piece.name.endswith(_RESIDUAL):
         std /= math.sqrt(2 * config.num_layers)

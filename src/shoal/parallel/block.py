@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.model.config import ModelConfig
 from shoal.model.dropout import Drop
 from shoal.model.feedforward import Experts, SwiGLU, gate
+from shoal.model.routing import Tokens
 from shoal.model.transformer import Block
 from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.linear import (
@@ -62,17 +63,17 @@ class _Experts(Experts):
     the outputs that its weights scale are.
     """
 
-    def __init__(self, config: ModelConfig, comm: Comm, *, sp: bool) -> None:
-        super().__init__(config)
-        self.comm, self.sp = comm, sp
+    def __init__(self, config: ModelConfig, layer: int, comm: Comm, *, sp: bool) -> None:
+        super().__init__(config, layer)
+        self.comm, self.sp, self.copies = comm, sp, comm.world
         self.router = Linear.of(self.router, comm)
 
-    def forward(self, x: Tensor, total: int = 0) -> Tensor:
+    def forward(self, x: Tensor, total: int = 0, *, tokens: Tokens | None = None) -> Tensor:
         """As of whole experts; [n, D] with sequence parallelism."""
         if self.comm.world == 1:
-            return super().forward(x)
+            return super().forward(x, tokens=tokens)
         whole = enter(x, self.comm, total, sp=self.sp)
-        return leave(super().forward(whole), self.comm, sp=self.sp)
+        return leave(super().forward(whole, tokens=tokens), self.comm, sp=self.sp)
 
     def product(self, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
         """Each expert's matrix with its own rows; the weight gradient can be put off."""
@@ -113,7 +114,7 @@ class WholeBlock(Block):
         elif experts is not None:
             self.mlp = DispatchedExperts(whole, experts, layer)
         else:
-            self.mlp = _Experts(config, comm, sp=sp)
+            self.mlp = _Experts(config, layer, comm, sp=sp)
 
 
 class SplitBlock(WholeBlock):
@@ -127,6 +128,7 @@ class SplitBlock(WholeBlock):
         mix: Mix,
         batch: int,
         drop: Drop | None = None,
+        tokens: Tokens | None = None,
     ) -> Tensor:
         """One step of the residual stream.
 
@@ -137,6 +139,7 @@ class SplitBlock(WholeBlock):
             mix: attention.
             batch: sequences.
             drop: dropout of these tokens.
+            tokens: those that this rank's router sees.
         """
         attention = self.attention
         total = batch * len(cos)
@@ -149,8 +152,8 @@ class SplitBlock(WholeBlock):
             return out
 
         def feed(normed: Tensor) -> Tensor:
-            if not isinstance(self.mlp, SwiGLU):
-                out: Tensor = self.mlp(normed, total)
+            if isinstance(self.mlp, Experts):
+                out: Tensor = self.mlp(normed, total, tokens=tokens)
                 return out
             gated = (self.mlp.kernel or gate)(self.mlp.gate_up_proj(normed, total))
             return self.mlp.down_proj(gated)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -160,9 +160,11 @@ def one_process(
 ) -> Outcome:
     """The reference: the plain transformer on the whole batch."""
     from shoal.model.dropout import Dropout
+    from shoal.model.routing import StepRouting
 
     model = weights.model()
     dropout = Dropout(job.dropout, job.seed) if job.dropout else None
+    routing = StepRouting(job.seed, 0, 0, job.global_batch) if weights.config.num_experts else None
     optimizer = adamw(list(model.parameters()))
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
@@ -175,6 +177,7 @@ def one_process(
             rows.targets,
             documents_BT=rows.documents,
             dropout=dropout.at(step, 0) if dropout is not None else None,
+            routing=routing and replace(routing, step=step),
         )
         (loss / count).backward()  # type: ignore[no-untyped-call]
         if not gradients:

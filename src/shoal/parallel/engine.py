@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -27,6 +28,7 @@ from shoal.ir.schedule import Schedule
 from shoal.kernel.tensors import name_of
 from shoal.model.dropout import Dropout
 from shoal.model.initialise import empty
+from shoal.model.routing import StepRouting
 from shoal.model.trained import train_with
 from shoal.parallel.pipeline import Boundary, Runtime
 from shoal.parallel.protocols import Held, MicroBatch
@@ -91,7 +93,9 @@ class _Whole:
         compiled: bool,
         dropout: Dropout | None,
         recomputed: frozenset[int],
+        routing: StepRouting | None,
     ) -> None:
+        self._routing = routing
         self._loss = torch.compile(model.loss_sum) if compiled else model.loss_sum
         self._dropout = dropout
         self._recomputed = recomputed
@@ -100,6 +104,8 @@ class _Whole:
         extra: dict[str, Any] = {}
         if self._dropout is not None:
             extra = {"dropout": self._dropout.at(mb.step, mb.row)}
+        if self._routing is not None:
+            extra["routing"] = replace(self._routing, step=mb.step, row=mb.row)
         if mb.weights is not None:
             extra["weights_B"] = mb.weights
         again = recompute or self._recomputed
@@ -171,6 +177,10 @@ class Engine:
         self.together = self.gathers or parallel.folded
         self.context = table("context").build(parallel.context) if parallel.cp > 1 else None
         dropout = Dropout(job.dropout, job.seed) if job.dropout else None
+        self._routing: StepRouting | None = None
+        if self.config.num_experts:
+            sequences = job.global_batch // self.workers
+            self._routing = StepRouting(job.seed, 0, 0, sequences)
         # Where the runtime is told the same of all blocks, none is named.
         self.recomputed = job.recomputed(self.config.num_layers) if job.layers else frozenset()
         self.vocab: VocabShard | None = None
@@ -234,7 +244,8 @@ class Engine:
                 self.local, self.ranks.data, whole_matrices=optimizer.whole_matrices
             )
         if self.whole is not None:  # now that its loss_sum is the sharded one
-            stages = {0: _Whole(self.whole, job.compile, dropout, self.recomputed)}
+            whole = _Whole(self.whole, job.compile, dropout, self.recomputed, self._routing)
+            stages = {0: whole}
         # What keeps what is saved for backward passes; None where autograd does.
         self.saved: ActivationPolicy | None = (
             table("activation").build(job.activation).apply(self.local)
@@ -291,6 +302,7 @@ class Engine:
             ranks=self.ranks,
             context=self.context,
             dropout=dropout,
+            routing=self._routing,
             recomputed=self.recomputed,
         )
         self._slices = dict(local.slices)
