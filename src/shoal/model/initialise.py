@@ -72,7 +72,8 @@ def init_weights(model: Transformer, seed: int, *, device: torch.device | str = 
         value = initial(model.config, name, seed).view(parameter.shape)
         if parameter.is_meta:
             owner_name, _, leaf = name.rpartition(".")
-            fresh = torch.nn.Parameter(value.to(device, parameter.dtype))
+            value = value.to(device, parameter.dtype)
+            fresh = torch.nn.Parameter(value, parameter.requires_grad)
             setattr(model.get_submodule(owner_name), leaf, fresh)
         else:
             parameter.copy_(value)

@@ -179,7 +179,7 @@ def best(
     """
     number_N, rows = tokens.numbers, len(tokens.numbers)
     whole = moe.scope == "full-sequence"
-    score_MK, code_MK = score_NK, number_N.unsqueeze(1) * experts + expert_NK
+    score_MK, code_MK = _rounded(score_NK), number_N.unsqueeze(1) * experts + expert_NK
     code_MK = code_MK.masked_fill(number_N.unsqueeze(1) < 0, -1)
     if held_NK is not None:
         code_MK = code_MK.masked_fill(~held_NK, -1)
@@ -200,6 +200,16 @@ def best(
     keep_M = torch.empty_like(code_M, dtype=torch.bool)
     keep_M[order] = (place < moe.capacity(length, top_k, experts)) & (group >= 0)
     return keep_M.view_as(score_MK)[first : first + rows]
+
+
+def _rounded(score_NK: Tensor) -> Tensor:
+    """Scores that differ by rounding alone made equal.
+
+    Two equal tokens that begin a sequence have the same states in the same model, but not to the
+    last bit in every split of it; which of them is left out must not depend on that.
+    """
+    bits = 36 if score_NK.dtype == torch.float64 else 18
+    return (score_NK * 2.0**bits).round()
 
 
 def _gathered(x_NK: Tensor, comm: Comm) -> Tensor:

@@ -30,6 +30,7 @@ from shoal.model.dropout import Dropout
 from shoal.model.initialise import empty
 from shoal.model.routing import StepRouting
 from shoal.model.trained import train_with
+from shoal.parallel.expert.balance import Routers
 from shoal.parallel.pipeline import Boundary, Runtime
 from shoal.parallel.protocols import Held, MicroBatch
 from shoal.parallel.ranks import ranks_of
@@ -143,6 +144,7 @@ class Engine:
     Attributes:
         offloaded: the model's state in tiers, which is ``sharded`` and updates itself; None
             where the job has no ``offload``.
+        routers: of its experts, and how evenly they shared out the tokens of the last step.
         workers: groups of replicas that make updates of their own.
         outer: the rounds after which they agree; None where they do in every step.
     """
@@ -177,10 +179,9 @@ class Engine:
         self.together = self.gathers or parallel.folded
         self.context = table("context").build(parallel.context) if parallel.cp > 1 else None
         dropout = Dropout(job.dropout, job.seed) if job.dropout else None
-        self._routing: StepRouting | None = None
-        if self.config.num_experts:
-            sequences = job.global_batch // self.workers
-            self._routing = StepRouting(job.seed, 0, 0, sequences)
+        sequences = job.global_batch // self.workers
+        routing = StepRouting(job.seed, 0, 0, sequences)
+        self._routing = routing if self.config.num_experts else None
         # Where the runtime is told the same of all blocks, none is named.
         self.recomputed = job.recomputed(self.config.num_layers) if job.layers else frozenset()
         self.vocab: VocabShard | None = None
@@ -214,6 +215,7 @@ class Engine:
                 device="cuda" if self.device.type == "cuda" else "cpu",
                 compiled=job.compile,
             )
+        self.routers = Routers(self.local, self.config.num_layers, sequences)
         self.offloaded: Offloaded | None = None
         self.sharded: Sharded
         if job.offload is not None:
@@ -468,6 +470,7 @@ class Engine:
     def finish(self) -> None:
         """Sum the gradients over all ranks that hold the same parameter."""
         self.sharded.finish()
+        self.routers.gather(self.ranks.worker or self.ranks.world, self.config.num_experts)
         if not self.split:
             return
         # Every rank sums what it has, so that all of them see the same norm.
@@ -525,7 +528,10 @@ class Engine:
     def held(self) -> dict[str, list[Held]]:
         """Parameter name -> boxes of the whole parameter that this rank holds."""
         found: dict[str, list[Held]] = {}
-        for name, part in self.sharded.held().items():
+        parts = self.sharded.held()
+        for name, kept in self.routers.kept.items():  # no gradient reaches them
+            parts[name] = Held(kept.detach(), (0,) * kept.dim(), tuple(kept.shape))
+        for name, part in parts.items():
             found.setdefault(self.saved_as(name), []).extend(self._boxes(name, part))
         return found
 
@@ -551,6 +557,8 @@ class Engine:
 
     def writes(self, name: str) -> bool:
         """Whether this rank saves its boxes of ``name``."""
+        if name in self.routers.kept:
+            return self.ranks.data.rank == 0 and self._first_holder(name)
         return self.sharded.writes(name) and self._first_holder(name)
 
     @torch.no_grad()

@@ -37,7 +37,7 @@ class BaseGate:
             self.top is None or top_k == self.top,
             "top_k",
             top_k,
-            expected=f"{self.top} with gate {type(self).__name__}",
+            expected=f"{self.top} with gate {type(self).__name__.lower()}",
             error=ModelError,
         )
 
