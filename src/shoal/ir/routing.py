@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, model_validator
 
 from shoal.core.config import Value
+from shoal.core.errors import ModelError, require
 from shoal.core.parts import Choice, table
 
 __all__ = ["Routing"]
@@ -44,6 +45,30 @@ class Routing(Value):
     def _known(self) -> Self:
         table("gate").build(self.gate, where="moe.gate")
         return self
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        """Refuse what no model of so many experts, and so many a token, can have.
+
+        Raises:
+            ModelError: names the option.
+        """
+        require(
+            num_experts > 0 or self == Routing(),
+            "architecture.moe",
+            self.gate.name,
+            expected="nothing in a model without experts",
+            error=ModelError,
+        )
+        gate = table("gate").build(self.gate)
+        if num_experts:
+            gate.check(top_k)
+        require(
+            gate.decodes or not self.aux_loss,
+            "architecture.moe.aux_loss",
+            self.aux_loss,
+            expected=f"0 with gate {self.gate.name}, whose loads are equal",
+            error=ModelError,
+        )
 
     def capacity(self, tokens: int, top_k: int, num_experts: int) -> int:
         """Tokens that an expert takes of ``tokens``, each of which makes ``top_k`` choices."""

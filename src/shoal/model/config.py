@@ -8,9 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from shoal.core.config import Value
 from shoal.core.errors import ModelError, require
-from shoal.core.parts import table
 from shoal.ir.architecture import Architecture
-from shoal.ir.routing import Routing
 from shoal.ir.shape import ModelShape
 
 __all__ = ["Family", "ModelConfig", "RopeScaling"]
@@ -183,7 +181,7 @@ class ModelConfig(Value):
             expected="true in the family qwen3, either in mdlm, and false in all others",
             error=ModelError,
         )
-        self._check_routing()
+        self.architecture.moe.check(self.num_experts, self.top_k)
         has_bias = self.attention_bias or self.output_bias or self.ffn_bias
         require(
             not (self.family == "mixtral" and has_bias),
@@ -233,26 +231,6 @@ class ModelConfig(Value):
             error=ModelError,
         )
         return self
-
-    def _check_routing(self) -> None:
-        moe = self.architecture.moe
-        require(
-            self.num_experts > 0 or moe == Routing(),
-            "architecture.moe",
-            moe.gate.name,
-            expected="nothing in a model without experts",
-            error=ModelError,
-        )
-        gate = table("gate").build(moe.gate)
-        if self.num_experts:
-            gate.check(self.top_k)
-        require(
-            gate.decodes or not moe.aux_loss,
-            "architecture.moe.aux_loss",
-            moe.aux_loss,
-            expected=f"0 with gate {moe.gate.name}, whose loads are equal",
-            error=ModelError,
-        )
 
     @property
     def causal(self) -> bool:
