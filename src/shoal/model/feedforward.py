@@ -76,7 +76,8 @@ class Experts(nn.Module):
         checked: scores that are not numbers are refused, since ranks would wait for each other.
         copies: ranks that route the same tokens, and share the gradients.
         tallies: first sequence of a micro-batch -> tokens that chose each expert, choices that
-            were dropped, and sums of the balance loss and the z-loss; see :meth:`tally`.
+            were dropped, and sums of the balance loss and the z-loss; see
+            :func:`~shoal.model.routing.tally`.
     """
 
     kernel: Ready | None = None  # see shoal.model.accelerate and shoal.model.trained
