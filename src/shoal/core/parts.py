@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import json
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any, TypeVar, dataclass_transform
@@ -86,6 +87,7 @@ KINDS: dict[str, str] = {
     "weight_format": "shoal.kernel:WEIGHT_FORMATS",
     "kv_format": "shoal.kernel:KV_FORMATS",
     "family": "shoal.model:FAMILIES",
+    "gate": "shoal.model:GATES",
     "attention_kernel": "shoal.model:ATTENTION_KERNELS",
     "quantizer": "shoal.model:QUANTIZERS",
     "corpus": "shoal.corpora:CORPORA",
@@ -164,6 +166,9 @@ class Choice(BaseModel):
     @model_serializer
     def _write(self) -> str | dict[str, Any]:
         return {"name": self.name, **self.options} if self.options else self.name
+
+    def __hash__(self) -> int:
+        return hash((self.name, json.dumps(self.options, sort_keys=True, default=str)))
 
     def __str__(self) -> str:
         if not self.options:

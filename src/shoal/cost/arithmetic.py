@@ -10,8 +10,10 @@ Reducing Activation Recomputation, 2022, section 4 (activations).
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
+from shoal.core.parts import table
 from shoal.ir import ModelShape
 
 __all__ = [
@@ -84,7 +86,7 @@ def linears(shape: ModelShape) -> tuple[Linear, ...]:
         found.append(Linear("ffn_out", D, shape.ffn_hidden, L - sparse))
     if sparse:
         X, E, S = shape.expert_hidden, shape.num_experts, shape.num_shared_experts
-        found.append(Linear("router", E, D, sparse))
+        found.append(Linear("router", _router(shape)["router.weight"][0], D, sparse))
         share = shape.top_k / E
         found.append(Linear("expert_in", wide * X, D, sparse, copies=E, share=share))
         found.append(Linear("expert_out", D, X, sparse, copies=E, share=share))
@@ -105,6 +107,14 @@ def linears(shape: ModelShape) -> tuple[Linear, ...]:
     return tuple(found)
 
 
+def _router(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Parameters of one router, its matrix under ``router.weight``."""
+    found: dict[str, tuple[int, ...]] = (
+        table("gate").build(shape.architecture.moe.gate).shapes(shape.hidden, shape.num_experts)
+    )
+    return found
+
+
 def _norms(shape: ModelShape) -> int:
     head = 2 * shape.head_dim if shape.qk_norm else 0
     return shape.num_layers * (2 * shape.hidden + head)
@@ -113,7 +123,9 @@ def _norms(shape: ModelShape) -> int:
 def block_parameters(shape: ModelShape) -> int:
     """Parameters of all blocks and of what joins streams, without embedding, output, final norm."""
     matrices = sum(x.parameters for x in linears(shape) if x.name != "logits")
-    return matrices + _norms(shape) + prefix_parameters(shape)
+    of_routers = sum(math.prod(size) for name, size in _router(shape).items() if "." not in name)
+    beside = mixture_layers(shape) * of_routers
+    return matrices + _norms(shape) + prefix_parameters(shape) + beside
 
 
 def prefix_parameters(shape: ModelShape) -> int:

@@ -132,9 +132,10 @@ def shape_of(job: TrainJob) -> ModelShape:
         ShoalError: as :func:`resolve`, or the model cannot have the job's architecture.
     """
     shape = resolve(job.model)
+    job.architecture.moe.check(shape.num_experts, shape.top_k)
     return (
         shape.model_copy(update={"architecture": job.architecture})
-        if job.architecture.name
+        if job.architecture.says
         else shape
     )
 

@@ -15,6 +15,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from shoal.core.config import Value
 from shoal.core.errors import ModelError, require
+from shoal.ir.routing import Routing
 
 __all__ = ["ALL_BIG", "Architecture", "FeedForward", "Residual", "Streams"]
 
@@ -200,20 +201,29 @@ class Architecture(Value):
         residual: when the output of a sub-layer reaches the residual stream.
         streams: how often the same weights compute the same tokens.
         ffn: what the feed-forward layers are.
+        moe: which experts a token goes to, in a mixture of experts.
     """
 
     residual: Residual = Residual()
     streams: Streams = Streams()
     ffn: FeedForward = FeedForward()
+    moe: Routing = Routing()
 
     @property
     def name(self) -> str:
-        """The option that is not plain, in one word; empty where all are."""
+        """What makes the trained model another one, in one word; empty where nothing does."""
         if self.residual.name != "standard":
             return self.residual.name
         if self.streams.num > 1:
             return "parscale"
-        return "" if self.ffn.name == "plain" else self.ffn.name
+        if self.ffn.name != "plain":
+            return self.ffn.name
+        return "" if self.moe.gate.name == "softmax" else self.moe.gate.name
+
+    @property
+    def says(self) -> bool:
+        """Something is not plain, if only in training."""
+        return self != Architecture()
 
     @property
     def model_type(self) -> str:
@@ -230,6 +240,7 @@ class Architecture(Value):
             "residual": self.residual.name != "standard",
             "streams": self.streams.num > 1,
             "ffn": self.ffn.name != "plain",
+            "moe.gate": self.moe.gate.name != "softmax",
         }
         require(
             sum(given.values()) <= 1,

@@ -1,16 +1,17 @@
 """model: one decoder-only transformer, and how it is stored.
 
 Read in this order: ``config`` (what fixes a model), ``transformer`` (its arithmetic;
-``attention``, ``feedforward``, ``rope``, ``norm`` and ``loss`` beside it), ``families``
+``attention``, ``feedforward``, ``rope``, ``norm`` and ``loss`` beside it; ``routing`` and ``gates``
+send tokens to experts), ``families``
 and ``huggingface`` (directories), ``initialise`` and ``generate``; ``attention_kernels`` are what
 attention can be computed with, ``quantize`` makes weights few bits. Only ``config``,
-``protocols``, ``families`` and the parts in ``attention_kernels`` and ``quantize`` can be
-imported without torch.
+``protocols``, ``families`` and the parts in ``gates``, ``attention_kernels`` and ``quantize`` can
+be imported without torch.
 """
 
 from shoal.core.parts import PartTable
 
-__all__ = ["ATTENTION_KERNELS", "FAMILIES", "QUANTIZERS"]
+__all__ = ["ATTENTION_KERNELS", "FAMILIES", "GATES", "QUANTIZERS"]
 
 FAMILIES = PartTable(
     "family",
@@ -21,6 +22,18 @@ FAMILIES = PartTable(
         "mixtral": "shoal.model.families.mixtral:Mixtral",
         "parallel": "shoal.model.families.parallel:ParallelBlock",
         "mdlm": "shoal.model.families.mdlm:MaskedDiffusion",
+    },
+)
+
+GATES = PartTable(
+    "gate",
+    {
+        "softmax": "shoal.model.gates.softmax:Softmax",
+        "sigmoid": "shoal.model.gates.sigmoid:Sigmoid",
+        "switch": "shoal.model.gates.switch:Switch",
+        "gshard": "shoal.model.gates.gshard:GShard",
+        "expert_choice": "shoal.model.gates.expert_choice:ExpertChoice",
+        "xmoe": "shoal.model.gates.xmoe:XMoE",
     },
 )
 

@@ -94,12 +94,13 @@ def rebuilt(
     made = empty(config)
     known = dict(model.named_parameters())
     for name, parameter in list(made.named_parameters()):
-        if name in known:
+        if name in known and known[name].shape == parameter.shape:
             value = known[name].detach()
         else:
             value = initial(config, name, seed).view(parameter.shape).to(model.weight)
         owner, _, leaf = name.rpartition(".")
-        setattr(made.get_submodule(owner), leaf, torch.nn.Parameter(value))
+        fresh = torch.nn.Parameter(value, parameter.requires_grad)
+        setattr(made.get_submodule(owner), leaf, fresh)
     if texts_PM is not None:
         _begin(made, model, texts_PM)
     return made.train(model.training)

@@ -181,6 +181,7 @@ class ModelConfig(Value):
             expected="true in the family qwen3, either in mdlm, and false in all others",
             error=ModelError,
         )
+        self.architecture.moe.check(self.num_experts, self.top_k)
         has_bias = self.attention_bias or self.output_bias or self.ffn_bias
         require(
             not (self.family == "mixtral" and has_bias),

@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.core.errors import require
 from shoal.core.random import seed64
 
-__all__ = ["ATTENTION", "FEED_FORWARD", "Drop", "Dropout", "StepDropout"]
+__all__ = ["ATTENTION", "FEED_FORWARD", "Drop", "Dropout", "StepDropout", "uniform"]
 
 # The two sites of a block: outputs of attention and of the feed-forward layer.
 ATTENTION = "attention"
@@ -122,6 +122,12 @@ class Drop:
         """``residual + dropout(x)``, both [N, D] or [B, T, D]."""
         scale = self.scale(layer, site, x.shape[-1], x.dtype)
         return torch.addcmul(residual, x, scale.view_as(x))
+
+
+def uniform(tokens_N: Tensor, key: int) -> Tensor:
+    """A number in [0, 1) for each token, fp64, which follows from its number and ``key`` alone."""
+    bits = _mix(_mix(tokens_N * _GOLDEN + key) + _GOLDEN)
+    return ((bits >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
 
 
 def _mix(z: Tensor) -> Tensor:

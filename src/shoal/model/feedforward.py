@@ -1,6 +1,7 @@
 """Feed-forward layers: SwiGLU, dense and as a mixture of experts.
 
-Shapes: N tokens, D hidden, F ffn_hidden, E experts.
+Shapes: N tokens, D hidden, F ffn_hidden, E experts, K choices of a token, M rows, R rows of the
+router's matrix.
 
 Source: Shazeer, GLU Variants Improve Transformer, 2020; Jiang et al., Mixtral of
 Experts, 2024.
@@ -10,15 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.core.errors import ModelError
+from shoal.core.parts import table
 from shoal.kernel.fused.torch_training import gate
 from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
 from shoal.model.desync import own, shared
+from shoal.model.routing import (
+    Asked,
+    Routed,
+    Tokens,
+    add_loss,
+    balance_sums,
+    best,
+    by_expert,
+    squared_log_sums,
+    tally,
+)
+
+if TYPE_CHECKING:
+    from shoal.ir.comm import Comm
+    from shoal.model.protocols import Gate
 
 __all__ = ["Experts", "SwiGLU", "gate"]
 
@@ -41,27 +60,51 @@ class SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts, of which each token visits ``top_k``.
+    """SwiGLU experts, of which each token visits some, which the gate chooses.
 
-    No token is dropped. Tokens are sorted by expert, so that every expert is two matrix
-    products; the sums are taken in a fixed order, so that a pass can be repeated exactly.
+    Tokens are sorted by expert, so that every expert is two matrix products; the sums are taken
+    in a fixed order, so that a pass can be repeated exactly.
+
+    Args:
+        config: of the whole layer.
+        layer: number of the block.
+        held: experts that are here, if not all.
+        width: of the slice of them that is here, if not all.
+
+    Attributes:
+        peers: who has other tokens of the same sequences, axis by axis.
+        checked: scores that are not numbers are refused, since ranks would wait for each other.
+        copies: ranks that route the same tokens, and share the gradients.
+        tallies: first sequence of a micro-batch -> tokens that chose each expert, choices that
+            were dropped, and sums of the balance loss and the z-loss; see
+            :func:`~shoal.model.routing.tally`.
     """
 
     kernel: Ready | None = None  # see shoal.model.accelerate and shoal.model.trained
     # By parameter: who multiplies with each expert's part of it, where that is not the library.
     multiply: Mapping[nn.Parameter, Sequence[Callable[[Tensor], Tensor]]] = {}
+    peers: Sequence[Comm] = ()
+    copies = 1
+    checked = False
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int = 0, *, held: int = 0, width: int = 0
+    ) -> None:
         super().__init__()
-        self.num_experts, self.top_k = config.num_experts, config.top_k
-        self.normalise = config.norm_topk_prob
-        self.router = nn.Linear(config.hidden, config.num_experts, bias=False)
-        self.gate_up_proj = nn.Parameter(
-            torch.empty(config.num_experts, 2 * config.ffn_hidden, config.hidden)
-        )
-        self.down_proj = nn.Parameter(
-            torch.empty(config.num_experts, config.hidden, config.ffn_hidden)
-        )
+        self.num_experts, self.top_k, self.layer = config.num_experts, config.top_k, layer
+        self.normalise, self.moe = config.norm_topk_prob, config.architecture.moe
+        self.gate: Gate = table("gate").build(self.moe.gate)
+        held, width = held or config.num_experts, width or config.ffn_hidden
+        self.gate_up_proj = nn.Parameter(torch.empty(held, 2 * width, config.hidden))
+        self.down_proj = nn.Parameter(torch.empty(held, config.hidden, width))
+        shapes = self.gate.shapes(config.hidden, config.num_experts)
+        rows, _ = shapes.pop("router.weight")
+        self.router = nn.Linear(config.hidden, rows, bias=False)
+        for name, shape in shapes.items():
+            trained = name not in self.gate.kept
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape), requires_grad=trained))
+        self._routers = tuple(shapes)
+        self.tallies: dict[int, Tensor] = {}
 
     def use(self, linear: Callable[[Tensor], Callable[[Tensor], Tensor]], *, release: bool) -> None:
         """Multiply with the matrix [O, I] of every expert by what ``linear`` makes of it.
@@ -78,24 +121,108 @@ class Experts(nn.Module):
                     weight_EOI.data = weight_EOI.new_empty(0)
         self.multiply = found
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Weighted sum of the chosen experts, token by token."""
+    def forward(self, x_BTD: Tensor, *, tokens: Tokens | None = None) -> Tensor:
+        """Weighted sum of the chosen experts, token by token.
+
+        Args:
+            x_BTD: tokens, of any shape before the last dimension.
+            tokens: what is known of them; not in inference.
+
+        Raises:
+            ModelError: the router's scores are not numbers, or its gate needs to see whole
+                sequences and ``tokens`` is not given.
+        """
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        logits_NE = self.router(x_ND)
-        exact = torch.promote_types(logits_NE.dtype, torch.float32)
-        probability_NE = torch.softmax(logits_NE.to(exact), -1)
-        weight_NK, expert_NK = torch.topk(probability_NE, self.top_k, dim=-1)
-        if self.normalise:
-            weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
-        expert = expert_NK.reshape(-1)
-        order = torch.argsort(expert, stable=True)
-        counts = torch.bincount(expert, minlength=self.num_experts).tolist()
-        token = order // self.top_k
-        gated = (self.kernel or gate)(self.product(x_ND[token], self.gate_up_proj, counts))
-        rows = self.product(gated, self.down_proj, counts)
-        weighted = rows * weight_NK.reshape(-1, 1)[order].to(rows.dtype)
-        out_ND = torch.zeros_like(x_ND).index_add(0, token, weighted.to(x_ND.dtype))
+        routed, loss = self.routed(x_ND, tokens)
+        out_ND = self.mixed(x_ND, routed)
+        if loss is not None:
+            out_ND = add_loss(out_ND, loss)
         return out_ND.view_as(x_BTD)
+
+    def routed(self, x_ND: Tensor, tokens: Tokens | None) -> tuple[Routed, Tensor | None]:
+        """Who goes where, and what is to be added to the loss for it."""
+        logits_NR = self.router(x_ND)
+        exact = torch.promote_types(logits_NR.dtype, torch.float32)
+        logits_NE = self.gate.scores(logits_NR.to(exact), self.own)
+        keep = partial(self._room, tokens=tokens)
+        asked = Asked(self.top_k, self.normalise, self.layer, self.own, tokens, keep)
+        if self.checked and not bool(torch.isfinite(logits_NE).all()):
+            raise ModelError(
+                f"blocks.{self.layer}.mlp.router: scores that are not numbers; lower the learning "
+                "rate, or go back to a checkpoint before they came up"
+            )
+        routed = self.gate.route(logits_NE, asked)
+        if tokens is None:
+            return routed, None
+        loads = routed.experts, routed.keep
+        if tokens.training and self.moe.capacity_factor is not None and self.gate.decodes:
+            keep_NK = self._room(routed.scores, routed.experts, tokens, routed.keep)
+            routed = routed._replace(keep=keep_NK)
+        elif tokens.filling is not None:
+            real_NK = (~tokens.filling).unsqueeze(1).expand_as(routed.experts)
+            keep_NK = real_NK if routed.keep is None else real_NK & routed.keep
+            routed = routed._replace(keep=keep_NK)
+        loss = self._balance(routed, logits_NE, loads, tokens) if tokens.training else None
+        return routed, loss
+
+    def take_router(self, other: Experts) -> None:
+        """Send tokens where ``other`` does; its parameters become this one's too."""
+        for name in ("num_experts", "top_k", "normalise", "layer", "moe", "gate", "_routers"):
+            setattr(self, name, getattr(other, name))
+        self.router, self.tallies = other.router, {}
+        for name, parameter in other.own.items():
+            self.register_parameter(name, nn.Parameter(parameter, parameter.requires_grad))
+
+    @property
+    def own(self) -> dict[str, Tensor]:
+        """Parameters of the router beside its matrix, by name."""
+        return {name: getattr(self, name) for name in self._routers}
+
+    def _room(
+        self,
+        score_NK: Tensor,
+        expert_NK: Tensor,
+        tokens: Tokens | None,
+        keep_NK: Tensor | None = None,
+    ) -> Tensor:
+        if tokens is None:
+            raise ModelError(
+                f"gate {self.moe.gate.name}: experts choose among the tokens of a whole sequence, "
+                "and a decoded token comes alone; decode a model with another gate"
+            )
+        return best(
+            score_NK, expert_NK, tokens, self.moe, self.num_experts, self.top_k, self.peers, keep_NK
+        )
+
+    def _balance(
+        self,
+        routed: Routed,
+        logits_NE: Tensor,
+        chosen: tuple[Tensor, Tensor | None],
+        tokens: Tokens,
+    ) -> Tensor | None:
+        """Note what the router did, and what is to be added to the loss for it."""
+        moe, zero = self.moe, logits_NE.new_zeros(())
+        unequal = balance_sums(routed, tokens, self.peers) if moe.aux_loss else zero
+        large = squared_log_sums(logits_NE, tokens) if moe.z_loss else zero
+        self.tallies[tokens.of.row] = tally(
+            *chosen, routed.keep, tokens, self.num_experts, (unequal, large)
+        )
+        if not (moe.aux_loss or moe.z_loss):
+            return None
+        return (moe.aux_loss * unequal + moe.z_loss * large) / (self.copies * tokens.of.sequences)
+
+    def mixed(self, x_ND: Tensor, routed: Routed) -> Tensor:
+        """The weighted sum [N, D] of what the experts make of their tokens."""
+        order_M, counts_E = by_expert(routed.experts, self.num_experts, routed.keep)
+        counts = counts_E.tolist()
+        token_M = order_M // routed.experts.shape[1]
+        if not len(token_M):
+            return torch.zeros_like(x_ND)
+        gated = (self.kernel or gate)(self.product(x_ND[token_M], self.gate_up_proj, counts))
+        rows = self.product(gated, self.down_proj, counts)
+        weighted = rows * routed.weights.reshape(-1, 1)[order_M].to(rows.dtype)
+        return torch.zeros_like(x_ND).index_add(0, token_M, weighted.to(x_ND.dtype))
 
     def product(self, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
         """Each expert's matrix with its own rows, which lie behind each other; [M, O]."""

@@ -25,13 +25,17 @@ __all__ = ["empty", "init_weights", "initial"]
 
 # Matrices whose output is added to the residual stream, by Hugging Face name.
 _RESIDUAL = (".o_proj.weight", ".down_proj.weight", ".w2.weight")
+# Of a softmax over cosines, so that it begins soft.
+_TEMPERATURE = 0.3
 
 
 def _piece(config: ModelConfig, piece: Piece, seed: int) -> np.ndarray:
     if piece.name.endswith("norm.weight"):
         return np.ones(piece.shape, dtype=np.float32)
-    if piece.name.endswith(".bias"):
+    if piece.name.endswith((".bias", ".gate_bias")):
         return np.zeros(piece.shape, dtype=np.float32)
+    if piece.name.endswith("gate_temperature"):
+        return np.full(piece.shape, _TEMPERATURE, dtype=np.float32)
     std = config.initializer_range
     if piece.name.endswith(_RESIDUAL):
         std /= math.sqrt(2 * config.num_layers)
@@ -68,7 +72,8 @@ def init_weights(model: Transformer, seed: int, *, device: torch.device | str = 
         value = initial(model.config, name, seed).view(parameter.shape)
         if parameter.is_meta:
             owner_name, _, leaf = name.rpartition(".")
-            fresh = torch.nn.Parameter(value.to(device, parameter.dtype))
+            value = value.to(device, parameter.dtype)
+            fresh = torch.nn.Parameter(value, parameter.requires_grad)
             setattr(model.get_submodule(owner_name), leaf, fresh)
         else:
             parameter.copy_(value)

@@ -1,4 +1,4 @@
-"""What families, attention kernels and quantizers promise.
+"""What families, gates, attention kernels and quantizers promise.
 
 A family is the correspondence between one Hugging Face architecture and ours. It keeps no
 state and needs no torch. It is called when a directory is read or written, and when fresh
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from shoal.kernel.formats.base import BaseFormat
     from shoal.kernel.protocols import Packed
     from shoal.model.quantize.inputs import Inputs
+    from shoal.model.routing import Asked, Routed
 
-__all__ = ["AttentionKernelPart", "Family", "Quantizer"]
+__all__ = ["AttentionKernelPart", "Family", "Gate", "Quantizer"]
 
 
 @runtime_checkable
@@ -45,6 +46,49 @@ class Family(Protocol):
 
     def names(self, config: ModelConfig) -> Names:
         """Our parameter -> the stored tensors that make it up, in memory order."""
+        ...
+
+
+class Gate(Protocol):
+    """A part of kind ``gate``: which experts a token goes to, and with what weights.
+
+    Keeps no state: the router's parameters are the layer's.
+
+    Attributes:
+        kept: names of parameters without a gradient.
+        decodes: where a token goes does not depend on later ones.
+    """
+
+    kept: ClassVar[frozenset[str]]
+    decodes: ClassVar[bool]
+
+    def shapes(self, hidden: int, num_experts: int) -> dict[str, tuple[int, ...]]:
+        """Parameters of the router by their names in the layer, ``router.weight`` last."""
+        ...
+
+    def check(self, top_k: int) -> None:
+        """Refuse a number of experts that this gate does not send a token to.
+
+        Raises:
+            ModelError: names the number.
+        """
+        ...
+
+    def scores(self, logits_NR: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+        """Scores [N, E] of all experts.
+
+        Args:
+            logits_NR: tokens times the router's matrix; fp32, or fp64 for fp64 weights.
+            own: the router's other parameters, by name.
+        """
+        ...
+
+    def route(self, logits_NE: Tensor, asked: Asked) -> Routed:
+        """Experts and weights of each token, by its scores."""
+        ...
+
+    def settle(self, own: Mapping[str, Tensor], load_E: Tensor) -> None:
+        """A step has ended in which so many tokens chose each expert; may change ``own``."""
         ...
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError, require
+from shoal.core.parts import table
 from shoal.kernel.protocols import Ready
 from shoal.model import desync, duo, ladder, parscale
 from shoal.model.attention import Attention, KVCache, Mixer, Turn, document_mask
@@ -28,6 +29,10 @@ from shoal.model.feedforward import Experts, SwiGLU
 from shoal.model.loss import token_loss_sum
 from shoal.model.norm import RMSNorm
 from shoal.model.rope import frequencies, tables, tables_at
+from shoal.model.routing import StepRouting, Tokens
+
+if TYPE_CHECKING:
+    from shoal.model.protocols import Gate
 
 __all__ = ["Block", "Transformer"]
 
@@ -55,7 +60,7 @@ class Block(nn.Module):
         if not self.parallel:
             self.mlp_norm = RMSNorm(config.hidden, config.rms_norm_eps)
         dense = duo.DuoFFN if config.architecture.ffn.name == "duo" else SwiGLU
-        self.mlp = Experts(config) if config.num_experts else dense(config)
+        self.mlp = Experts(config, layer) if config.num_experts else dense(config)
 
     def forward(
         self,
@@ -65,10 +70,12 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
         drop: Drop | None = None,
+        tokens: Tokens | None = None,
     ) -> Tensor:
         """One step of the residual stream."""
+        feed = self.mlp if tokens is None else functools.partial(self.mlp, tokens=tokens)
         out: Tensor = self.wired(
-            x_BTD, lambda normed: self.attention(normed, cos, sin, mask, cache), self.mlp, drop
+            x_BTD, lambda normed: self.attention(normed, cos, sin, mask, cache), feed, drop
         )
         return out
 
@@ -152,6 +159,8 @@ class Transformer(nn.Module):
         self.routes = config.architecture.ffn.name == "duo"
         self.forced = False  # routes are given from outside: see shoal.model.duo
         self.head: Ready | None = None  # of inference: see shoal.model.accelerate
+        gate: Gate = table("gate").build(config.architecture.moe.gate)
+        self.decodes = gate.decodes  # where tokens go does not depend on later ones
 
     @property
     def weight(self) -> Tensor:
@@ -185,6 +194,7 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         recompute: bool | Collection[int] = False,
         dropout: StepDropout | None = None,
+        routing: StepRouting | None = None,
     ) -> Tensor:
         """Final normalised hidden states [B, T, D], in the dtype of the computation.
 
@@ -196,6 +206,8 @@ class Transformer(nn.Module):
             recompute: keep only the input of every block, or of the blocks with these numbers,
                 for the backward pass.
             dropout: of these sequences; none where the model is not in training mode.
+            routing: their place in a step of training, for routers of experts; without it tokens
+                go where they go in inference.
 
         Raises:
             ModelError: more positions than the model has, or documents with a cache.
@@ -246,13 +258,19 @@ class Transformer(nn.Module):
         if dropout is not None and self.training:
             positions_T = torch.arange(start, start + length, device=x_BTD.device)
             drop = dropout.over(positions_T, length, len(tokens_BT))
+        rest: tuple[Any, ...] = (mask, cache, drop)
+        if routing is not None or (not self.decodes and cache is None):
+            of = routing or StepRouting(0, 0, 0, len(tokens_BT))
+            places_T = torch.arange(length, device=x_BTD.device)
+            trains = self.training and routing is not None
+            rest = (*rest, of.over(places_T, length, len(tokens_BT), training=trains))
         x_BTD = desync.apart(x_BTD, config.architecture.residual.apart)
         again = recompute if isinstance(recompute, Collection) else range(len(self.blocks))
         for layer, block in enumerate(self.blocks):
             if recompute and layer in again and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, cos, sin, mask, None, drop, use_reentrant=False)
+                x_BTD = checkpoint(block, x_BTD, cos, sin, *rest, use_reentrant=False)
             else:
-                x_BTD = block(x_BTD, cos, sin, mask, cache, drop)
+                x_BTD = block(x_BTD, cos, sin, *rest)
         if cache is not None:
             cache.length += length
         x_BTD = desync.together(x_BTD, config.architecture.residual.apart)
@@ -357,6 +375,7 @@ class Transformer(nn.Module):
         weights_B: Tensor | None = None,
         recompute: bool | Collection[int] = False,
         dropout: StepDropout | None = None,
+        routing: StepRouting | None = None,
     ) -> Tensor:
         """Sum of the cross-entropies of ``targets_BT``, in nats and fp32, logits never kept.
 
@@ -365,7 +384,11 @@ class Transformer(nn.Module):
         a forward method, and keep the output matrix in the outermost group.
         """
         hidden = self.hidden(
-            tokens_BT, documents_BT=documents_BT, recompute=recompute, dropout=dropout
+            tokens_BT,
+            documents_BT=documents_BT,
+            recompute=recompute,
+            dropout=dropout,
+            routing=routing,
         )
         weights_BT = None if weights_B is None else weights_B[:, None].expand_as(targets_BT)
         return token_loss_sum(hidden, self.output_weight, targets_BT, weights_BT)

@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.model.config import ModelConfig
 from shoal.model.dropout import Drop
 from shoal.model.feedforward import Experts, SwiGLU, gate
+from shoal.model.routing import Tokens
 from shoal.model.transformer import Block
 from shoal.parallel.expert.fssdp import dispatched
 from shoal.parallel.linear import (
@@ -63,17 +64,17 @@ class _Experts(Experts):
     the outputs that its weights scale are.
     """
 
-    def __init__(self, config: ModelConfig, comm: Comm, *, sp: bool) -> None:
-        super().__init__(config)
-        self.comm, self.sp = comm, sp
+    def __init__(self, config: ModelConfig, layer: int, comm: Comm, *, sp: bool) -> None:
+        super().__init__(config, layer)
+        self.comm, self.sp, self.copies = comm, sp, comm.world
         self.router = Linear.of(self.router, comm)
 
-    def forward(self, x: Tensor, total: int = 0) -> Tensor:
+    def forward(self, x: Tensor, total: int = 0, *, tokens: Tokens | None = None) -> Tensor:
         """As of whole experts; [n, D] with sequence parallelism."""
         if self.comm.world == 1:
-            return super().forward(x)
+            return super().forward(x, tokens=tokens)
         whole = enter(x, self.comm, total, sp=self.sp)
-        return leave(super().forward(whole), self.comm, sp=self.sp)
+        return leave(super().forward(whole, tokens=tokens), self.comm, sp=self.sp)
 
     def product(self, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
         """Each expert's matrix with its own rows; the weight gradient can be put off."""
@@ -115,7 +116,7 @@ class WholeBlock(Block):
         elif experts is not None:
             self.mlp = dispatched(whole, experts, layer, placer)
         else:
-            self.mlp = _Experts(config, comm, sp=sp)
+            self.mlp = _Experts(config, layer, comm, sp=sp)
 
 
 class SplitBlock(WholeBlock):
@@ -129,6 +130,7 @@ class SplitBlock(WholeBlock):
         mix: Mix,
         batch: int,
         drop: Drop | None = None,
+        tokens: Tokens | None = None,
     ) -> Tensor:
         """One step of the residual stream.
 
@@ -139,6 +141,7 @@ class SplitBlock(WholeBlock):
             mix: attention.
             batch: sequences.
             drop: dropout of these tokens.
+            tokens: those that this rank's router sees.
         """
         attention = self.attention
         total = batch * len(cos)
@@ -151,8 +154,8 @@ class SplitBlock(WholeBlock):
             return out
 
         def feed(normed: Tensor) -> Tensor:
-            if not isinstance(self.mlp, SwiGLU):
-                out: Tensor = self.mlp(normed, total)
+            if isinstance(self.mlp, Experts):
+                out: Tensor = self.mlp(normed, total, tokens=tokens)
                 return out
             gated = (self.mlp.kernel or gate)(self.mlp.gate_up_proj(normed, total))
             return self.mlp.down_proj(gated)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.core.random import generator
 from shoal.parallel.engine import Engine, Rows
+from shoal.parallel.expert.balance import Routers
 from shoal.parallel.legal import check_split
 
 if TYPE_CHECKING:
@@ -160,9 +161,12 @@ def one_process(
 ) -> Outcome:
     """The reference: the plain transformer on the whole batch."""
     from shoal.model.dropout import Dropout
+    from shoal.model.routing import StepRouting
 
     model = weights.model()
     dropout = Dropout(job.dropout, job.seed) if job.dropout else None
+    routing = StepRouting(job.seed, 0, 0, job.global_batch) if weights.config.num_experts else None
+    routers = Routers(model, weights.config.num_layers, job.global_batch)
     optimizer = adamw(list(model.parameters()))
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
@@ -175,15 +179,19 @@ def one_process(
             rows.targets,
             documents_BT=rows.documents,
             dropout=dropout.at(step, 0) if dropout is not None else None,
+            routing=routing and replace(routing, step=step),
         )
         (loss / count).backward()  # type: ignore[no-untyped-call]
         if not gradients:
             gradients = {
                 n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
                 for n, p in model.named_parameters()
+                if p.requires_grad
             }
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), job.grad_clip)))
         optimizer.step()
+        routers.gather(None, weights.config.num_experts)
+        routers.settle()
         losses.append(float(loss.detach()) / count)
     return Outcome(losses, norms, gradients, {n: p.detach() for n, p in model.named_parameters()})
 
@@ -206,7 +214,9 @@ def on_rank(
     optimizer = adamw(list(updated.values())) if updated else None
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
-    shapes = {n: tuple(p.shape) for n, p in _meta(weights.config).items()}
+    whole = _meta(weights.config)
+    shapes = {n: tuple(p.shape) for n, p in whole.items()}
+    unlearnt = {n for n, p in whole.items() if not p.requires_grad}
     for step in range(steps):
         everything = tokens(job, weights.config.vocab_size, step, documents=documents)
         count = int((everything.targets != -100).sum())
@@ -217,7 +227,8 @@ def on_rank(
         norm = engine.grad_norm()
         if not gradients:
             found = {n: _local(p.grad) for n, p in owned.items() if p.grad is not None}
-            gradients = assemble(engine.boxes(found), shapes, comm, dtype)
+            trained = {n: s for n, s in shapes.items() if n not in unlearnt}
+            gradients = assemble(engine.boxes(found), trained, comm, dtype)
         factor = (job.grad_clip / (norm + 1e-6)).clamp(max=1.0)
         engine.sharded.scale_gradients(factor)
         for name, parameter in owned.items():
@@ -225,6 +236,7 @@ def on_rank(
         if optimizer is not None:
             optimizer.step()
         engine.sharded.publish()
+        engine.routers.settle()
         comm.all_reduce(loss, tag="loss").wait()
         losses.append(float(loss) / count)
         norms.append(float(norm))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -27,7 +28,9 @@ from shoal.ir.schedule import Schedule
 from shoal.kernel.tensors import name_of
 from shoal.model.dropout import Dropout
 from shoal.model.initialise import empty
+from shoal.model.routing import StepRouting
 from shoal.model.trained import train_with
+from shoal.parallel.expert.balance import Routers
 from shoal.parallel.pipeline import Boundary, Runtime
 from shoal.parallel.protocols import Held, MicroBatch
 from shoal.parallel.ranks import ranks_of
@@ -91,7 +94,9 @@ class _Whole:
         compiled: bool,
         dropout: Dropout | None,
         recomputed: frozenset[int],
+        routing: StepRouting | None,
     ) -> None:
+        self._routing = routing
         self._loss = torch.compile(model.loss_sum) if compiled else model.loss_sum
         self._dropout = dropout
         self._recomputed = recomputed
@@ -100,6 +105,8 @@ class _Whole:
         extra: dict[str, Any] = {}
         if self._dropout is not None:
             extra = {"dropout": self._dropout.at(mb.step, mb.row)}
+        if self._routing is not None:
+            extra["routing"] = replace(self._routing, step=mb.step, row=mb.row)
         if mb.weights is not None:
             extra["weights_B"] = mb.weights
         again = recompute or self._recomputed
@@ -137,6 +144,7 @@ class Engine:
     Attributes:
         offloaded: the model's state in tiers, which is ``sharded`` and updates itself; None
             where the job has no ``offload``.
+        routers: of its experts, and how evenly they shared out the tokens of the last step.
         workers: groups of replicas that make updates of their own.
         outer: the rounds after which they agree; None where they do in every step.
     """
@@ -171,6 +179,9 @@ class Engine:
         self.together = self.gathers or parallel.folded
         self.context = table("context").build(parallel.context) if parallel.cp > 1 else None
         dropout = Dropout(job.dropout, job.seed) if job.dropout else None
+        sequences = job.global_batch // self.workers
+        routing = StepRouting(job.seed, 0, 0, sequences)
+        self._routing = routing if self.config.num_experts else None
         # Where the runtime is told the same of all blocks, none is named.
         self.recomputed = job.recomputed(self.config.num_layers) if job.layers else frozenset()
         self.vocab: VocabShard | None = None
@@ -204,6 +215,7 @@ class Engine:
                 device="cuda" if self.device.type == "cuda" else "cpu",
                 compiled=job.compile,
             )
+        self.routers = Routers(self.local, self.config.num_layers, sequences)
         self.offloaded: Offloaded | None = None
         self.sharded: Sharded
         if job.offload is not None:
@@ -234,7 +246,8 @@ class Engine:
                 self.local, self.ranks.data, whole_matrices=optimizer.whole_matrices
             )
         if self.whole is not None:  # now that its loss_sum is the sharded one
-            stages = {0: _Whole(self.whole, job.compile, dropout, self.recomputed)}
+            whole = _Whole(self.whole, job.compile, dropout, self.recomputed, self._routing)
+            stages = {0: whole}
         # What keeps what is saved for backward passes; None where autograd does.
         self.saved: ActivationPolicy | None = (
             table("activation").build(job.activation).apply(self.local)
@@ -291,6 +304,7 @@ class Engine:
             ranks=self.ranks,
             context=self.context,
             dropout=dropout,
+            routing=self._routing,
             recomputed=self.recomputed,
         )
         self._slices = dict(local.slices)
@@ -456,6 +470,7 @@ class Engine:
     def finish(self) -> None:
         """Sum the gradients over all ranks that hold the same parameter."""
         self.sharded.finish()
+        self.routers.gather(self.ranks.worker or self.ranks.world, self.config.num_experts)
         if not self.split:
             return
         # Every rank sums what it has, so that all of them see the same norm.
@@ -513,7 +528,10 @@ class Engine:
     def held(self) -> dict[str, list[Held]]:
         """Parameter name -> boxes of the whole parameter that this rank holds."""
         found: dict[str, list[Held]] = {}
-        for name, part in self.sharded.held().items():
+        parts = self.sharded.held()
+        for name, kept in self.routers.kept.items():  # no gradient reaches them
+            parts[name] = Held(kept.detach(), (0,) * kept.dim(), tuple(kept.shape))
+        for name, part in parts.items():
             found.setdefault(self.saved_as(name), []).extend(self._boxes(name, part))
         return found
 
@@ -539,6 +557,8 @@ class Engine:
 
     def writes(self, name: str) -> bool:
         """Whether this rank saves its boxes of ``name``."""
+        if name in self.routers.kept:
+            return self.ranks.data.rank == 0 and self._first_holder(name)
         return self.sharded.writes(name) and self._first_holder(name)
 
     @torch.no_grad()

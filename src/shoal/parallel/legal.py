@@ -12,6 +12,7 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.training import microbatch_of
 from shoal.ir import ModelShape, Schedule, TrainJob
+from shoal.ir.routing import Routing
 from shoal.parallel.legal_architecture import check_architecture
 from shoal.parallel.overlap import TILES
 from shoal.plan.partition import cells_for
@@ -92,6 +93,15 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
     )
     check_architecture(job, shape)
     schedule = schedule_of(job)
+    moe = shape.architecture.moe
+    require(
+        not schedule.cells or moe == Routing(),
+        "parallel.schedule",
+        job.parallel.schedule.name,
+        expected=f"one whose micro-batches visit every layer, with gate {moe.gate.name}, capacity "
+        "or balance losses",
+        error=PlanError,
+    )
     require(
         shape.num_layers % schedule.stages == 0 or p.vpp == 1 or bool(p.stages),
         "parallel.vpp",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from shoal.core.errors import PlanError
 from shoal.core.parts import table
 from shoal.ir import ModelShape, TrainJob
+from shoal.ir.routing import Routing
 
 __all__ = ["check_architecture"]
 
@@ -19,10 +20,11 @@ def check_architecture(job: TrainJob, shape: ModelShape) -> None:
         PlanError: names the architecture and the option.
     """
     name = shape.architecture.name
-    if not name:
-        return
     p = job.parallel
     shard = table("shard").build(job.shard)
+    _check_routing(job, shape)
+    if not name or name in table("gate"):
+        return
     refused: dict[str, tuple[object, object]] = {
         "parallel.pp": (p.pp, 1),
         "parallel.cp": (p.cp, 1),
@@ -43,4 +45,27 @@ def check_architecture(job: TrainJob, shape: ModelShape) -> None:
             raise PlanError(
                 f"{option} = {given}: a model with architecture {name} is not trained so in this "
                 f"version; expected {'none' if wanted is None else wanted}"
+            )
+
+
+def _check_routing(job: TrainJob, shape: ModelShape) -> None:
+    """Refuse routers whose state or balance this job would not keep as one process does."""
+    moe = shape.architecture.moe
+    gate = table("gate").build(moe.gate)
+    if moe == Routing():
+        return
+    shard = table("shard").build(job.shard)
+    refused: dict[str, tuple[object, object]] = {
+        "offload": (job.offload, None),
+        "compile": (job.compile, False),
+        "finetune": (job.finetune, None),
+    }
+    if gate.kept:
+        refused["shard"] = (job.shard.name if "gradients" in shard.divides else None, None)
+        refused["sync"] = (job.sync.name, "every_step")
+    for option, (given, wanted) in refused.items():
+        if given != wanted:
+            raise PlanError(
+                f"{option} = {given}: experts with architecture.moe of gate {moe.gate.name} are "
+                f"not trained so in this version; expected {'none' if wanted is None else wanted}"
             )

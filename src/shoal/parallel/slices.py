@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from shoal.core.boxes import Box
 from shoal.core.errors import PlanError, require
+from shoal.core.parts import table
 from shoal.ir.job import Parallel
 from shoal.model.config import ModelConfig
 
@@ -123,7 +124,8 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if experts:
         block["mlp.gate_up_proj"] = (experts, 2 * ffn, dim)
         block["mlp.down_proj"] = (experts, dim, ffn)
-        block["mlp.router.weight"] = (experts, dim)
+        gate = table("gate").build(config.architecture.moe.gate)
+        block |= {f"mlp.{name}": shape for name, shape in gate.shapes(dim, experts).items()}
     else:
         block["mlp.gate_up_proj.weight"] = (2 * ffn, dim)
         if config.ffn_bias:
@@ -290,7 +292,7 @@ def _slices(
     heads = leaf.endswith(("q_norm.weight", "k_norm.weight"))
     apart = config.architecture.residual.apart > 1 and name.startswith("blocks.")
     # A router of experts with a grid of their own sees whole outputs of this rank's tokens.
-    shared = leaf == "mlp.router.weight" and not parallel.folded
+    shared = leaf.startswith("mlp.router") and not parallel.folded
     partial = heads or apart or parallel.sp or shared
     return Slices(shape, (Box.whole(shape),), partial=partial, replicated=True)
 

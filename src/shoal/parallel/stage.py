@@ -8,6 +8,7 @@ the last one ends in the sum of the token losses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from shoal.core.errors import ConfigError, ModelError, require
 from shoal.ir.mask import Mask
 from shoal.model.attention import attend, document_mask
 from shoal.model.desync import apart, together
+from shoal.model.feedforward import Experts
 from shoal.model.ladder import settled
 from shoal.model.loss import IGNORE, token_loss_sum
 from shoal.model.norm import RMSNorm
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from shoal.ir import Parallel
     from shoal.model.config import ModelConfig
     from shoal.model.dropout import Drop, Dropout
+    from shoal.model.routing import StepRouting, Tokens
     from shoal.parallel.protocols import ContextPart, MicroBatch, Ranks
 
 __all__ = ["LocalModel", "Stage"]
@@ -48,6 +51,7 @@ class Stage(nn.Module):
         ranks: communicators of this rank; ``tp`` and ``cp`` are used.
         context: attention over sequences that ranks share; needed where cp > 1.
         dropout: of the outputs of attention and feed-forward, in training mode.
+        routing: seed and sequences of a step, for the routers of experts.
         recomputed: numbers of the layers of which only the input is kept, whatever a pass says.
 
     Raises:
@@ -66,6 +70,7 @@ class Stage(nn.Module):
         ranks: Ranks,
         context: ContextPart | None = None,
         dropout: Dropout | None = None,
+        routing: StepRouting | None = None,
         recomputed: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
@@ -113,6 +118,11 @@ class Stage(nn.Module):
                 if here and not config.tied:
                     self.output = VocabularyTable(config.vocab_size, config.hidden, shared)
         self.slices: dict[str, Slices] = {name: every[name] for name, _ in self.named_parameters()}
+        self.folded = ranks.experts is not None
+        self.routing = routing if config.num_experts else None
+        for block in self.blocks.values():
+            if isinstance(block.mlp, Experts):
+                block.mlp.peers = (self.tp, self.cp) if self.folded else (self.cp,)
 
     def forward(self, x: Tensor | None, mb: MicroBatch, *, recompute: bool = False) -> Tensor:
         """One forward pass.
@@ -148,6 +158,8 @@ class Stage(nn.Module):
             mask = None if mb.documents is None else document_mask(mb.documents, x.dtype)
             rest = (mask, None, drop)
             x = x.view(batch, share, -1)
+        if self.routing is not None:
+            rest = (*rest, self._tokens(mb, length))
         ranks = self.config.architecture.residual.apart
         if ranks > 1:
             x = copy_to(x, self.tp) if self.split else apart(x, ranks)
@@ -211,6 +223,15 @@ class Stage(nn.Module):
             return drop
         return drop.of(local_rows(drop.tokens, self.tp))
 
+    def _tokens(self, mb: MicroBatch, length: int) -> Tokens:
+        """The tokens that this rank's routers see."""
+        assert self.routing is not None
+        of = replace(self.routing, step=mb.step, row=mb.row)
+        tokens = of.over(mb.positions, length, len(mb.tokens), training=self.training)
+        if not (self.sp and self.folded):
+            return tokens
+        return tokens.some(local_rows(tokens.numbers, self.tp, -1))
+
     def _mix(self, mb: MicroBatch, length: int, dtype: torch.dtype) -> Mix:
         """Attention over whole sequences."""
         if self.cp.world == 1:
@@ -257,6 +278,7 @@ class LocalModel(nn.Module):
         ranks: as for :class:`Stage`.
         context: as for :class:`Stage`.
         dropout: as for :class:`Stage`.
+        routing: as for :class:`Stage`.
         recomputed: as for :class:`Stage`.
 
     Attributes:
@@ -274,6 +296,7 @@ class LocalModel(nn.Module):
         ranks: Ranks,
         context: ContextPart | None = None,
         dropout: Dropout | None = None,
+        routing: StepRouting | None = None,
         recomputed: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
@@ -289,6 +312,7 @@ class LocalModel(nn.Module):
                 ranks=ranks,
                 context=context,
                 dropout=dropout,
+                routing=routing,
                 recomputed=recomputed,
             )
             for number, chosen in sorted(layers.items())

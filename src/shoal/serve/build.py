@@ -337,6 +337,14 @@ def engine_of(
         error=ServeError,
     )
     require(
+        model.decodes,
+        "model",
+        config.name,
+        expected=f"one with another gate than {config.architecture.moe.gate.name}: its experts "
+        "choose among whole sequences, and a decoded token comes alone",
+        error=ServeError,
+    )
+    require(
         job.parallel.world == job.parallel.depth == 1,
         "parallel",
         f"tp={job.parallel.tp}, pp={job.parallel.pp}, in_flight={job.parallel.depth}",

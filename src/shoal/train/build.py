@@ -81,7 +81,7 @@ class StoredWeights:
 
         self._directory, self._seed = directory, seed
         self.config: ModelConfig = huggingface.read_config(directory)
-        if architecture is not None and architecture.name:
+        if architecture is not None and architecture.says:
             self.config = changed(self.config, architecture)
 
     def model(self) -> Transformer:
@@ -117,9 +117,9 @@ def weights_of(job: TrainJob) -> FreshWeights | StoredWeights | SharedWeights:
 
     if job.base == "shared":
         require(
-            not job.architecture.name,
+            not job.architecture.says,
             "architecture",
-            job.architecture.name,
+            job.architecture.name or "not plain",
             expected="none with base = shared, whose jobs all read the same weights",
         )
         from shoal.train.peft.shared import SharedWeights

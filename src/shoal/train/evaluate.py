@@ -99,7 +99,8 @@ def sample(trainer: Trainer, tokens: TokenSet, length: int) -> str:
     from shoal.model.generate import generate
 
     model = trainer.engine.whole
-    if model is None or trainer.engine.together or not model.config.causal:
+    continues = model is not None and model.config.causal and model.decodes
+    if model is None or trainer.engine.together or not continues:
         return ""
     tokenizer = tokens.tokenizer()
     opening = tokens.heldout.document(0)[:16].tolist()

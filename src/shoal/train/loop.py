@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shoal.ir.comm import Comm
     from shoal.parallel.comm import TorchComm
     from shoal.parallel.engine import Weights
+    from shoal.parallel.expert.balance import Balance
     from shoal.train.protocols import LrSchedule, Updater
     from shoal.train.watch.recorder import Recorder
 
@@ -86,6 +87,7 @@ class StepResult:
         stop: some rank asked to stop; workers with rounds know it at the end of one.
         round_loss: mean loss of all workers, where this step brought the news of a round.
         outer_exposed_s: seconds in which this rank waited for other workers.
+        balance: how evenly experts were chosen; None in a dense model.
     """
 
     loss: float
@@ -96,6 +98,7 @@ class StepResult:
     stop: bool
     round_loss: float | None = None
     outer_exposed_s: float = 0.0
+    balance: Balance | None = None
 
 
 class NoUpdate:
@@ -254,6 +257,7 @@ class Trainer:
             round_loss = engine.outer.loss
             stops = float(engine.outer.settled and engine.outer.stop)
         engine.sharded.publish()
+        engine.routers.settle()
         self._count_arenas()
         return StepResult(
             loss=loss,
@@ -264,6 +268,7 @@ class Trainer:
             stop=stops > 0,
             round_loss=round_loss,
             outer_exposed_s=exposed_s,
+            balance=engine.routers.balance,
         )
 
     @property

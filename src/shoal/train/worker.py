@@ -311,6 +311,7 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
                 wire_bytes=_sent(rank) - before,
                 **({"tier_bytes": tiers} if (tiers := rank.trainer.tier_bytes()) else {}),
                 **_outer(rank.trainer, result),
+                **_balance(result),
             )
         if rank.chief and result.round_loss is not None:
             rank.meter.event("round", step=step, loss=result.round_loss)
@@ -341,6 +342,15 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
         if replanner is not None and not last:
             _replan(rank, replanner, step, result.seconds)
     return False
+
+
+def _balance(result: StepResult) -> dict[str, float]:
+    """What a step event says of experts."""
+    found = result.balance
+    if found is None:
+        return {}
+    loss = {} if found.loss is None else {"balance": found.loss}
+    return {"imbalance": found.imbalance, "dropped": found.dropped, **loss}
 
 
 def _outer(trainer: Trainer, result: StepResult) -> dict[str, float]:

@@ -205,6 +205,13 @@ class MegatronFormat:
             mesh.dp == 1, "mesh: dp", mesh.dp, expected="1: Megatron writes one copy of the model"
         )
         config = model_of(contents)
+        require(
+            not config.architecture.name,
+            "architecture",
+            config.architecture.name,
+            expected="a model of its family's own, which is all that Megatron's names say",
+            error=CheckpointError,
+        )
         if config.num_layers % mesh.pp:
             raise CheckpointError(
                 f"mesh: pp={mesh.pp}: {config.num_layers} layers cannot be shared evenly by so "

@@ -79,7 +79,7 @@ def routed_bytes(seed: int, *, fold: bool) -> Sent:
                 parameter.zero_()
             layer.router.weight.copy_(router)
             layer(x_RND[comm.rank])
-            chosen = layer.route(x_RND[comm.rank])[1]
+            chosen = layer.routed(x_RND[comm.rank], None)[0].experts
         counts: list[int] = torch.bincount(chosen.flatten(), minlength=8).tolist()
         return counts
 
@@ -128,8 +128,8 @@ def layer_and_permuting(
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.02)
     x_ND = torch.randn(tokens, hidden, requires_grad=True)
-    weight_NK, expert_NK = (found.detach() for found in layer.route(x_ND))
-    weight_NK.requires_grad_(True)
+    routed, _ = layer.routed(x_ND, None)
+    weight_NK, expert_NK = routed.weights.detach().requires_grad_(True), routed.experts
 
     def whole() -> None:
         torch.autograd.backward(layer(x_ND).sum())

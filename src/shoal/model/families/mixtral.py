@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.core.parts import part
+from shoal.core.parts import part, table
 from shoal.model.config import ModelConfig
 from shoal.model.families import common
 
@@ -51,12 +51,13 @@ class Mixtral:
         """Our parameter -> the stored tensors that make it up."""
         names = common.attention_names(config)
         dim, width = config.hidden, config.ffn_hidden
+        gate = table("gate").build(config.architecture.moe.gate)
         for layer in range(config.num_layers):
             own = f"blocks.{layer}.mlp"
             theirs = f"model.layers.{layer}.block_sparse_moe"
-            names[f"{own}.router.weight"] = (
-                common.Piece(f"{theirs}.gate.weight", (config.num_experts, dim)),
-            )
+            for name, shape in gate.shapes(dim, config.num_experts).items():
+                stored = name.replace("router", "gate", 1)
+                names[f"{own}.{name}"] = (common.Piece(f"{theirs}.{stored}", shape),)
             names[f"{own}.gate_up_proj"] = tuple(
                 common.Piece(f"{theirs}.experts.{expert}.{matrix}.weight", (width, dim))
                 for expert in range(config.num_experts)

@@ -30,9 +30,7 @@ class LowBitExperts(Experts):
 
     def __init__(self, plain: Experts, matrices: Mapping[str, Packed]) -> None:
         nn.Module.__init__(self)
-        self.num_experts, self.top_k = plain.num_experts, plain.top_k
-        self.normalise = plain.normalise
-        self.router = plain.router
+        self.take_router(plain)
         for name in ("gate_up_proj", "down_proj"):
             if name not in matrices:
                 self.register_parameter(name, getattr(plain, name))

@@ -4,13 +4,16 @@ The ranks of a stage are a grid ``dp x cp x tp`` to attention and ``edp x ep x e
 data moves between the two views: a rank owns some tokens, whatever its place is called. Of an
 expert's matrices it holds a slice of the width, 1 / etp of it, and of the experts 1 / ep.
 
-1. Route this rank's tokens; sort their (token, choice) pairs by expert.
+1. Route this rank's tokens; sort their (token, choice) pairs by expert. Where an expert has a
+   capacity, ranks that share a sequence tell each other their scores, and what there is no room
+   for is left out.
 2. Tell the ranks of the ep group how many rows come to them, and send the rows.
 3. Gather the rows of the etp group, whose ranks have the other slices of the same experts.
 4. Sort by expert, and multiply each expert's matrices with its rows.
 5. Back: sum over the etp group, send home, weigh and add up the choices of each token.
 
-No token is dropped, and no expert must have one.
+Without a capacity no token is dropped; nothing is ever padded to it, and no expert must have a
+token.
 
 Shapes: N tokens of this rank, E experts, X of this rank, K choices of a token, M rows, D hidden, F
 width of this rank's slices.
@@ -25,34 +28,36 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.core.errors import ModelError
 from shoal.model.feedforward import Experts, gate
+from shoal.model.routing import by_expert
 from shoal.parallel.expert.exchange import combined, counts_of, exchanged, spread
 from shoal.parallel.linear import Linear, grouped
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
+    from shoal.model.routing import Routed, Tokens
     from shoal.parallel.protocols import ExpertRanks
 
 __all__ = ["DispatchedExperts", "permute", "unpermute"]
 
 
-def permute(x_ND: Tensor, expert_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def permute(
+    x_ND: Tensor, expert_NK: Tensor, experts: int, keep_NK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rows by expert.
 
     Args:
         x_ND: tokens.
         expert_NK: the experts that each goes to.
         experts: how many there are, E.
+        keep_NK: choices that hold; all, if not given.
 
     Returns:
-        A row [M, D] for each choice of each token; which choice [M] each is; and how many rows
-        every expert has [E].
+        A row [M, D] for each choice of each token that holds; which choice [M] each is; and how
+        many rows every expert has [E].
     """
-    expert = expert_NK.reshape(-1)
-    order_M = torch.argsort(expert, stable=True)
-    rows_MD = x_ND[order_M // expert_NK.shape[1]]
-    return rows_MD, order_M, torch.bincount(expert, minlength=experts)
+    order_M, counts_E = by_expert(expert_NK, experts, keep_NK)
+    return x_ND[order_M // expert_NK.shape[1]], order_M, counts_E
 
 
 def unpermute(rows_MD: Tensor, weight_NK: Tensor, order_M: Tensor) -> Tensor:
@@ -72,44 +77,27 @@ class DispatchedExperts(Experts):
         layer: number of the block, for errors.
     """
 
+    checked = True
+
     def __init__(self, config: ModelConfig, ranks: ExpertRanks, layer: int) -> None:
-        own = {
-            "num_experts": config.num_experts // ranks.ep.world,
-            "ffn_hidden": config.ffn_hidden // ranks.etp.world,
-        }
-        super().__init__(config.model_copy(update=own))
-        self.router = Linear.of(
-            torch.nn.Linear(config.hidden, config.num_experts, bias=False), ranks.etp
+        super().__init__(
+            config,
+            layer,
+            held=config.num_experts // ranks.ep.world,
+            width=config.ffn_hidden // ranks.etp.world,
         )
-        self.ranks, self.layer = ranks, layer
-        self.num_experts = config.num_experts
+        self.router = Linear.of(self.router, ranks.etp)
+        self.ranks = ranks
 
-    def forward(self, x: Tensor, total: int = 0) -> Tensor:
-        """Weighted sum of the chosen experts of this rank's tokens [N, D] or [B, T, D].
+    def forward(self, x: Tensor, total: int = 0, *, tokens: Tokens | None = None) -> Tensor:
+        """Weighted sum of the chosen experts of this rank's tokens [N, D] or [B, T, D]."""
+        return super().forward(x, tokens=tokens)
 
-        Raises:
-            ModelError: the router's scores are not numbers; names the block.
-        """
-        x_ND = x.reshape(-1, x.shape[-1])
-        weight_NK, expert_NK = self.route(x_ND)
-        rows_MD, order_M, counts_E = permute(x_ND, expert_NK, self.num_experts)
+    def mixed(self, x_ND: Tensor, routed: Routed) -> Tensor:
+        """The same of tokens [N, D] of which it is known where they go."""
+        rows_MD, order_M, counts_E = permute(x_ND, routed.experts, self.num_experts, routed.keep)
         made_MD = self._there_and_back(rows_MD, counts_E)
-        return unpermute(made_MD, weight_NK, order_M).to(x.dtype).view_as(x)
-
-    def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and numbers [N, K] of the experts of each token."""
-        logits_NE = self.router(x_ND)
-        exact = torch.promote_types(logits_NE.dtype, torch.float32)
-        probability_NE = torch.softmax(logits_NE.to(exact), -1)
-        if not bool(torch.isfinite(probability_NE).all()):
-            raise ModelError(
-                f"blocks.{self.layer}.mlp.router: scores that are not numbers; lower the learning "
-                "rate, or go back to a checkpoint before they came up"
-            )
-        weight_NK, expert_NK = torch.topk(probability_NE, self.top_k, dim=-1)
-        if self.normalise:
-            weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
-        return weight_NK, expert_NK
+        return unpermute(made_MD, routed.weights, order_M).to(x_ND.dtype)
 
     def _there_and_back(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         """What the experts make of rows that are sorted by expert, in the same order."""

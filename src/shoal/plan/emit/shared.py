@@ -63,6 +63,9 @@ def refuses_train(plan: Plan, name: str, *, contexts: Sequence[str] = ()) -> lis
     """
     job, split = plan.job, plan.job.parallel
     found = []
+    if plan.shape.architecture.says:
+        kind = plan.shape.architecture.name or "moe"
+        found.append(f"architecture: {kind}: use a plain model of its family")
     if job.layers:
         found.append("layers: groups of blocks with their own layout; plan without them")
     if job.sync.name != "every_step":

@@ -1,0 +1,39 @@
+"""Two experts, of which the second comes by chance.
+
+Source: Lepikhin et al., GShard, 2021, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.model.gates.base import BaseGate, best_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.model.routing import Asked, Routed
+
+__all__ = ["GShard"]
+
+
+@part
+class GShard(BaseGate):
+    """The two likeliest experts; in training the second with probability 2 g2, at most 1.
+
+    For ``top_k`` 2. g2 is its share of the weight of both. Who is drawn follows from the seed, the
+    step and the token alone.
+    """
+
+    top: ClassVar[int | None] = 2
+
+    def route(self, logits_NE: Tensor, asked: Asked) -> Routed:
+        """See :class:`~shoal.model.protocols.Gate`."""
+        import torch
+
+        routed = best_of(logits_NE.softmax(-1), asked._replace(normalise=True))
+        if asked.tokens is None or not asked.tokens.training:
+            return routed
+        second_N = asked.tokens.drawn(asked.layer) < 2 * routed.weights[:, 1].detach()
+        return routed._replace(keep=torch.stack([torch.ones_like(second_N), second_N], 1))

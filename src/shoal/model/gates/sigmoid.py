@@ -1,0 +1,60 @@
+"""Scores that do not compete, and a bias that balances loads without a loss.
+
+Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, equations 12 to 16; Wang et al.,
+Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.model.gates.base import BaseGate, best_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.model.routing import Asked, Routed
+
+__all__ = ["Sigmoid"]
+
+_BIAS = "router_bias"
+
+
+@part
+class Sigmoid(BaseGate):
+    """The experts of the highest sigmoid scores plus a bias, weighed by the scores alone.
+
+    Once a step the bias of an expert rises or falls, as fewer or more tokens chose it than the
+    mean. It has no gradient, is the same on all ranks and is saved with the model.
+
+    Args:
+        bias_rate: by how much, at least 0; 0 leaves biases as they are.
+    """
+
+    bias_rate: float = 0.001
+    kept: ClassVar[frozenset[str]] = frozenset({_BIAS})
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.bias_rate <= 1, "gate.sigmoid.bias_rate", self.bias_rate,
+            expected="a number from 0 to 1",
+        )  # fmt: skip
+
+    def shapes(self, hidden: int, num_experts: int) -> dict[str, tuple[int, ...]]:
+        """Parameters of the router by their names in the layer, the matrix last."""
+        return {_BIAS: (num_experts,), **BaseGate.shapes(self, hidden, num_experts)}
+
+    def route(self, logits_NE: Tensor, asked: Asked) -> Routed:
+        """See :class:`~shoal.model.protocols.Gate`."""
+        score_NE = logits_NE.sigmoid()
+        routed = best_of(score_NE, asked, score_NE.detach() + asked.own[_BIAS].detach())
+        return routed._replace(shares=score_NE / score_NE.sum(-1, keepdim=True))
+
+    def settle(self, own: Mapping[str, Tensor], load_E: Tensor) -> None:
+        """A step has ended in which so many tokens chose each expert; changes the biases."""
+        bias_E = own[_BIAS]
+        error_E = load_E.mean() - load_E
+        bias_E.add_(error_E.sign().to(bias_E), alpha=self.bias_rate)

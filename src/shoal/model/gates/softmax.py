@@ -1,0 +1,27 @@
+"""Top-k of a softmax.
+
+Source: Jiang et al., Mixtral of Experts, 2024, section 2.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.parts import part
+from shoal.model.gates.base import BaseGate, best_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.model.routing import Asked, Routed
+
+__all__ = ["Softmax"]
+
+
+@part
+class Softmax(BaseGate):
+    """The experts of the highest probabilities, which are made to add up to 1; Mixtral's."""
+
+    def route(self, logits_NE: Tensor, asked: Asked) -> Routed:
+        """See :class:`~shoal.model.protocols.Gate`."""
+        return best_of(logits_NE.softmax(-1), asked)

@@ -1,0 +1,32 @@
+"""One expert for each token.
+
+Source: Fedus et al., Switch Transformers, 2022, section 2.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.model.gates.base import BaseGate, best_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.model.routing import Asked, Routed
+
+__all__ = ["Switch"]
+
+
+@part
+class Switch(BaseGate):
+    """The likeliest expert, weighed by its probability, so that the router learns from one alone.
+
+    For ``top_k`` 1; meant to be used with a ``capacity_factor`` of 1 to 2 and ``aux_loss`` 0.01.
+    """
+
+    top: ClassVar[int | None] = 1
+
+    def route(self, logits_NE: Tensor, asked: Asked) -> Routed:
+        """See :class:`~shoal.model.protocols.Gate`."""
+        return best_of(logits_NE.softmax(-1), asked._replace(normalise=False))

@@ -1,0 +1,56 @@
+"""Cosines in few dimensions.
+
+Source: Chi et al., On the Representation Collapse of Sparse Mixture of Experts, 2022, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.model.gates.softmax import Softmax
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["XMoE"]
+
+_EXPERTS, _TEMPERATURE = "router_experts", "router_temperature"
+# Below it a softmax is a choice, and its gradient rounding.
+_COLDEST = 0.01
+
+
+@part
+class XMoE(Softmax):
+    """Top-k of a softmax over cosines between the token in few dimensions and learnt experts.
+
+    Tokens are drawn towards experts by direction alone, so that their states do not collapse onto
+    the experts' vectors. The temperature is learnt.
+
+    Args:
+        dim: of the space; half as many as experts, if not given.
+    """
+
+    dim: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.dim is None or self.dim > 0, "gate.xmoe.dim", self.dim, expected="above 0")
+
+    def shapes(self, hidden: int, num_experts: int) -> dict[str, tuple[int, ...]]:
+        """Parameters of the router by their names in the layer, the matrix last."""
+        dim = self.dim or max(2, num_experts // 2)
+        return {
+            _EXPERTS: (num_experts, dim),
+            _TEMPERATURE: (1,),
+            "router.weight": (dim, hidden),
+        }
+
+    def scores(self, logits_NR: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+        """Cosines [N, E] over the temperature."""
+        from torch.nn.functional import normalize
+
+        experts_ER = own[_EXPERTS].to(logits_NR.dtype)
+        cosine_NE = normalize(logits_NR, dim=-1) @ normalize(experts_ER, dim=-1).T
+        return cosine_NE / own[_TEMPERATURE].to(logits_NR.dtype).clamp(min=_COLDEST)

@@ -1,0 +1,55 @@
+"""Real runs of a mixture of experts: the bias is saved and resumed, and balance is told."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from shoal.core.errors import RankError  # noqa: E402
+from shoal.core.meter import read_events  # noqa: E402
+from shoal.ir import Plan  # noqa: E402
+from shoal.model import huggingface  # noqa: E402
+from shoal.train.run import execute  # noqa: E402
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+
+from test_run import kill_at, losses  # noqa: E402
+
+Make = Callable[..., Plan]
+
+def steps(run: Path) -> dict[int, dict[str, Any]]:
+    return {e["step"]: e for e in read_events(run / "events.jsonl") if e["kind"] == "step"}
+
+
+def test_a_killed_run_goes_on_with_its_biases(make_plan: Make, tmp_path: Path) -> None:
+    plan = make_plan(
+        model="shoal-moe-4m",
+        parallel={"dp": 2, "ep": 2},
+        architecture={
+            "moe": {
+                "gate": {"name": "sigmoid", "bias_rate": 0.01},
+                "capacity_factor": 1.25,
+                "aux_loss": 0.001,
+            }
+        },
+    )
+    execute(plan, tmp_path / "straight")
+    run = tmp_path / "run"
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        execute(plan, run, inject=kill_at(14))
+    execute(plan, run, resume=True)
+    assert losses(run) == losses(tmp_path / "straight")
+    whole = steps(tmp_path / "straight")
+    for name in ("imbalance", "dropped", "balance"):
+        found = {step: event[name] for step, event in steps(run).items()}
+        assert found == {step: event[name] for step, event in whole.items()}
+    assert all(1 <= event["imbalance"] <= 8 for event in whole.values())
+    assert any(event["dropped"] > 0 for event in whole.values())
+    exported = [huggingface.read(d / "export", torch.float32) for d in (run, tmp_path / "straight")]
+    biases = [one.blocks[1].mlp.router_bias for one in exported]
+    assert torch.equal(*biases)
+    assert 0 < float(biases[0].abs().max()) <= 24 * 0.01 + 1e-6
+    assert exported[0].config.architecture.moe.gate.name == "sigmoid"
