@@ -15,8 +15,9 @@ after a micro-batch reduce-scatter over (q, i)   n parts of each rank
 before an update    reduce-scatter over the k    n / g1 parts of each rank
 ==================  ===========================  ==========================================
 
-With g0 = n there may be a second copy over fewer ranks, taken when the forward pass gathers, which
-the recomputation in a backward pass gathers from (ZeRO++).
+With g0 = n nothing is gathered after an update, and islands may be of any size. There may then be a
+second copy over fewer ranks, taken when the forward pass gathers, which the recomputation in a
+backward pass gathers from (ZeRO++).
 
 Sources: Xu et al., Scaling Large Language Model Training on Frontier with Low-Bandwidth
 Partitioning, 2025, section 3; Wang et al., ZeRO++, 2023, section 3.2 (the second copy).
@@ -61,16 +62,24 @@ class Levels(NamedTuple):
 
     @classmethod
     def of(cls, comm: Comm, package: int, island: int, second: int | None) -> Levels:
-        """Split ``comm``; all ranks call it with the same numbers, which are nested divisors."""
+        """Split ``comm``; all ranks call it with the same numbers.
+
+        Args:
+            comm: n ranks.
+            package: g0, a divisor of ``island``, or n.
+            island: g1, a divisor of n.
+            second: ranks that share a second copy.
+        """
         world = comm.world
 
         def within(size: int) -> list[range]:
             return [range(start, start + size) for start in range(0, world, size)]
 
+        share = min(package, island)  # with g0 = n nobody has peers
         peers = [
-            range(start + i, start + island, package)
+            range(start + i, start + island, share)
             for start in range(0, world, island)
-            for i in range(package)
+            for i in range(share)
         ]
         return cls(
             comm.split(within(package)),
@@ -132,8 +141,10 @@ class _LevelledUnit(Unit):
         if self.copy is None:
             levels, bits = self.owner.levels, self.owner.width.weights
             mine = self.flat.to(self._dtype) if bits is None else pack(self.flat[None], bits)[0]
-            found = gather_packed(levels.across, mine, tag="parameters")
-            found = gather_packed(levels.peers, found, tag="parameters")
+            found = mine[None, None]
+            if levels.package.world < self.owner.comm.world:
+                found = gather_packed(levels.across, mine, tag="parameters")
+                found = gather_packed(levels.peers, found, tag="parameters")
             self.copy = found.transpose(0, 1).flatten(0, 1).clone()
         return self.copy
 

@@ -39,7 +39,7 @@ class Topo3:
     Args:
         levels: [g0, g1]: ranks that share the weights, and ranks that share the gradients;
             neighbours, each a divisor of the next and of all ranks. Those of a node, twice, if not
-            given.
+            given. With ``secondary`` g0 may be all ranks, whatever g1 is.
         dtype: of weights and gradients on the wire and of the copies of the weights; the masters'
             own if not given. The masters, which the optimizer updates, stay as they are.
         quant: what travels in blocks of integers: ``weights: int8``, ``grads: int4`` or ``int8``.
@@ -59,8 +59,9 @@ class Topo3:
     def __post_init__(self) -> None:
         if self.levels is not None:
             g0, g1 = self.levels
+            wide = self.secondary is not None and g1 >= 1 and g0 % g1 == 0
             require(
-                g0 >= 1 and g1 >= g0 and g1 % g0 == 0,
+                wide or (g0 >= 1 and g1 >= g0 and g1 % g0 == 0),
                 "shard.topo3.levels",
                 list(self.levels),
                 expected="two numbers of ranks, the first a divisor of the second",
@@ -106,7 +107,7 @@ class Topo3:
             return near, near
         g0, g1 = self.levels or (near, near)
         require(
-            ranks % g1 == 0,
+            ranks % g1 == 0 and (g1 % g0 == 0 or g0 == ranks),
             "shard.topo3.levels",
             [g0, g1],
             expected=f"numbers that divide one another and the {ranks} data-parallel ranks",

@@ -81,7 +81,7 @@ def hops(part: Topo3, work: Work, machine: Machine) -> Iterator[Hop]:
         link = neighbours_link(machine, span(split, far), near)
         return Hop(name, members, sent, calls * units, link)
 
-    islands, packages = ranks // g1, g1 // g0
+    islands = ranks // g1
     second = part.secondary
     if second is None:
         yield hop("weights of a package", g0, weights, 2 * passes, g0, min(g0, here))
@@ -91,8 +91,10 @@ def hops(part: Topo3, work: Work, machine: Machine) -> Iterator[Hop]:
     yield hop("gradients of an island", g1, grads, passes, g1, min(g1, here))
     across = max(1, here // g1)
     yield hop("gradients across", islands, grads / g1, 1, ranks, across)
-    yield hop("new weights across", islands, weights / g1, 1, ranks, across)
-    yield hop("new weights of an island", packages, weights / g0, 1, g1, max(1, min(g1, here) // g0))
+    if g0 < ranks:
+        near = max(1, min(g1, here) // g0)
+        yield hop("new weights across", islands, weights / g1, 1, ranks, across)
+        yield hop("new weights of an island", g1 // g0, weights / g0, 1, g1, near)
 
 
 def kept_bytes(
