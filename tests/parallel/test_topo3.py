@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_splits import config, job
+from parallel_splits import config as eight
+from parallel_splits import job
 from torch import Tensor
 
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.parts import table
 from shoal.cost.shapes import shape_of
-from shoal.cost.training import TrainingCost
+from shoal.cost.training import Pricer
 from shoal.ir import Link, Parallel, Work
-from shoal.machine import find
+from shoal.machine.described import load
+from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh, same_as_one, tokens
 from shoal.parallel.compress import pack, unpack
 from shoal.parallel.engine import Engine, Rows
@@ -24,7 +26,12 @@ from shoal.parallel.thread_comm import ThreadComm, run_ranks
 from shoal.parallel.wire import packed_bytes
 from shoal.plan.strategy.space import sharding_choices
 
+LAYERS = 2
 QUANT = {"weights": "int8", "grads": "int4"}
+
+
+def config() -> ModelConfig:
+    return eight(num_layers=LAYERS)
 
 
 def topo3(*levels: int, **options: Any) -> dict[str, Any]:
@@ -37,11 +44,11 @@ def topo3(*levels: int, **options: Any) -> dict[str, Any]:
         ({"dp": 8}, topo3(2, 4), "full"),
         ({"dp": 4}, topo3(1, 2), "none"),
         ({"dp": 4}, topo3(4, 4), "none"),
-        ({"dp": 8}, topo3(8, 8, secondary=2), "full"),
+        ({"dp": 4}, topo3(4, 4, secondary=2), "full"),
         ({"dp": 4}, topo3(4, 2, secondary=2), "full"),
         ({"dp": 4}, "topo3", "none"),
-        ({"dp": 4, "tp": 2, "sp": True}, topo3(2, 2), "none"),
-        ({"dp": 2, "cp": 2, "pp": 2}, topo3(2, 4), "none"),
+        pytest.param({"dp": 4, "tp": 2, "sp": True}, topo3(2, 2), "none", marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "cp": 2, "pp": 2}, topo3(2, 4), "none", marks=pytest.mark.slow),
     ],
 )
 def test_same_as_one(parallel: dict[str, int], shard: Any, recompute: str) -> None:
@@ -102,9 +109,10 @@ def test_bytes_are_the_closed_form(quant: dict[str, str]) -> None:
     for per, inside in ((4, "node"), (2, "package")):
         for totals, sizes, _ in train(one, ranks_per_node=per):
             # Blocks are gathered twice, because of recomputation; what is around them once.
-            gathers = [2 * micro] * 8 + [micro] * (len(sizes) - 8)
+            gathers = [2 * micro] * LAYERS + [micro] * (len(sizes) - LAYERS)
             package = sum(
-                (g0 - 1) * k * q * weight(s) * times for s, times in zip(sizes, gathers, strict=True)
+                (g0 - 1) * k * q * weight(s) * times
+                for s, times in zip(sizes, gathers, strict=True)
             )
             peers = sum((q - 1) * k * weight(s) for s in sizes)
             across = sum((k - 1) * (weight(s) + grad(s)) for s in sizes)
@@ -120,7 +128,7 @@ def test_bytes_are_the_closed_form(quant: dict[str, str]) -> None:
 def test_memory_is_the_formula() -> None:
     """2 psi / g0 + 2 psi / g1 + 12 psi / n in bf16, with rows padded to the ranks."""
     n, g0, g1 = 8, 2, 4
-    one = job({"dp": n}, shard=topo3(g0, g1, dtype="bf16"))
+    one = job({"dp": n}, shard=topo3(g0, g1, dtype="bf16"), microbatch=1)
 
     def hook(engine: Engine) -> dict[str, int]:
         assert isinstance(engine.sharded, LevelledModel)
@@ -128,19 +136,17 @@ def test_memory_is_the_formula() -> None:
 
     psi = sum(math.prod(p.shape) for p in Fresh(config()).model().parameters())
     for _, sizes, held in train(one, hook=hook):
-        part = sum(sizes)
+        mine = sum(sizes)
         assert held == {
-            "weights": 2 * part * n // g0,
-            "gradients": 2 * part * n // g1,
-            "masters": 4 * part,  # and twice as much for the moments
+            "weights": 2 * mine * n // g0,
+            "gradients": 2 * mine * n // g1,
+            "masters": 4 * mine,  # and twice as much for the moments
         }
-        assert psi <= part * n < 1.35 * psi  # the model is tiny: few rows for eight ranks
-    whole = Work(shape=config().shape(), job=one)
+        assert psi <= mine * n < 1.35 * psi  # the model is tiny: few rows for eight ranks
     part = table("shard").build(one.shard)
-    kept = part.kept_bytes(one, find("8xH100"), float(psi), 0.0)
+    kept = part.kept_bytes(one, load("8xH100"), float(psi), 0.0)
     assert kept["weights"] == pytest.approx(psi * (2 / g0 + 4 / n))
     assert kept["gradients"] == pytest.approx(psi * 4 / g1 / 2)
-    assert whole.job.shard.name == "topo3"
 
 
 def test_quantised_equals_its_simulation() -> None:
@@ -173,13 +179,12 @@ def test_quantised_equals_its_simulation() -> None:
     for step in range(3):
         gradients = []
         for rank in range(n):
-            weight = unpack(pack(masters, 8), size, 8).view(8, 40).requires_grad_()
+            weight = unpack(pack(masters, 8), size, 8).reshape(8, 40).requires_grad_()
             loss(xs[step, rank], weight).backward()  # type: ignore[no-untyped-call]
             assert weight.grad is not None
             gradients.append(weight.grad.view(n // g1, g1, size).transpose(0, 1).reshape(g1, -1))
         for rank in range(n):
             k, j = divmod(rank, g1)
-            total = torch.zeros(size)
             hops = []
             for island in range(n // g1):
                 members = range(island * g1, (island + 1) * g1)
@@ -217,7 +222,7 @@ def test_estimate_counts_what_is_metered() -> None:
     one = job({"dp": 8}, shard=topo3(2, 4), global_batch=16, microbatch=1)
     work = Work(shape=config().shape(), job=one)
     part = table("shard").build(one.shard)
-    machine = find("2xFrontier").model_copy(update={"devices_per_node": 4})
+    machine = load("2xFrontier").model_copy(update={"devices_per_node": 4})
     told = {hop.name: hop for hop in hops(part, work, machine)}
     assert [told[name].members for name in told] == [2, 4, 2, 2, 2]
     scopes = [hop.link.scope for hop in told.values() if hop.link is not None]
@@ -245,15 +250,13 @@ def test_ranks_that_lie_apart() -> None:
 def test_planner_knows_it() -> None:
     from shoal.ir import TrainJob
 
-    machine = find("4xFrontier")
+    machine = load("4xFrontier")
     plain = TrainJob(model="Llama-3-8B", seq_len=2048, global_batch=64, tokens=10**9)
     choices = sharding_choices(plain, Parallel(dp=32), machine)
     levels = [choice.options["levels"] for choice in choices if choice.name == "topo3"]
     assert levels == [[2, 8], [8, 8]]
-    assert not [
-        c for c in sharding_choices(plain, Parallel(dp=8), machine) if c.name == "topo3"
-    ]
-    cost = TrainingCost(machine)
+    assert not [c for c in sharding_choices(plain, Parallel(dp=8), machine) if c.name == "topo3"]
+    cost = Pricer(machine)
 
     def made(shard: Any) -> Any:
         update = {"parallel": Parallel(dp=32), "microbatch": 2, "recompute": "full"}
@@ -287,7 +290,9 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_bad_jobs() -> None:
-    with pytest.raises(PlanError, match=r"levels = \[2, 4\]: expected .* the 6 data-parallel ranks"):
+    with pytest.raises(
+        PlanError, match=r"levels = \[2, 4\]: expected .* the 6 data-parallel ranks"
+    ):
         check_split(job({"dp": 6}, shard=topo3(2, 4), global_batch=12), config().shape())
     with pytest.raises(PlanError, match="compile"):
         check_split(job({"dp": 4}, shard=topo3(2, 4), compile=True), config().shape())
@@ -301,7 +306,7 @@ def test_bad_jobs() -> None:
 def test_packages_of_a_machine() -> None:
     from shoal.core.errors import MachineError
 
-    machine = find("Frontier")
+    machine = load("Frontier")
     assert isinstance(machine.link("package"), Link)
     with pytest.raises(MachineError, match="devices_per_package = 3"):
         type(machine).model_validate({**machine.model_dump(), "devices_per_package": 3})

@@ -15,6 +15,7 @@ The A/A run has the baseline in the place of the three levels.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any, ClassVar
 
@@ -60,9 +61,7 @@ class Topo3Claim:
     rows: ClassVar[tuple[int, ...]] = (24,)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.counted("of_zero3", "<=", 0.35, "ZeRO 3", statistic="ratio", evidence="mechanism"),
-        Metric.counted(
-            "of_zeropp", "<=", 0.999, "ZeRO++", statistic="ratio", evidence="mechanism"
-        ),
+        Metric.counted("of_zeropp", "<=", 0.999, "ZeRO++", statistic="ratio", evidence="mechanism"),
         Metric(
             name="simulated",
             unit="x",
@@ -163,12 +162,8 @@ class Topo3Claim:
                     f"{self.steps} steps, {name}", 0.3 + 0.7 * (2 * number + at) / (2 * self.seeds)
                 )
                 seed = context.seed + number
-                found[name].append(
-                    context.remember(
-                        f"loss {name} {seed}",
-                        lambda shard=shard, seed=seed: learn(shard, seed, self.steps, 4),
-                    )
-                )
+                made = functools.partial(learn, shard, seed, self.steps, 4)
+                found[name].append(context.remember(f"loss {name} {seed}", made))
         return found
 
     def _simulated(self) -> dict[str, list[float]]:

@@ -130,7 +130,7 @@ class _LevelledUnit(Unit):
         else:
             found = _assembled(levels.package, self._own_copy())
             if levels.second is not None:
-                shares = found.unflatten(0, (-1, levels.second.world))
+                shares = found.reshape(-1, levels.second.world, found.shape[1])
                 self.second = shares[:, levels.second.rank].clone()
         if bits is not None:
             found = unpack(found, self.flat.numel(), bits)
@@ -155,8 +155,8 @@ class _LevelledUnit(Unit):
     def receive(self, gradients: Sequence[Tensor]) -> None:
         """Sum gradients of the whole parameters over the island; add them to what is here."""
         island, bits = self.owner.levels.island, self.owner.width.gradients
-        parts = self.padded(gradients).unflatten(0, (-1, island.world)).transpose(0, 1)
-        rows = parts.reshape(island.world, -1)
+        parts = self.padded(gradients).view(-1, island.world, self.flat.numel())
+        rows = parts.transpose(0, 1).reshape(island.world, -1)
         if bits is not None:
             sums = reduce_scatter_packed(island, rows, bits, tag="gradients").to(self._dtype)
         else:

@@ -75,9 +75,9 @@ class Topo3:
         for what, name in self.quant.items():
             if what in _MASTERS:
                 raise ConfigError(
-                    f"shard.topo3.quant.{what} = {name}: the fp32 masters and the optimizer's state "
-                    "never leave their rank, and an update is smaller than what rounding loses; "
-                    "quantise weights or grads, which travel"
+                    f"shard.topo3.quant.{what} = {name}: the fp32 masters and the optimizer's "
+                    "state never leave their rank, and rounding would lose small updates; quantise "
+                    "weights or grads, which travel"
                 )
             require(
                 what in BITS,
@@ -97,7 +97,9 @@ class Topo3:
         """Bits of a number on the wire; None for those of a type."""
         return BITS[what][self.quant[what]] if what in self.quant else None
 
-    def sizes(self, ranks: int, near: int, *, error: type[ShoalError] = ConfigError) -> tuple[int, int]:
+    def sizes(
+        self, ranks: int, near: int, *, error: type[ShoalError] = ConfigError
+    ) -> tuple[int, int]:
         """g0 and g1 among ``ranks``, of which ``near`` stand on one node.
 
         Raises:

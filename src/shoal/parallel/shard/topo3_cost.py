@@ -47,7 +47,9 @@ def width(part: Topo3, what: str, job: TrainJob) -> float:
 def near_ranks(machine: Machine, job: TrainJob) -> int:
     """Ranks of one node that sum gradients."""
     split = job.parallel
-    each = ranks_per_host(machine, split) if machine.device.kind == "cpu" else machine.devices_per_node
+    each = (
+        ranks_per_host(machine, split) if machine.device.kind == "cpu" else machine.devices_per_node
+    )
     return max(1, each // split.tp)
 
 

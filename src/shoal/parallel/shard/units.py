@@ -37,8 +37,8 @@ def check_divided(comm: Comm, *, whole_matrices: bool) -> None:
     """
     if whole_matrices:
         raise ConfigError(
-            "shard: this optimizer needs whole matrices and zero2, zero3, hybrid and topo3 split them; "
-            "use shard: zero1 or replicated, or optimizer: adamw"
+            "shard: this optimizer needs whole matrices and zero2, zero3, hybrid and topo3 split "
+            "them; use shard: zero1 or replicated, or optimizer: adamw"
         )
     if comm.world == 1:
         raise ConfigError(
