@@ -238,6 +238,7 @@ def test_catalogue_has_every_system_once() -> None:
         19: "tempi",
         21: "oneflow",
         22: "megatron",
+        24: "topo3",
         29: "redco",
         36: "datastates",
         39: "infinite_llm",

@@ -25,6 +25,7 @@ __all__ = [
     "Rates",
     "context_link",
     "data_link",
+    "neighbours_link",
     "ranks_per_host",
     "tensor_link",
 ]
@@ -279,6 +280,18 @@ def data_link(machine: Machine, parallel: Parallel) -> Link | None:
     """The slowest link between data-parallel ranks, which stand ``tp`` apart."""
     link = _link(machine, parallel.tp * parallel.dp)
     return _reached(link, machine, min(parallel.dp, machine.devices_per_node // parallel.tp))
+
+
+def neighbours_link(machine: Machine, span: int, members: int) -> Link | None:
+    """The slowest link among ranks that lie at most ``span`` apart, those of a package included.
+
+    Args:
+        machine: the machine.
+        span: ranks from the first to the last of a group.
+        members: ranks of the group that stand on one node.
+    """
+    package = machine.link("package") if span <= machine.devices_per_package else None
+    return _reached(package or _link(machine, span), machine, members)
 
 
 def _reached(link: Link | None, machine: Machine, members: int) -> Link | None:

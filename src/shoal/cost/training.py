@@ -363,14 +363,19 @@ class Pricer:
         if split.pp > 1:
             passes = max(1, job.global_batch // split.dp // microbatch)
             held = self._part("schedule", split.schedule).in_flight(split.pp, passes, split.vpp)
+        shard = self._part("shard", job.shard)
+        levels = None
+        if hasattr(shard, "kept_bytes"):
+            levels = functools.partial(shard.kept_bytes, job, self.machine)
         found = memory_of(
             work,
             Rates(self.machine, split, job.threads),
             self._update(work).memory_bytes.get("optimizer", 0.0),
-            self._part("shard", job.shard).divides,
+            shard.divides,
             microbatch,
             held,
             self._trained(work),
+            levels,
         )
         if job.sync.name != "every_step":
             outer = self._part("sync", job.sync).kept_bytes(work)

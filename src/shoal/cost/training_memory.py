@@ -6,7 +6,7 @@ Sources: Rajbhandari et al., ZeRO, 2020 (what is divided); Korthikanti et al., 2
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.core.parts import table
@@ -76,10 +76,13 @@ def memory_of(
     microbatch: int,
     in_flight: float,
     trained: float = 1.0,
+    levels: Callable[[float, float], dict[str, float]] | None = None,
 ) -> dict[str, float]:
     """Bytes of one rank, by cause; ``in_flight`` micro-batches keep their activations.
 
-    ``trained`` is the share of the parameters that have gradients and moments.
+    ``trained`` is the share of the parameters that have gradients and moments; ``levels`` says what
+    weights and gradients take of so many parameters, and of a block of so many, where a sharding
+    divides them over groups of different sizes.
     """
     job, shape = work.job, work.shape
     cp, tp, pp = job.parallel.cp, job.parallel.tp, job.parallel.pp
@@ -91,11 +94,15 @@ def memory_of(
     if "weights" in divides:
         # Two blocks are whole at a time: the one at work and the next.
         weights = weights / dp + 2 * 4.0 * block
+    if levels is not None:
+        weights = levels(local, block)["weights"]
     if job.precision == "bf16":
         weights += 2.0 * (2 * block if "weights" in divides else local)
     gradients = 4.0 * local
     if "gradients" in divides:
         gradients = gradients / dp + 4.0 * block
+    if levels is not None:
+        gradients = levels(local, block)["gradients"]
     moments = local
     if "optimizer" in divides:
         moments = rest / dp + experts / job.parallel.edp

@@ -81,6 +81,8 @@ def data_parallel_s(work: Work, machine: Machine, shard: object, wire: dict[str,
         job = work.job.model_copy(update={"parallel": inside})
         work = work.model_copy(update={"job": job})
     own: Estimate = shard.estimate(work, machine)  # type: ignore[attr-defined]
+    if getattr(shard, "placed", False):
+        return add_wire(own, wire)
     link = data_link(machine, work.job.parallel)
     sent = sum(own.wire_bytes.values())
     scope = link.scope if link is not None else next(iter(own.wire_bytes), "loopback")

@@ -32,7 +32,7 @@ MIN_MEMORY_BANDWIDTH = 1e6
 MIN_GPU_BANDWIDTH = 1e9
 MIN_MAIN_MEMORY = 1e6
 # A message inside a node, and between the nodes of one site, is faster than this.
-MAX_LATENCY_S = {"loopback": 0.1, "device": 0.1, "node": 1.0, "wan": 10.0}
+MAX_LATENCY_S = {"loopback": 0.1, "package": 0.1, "device": 0.1, "node": 1.0, "wan": 10.0}
 
 Provenance = Literal["probed", "declared", "emulated"]
 
@@ -98,13 +98,14 @@ class Link(Value):
     """A way for bytes to travel between two ends of one scope.
 
     Args:
-        scope: device (between devices of a node), node (between nodes of a
-            cluster), wan, or loopback (between processes of one host).
+        scope: package (between devices of one package, as two dies), device (between devices of
+            a node), node (between nodes of a cluster), wan, or loopback (between processes of one
+            host).
         bandwidth: byte/s in one direction and per device.
         latency_s: one small message.
     """
 
-    scope: Literal["loopback", "device", "node", "wan"]
+    scope: Literal["loopback", "package", "device", "node", "wan"]
     bandwidth: PositiveFloat = Field(le=MAX_BANDWIDTH)
     latency_s: NonNegativeFloat = Field(le=10.0)
 
@@ -284,6 +285,8 @@ class Machine(Value):
         provenance: how most of the numbers came to be.
         nodes: number of nodes, of all sites.
         devices_per_node: devices of a node; 1 for a CPU node.
+        devices_per_package: neighbouring devices with a faster link between them, as the dies of
+            one module; a divisor of ``devices_per_node``.
         node_size: devices that a node has room for; a shorthand fills nodes of so many.
         sites: places of equal size that a wide-area link joins; a divisor of ``nodes``.
         device: what each of them is.
@@ -301,6 +304,7 @@ class Machine(Value):
     provenance: Provenance = "declared"
     nodes: PositiveInt = 1
     devices_per_node: PositiveInt = 1
+    devices_per_package: PositiveInt = 1
     node_size: PositiveInt = Field(default=8, le=100_000)
     sites: PositiveInt = 1
     device: Device
@@ -318,6 +322,7 @@ class Machine(Value):
         needed = {"device"} if self.devices_per_node > 1 else set()
         needed |= {"node"} if self.nodes > self.sites else set()
         needed |= {"wan"} if self.sites > 1 else set()
+        needed |= {"package"} if self.devices_per_package > 1 else set()
         scopes = [link.scope for link in self.links]
         twice = sorted({scope for scope in scopes if scopes.count(scope) > 1})
         if twice:
@@ -328,6 +333,12 @@ class Machine(Value):
             raise MachineError(
                 f"machine {self.name}: sites = {self.sites}: {self.nodes} nodes cannot be shared "
                 "by them evenly; give a divisor of nodes"
+            )
+        if self.devices_per_node % self.devices_per_package:
+            raise MachineError(
+                f"machine {self.name}: devices_per_package = {self.devices_per_package}: "
+                f"{self.devices_per_node} devices of a node cannot be shared by packages evenly; "
+                "give a divisor of devices_per_node"
             )
         missing = needed - set(scopes)
         if missing:

@@ -18,6 +18,7 @@ SHARDS = PartTable(
         "zero2": "shoal.parallel.shard.fsdp:Zero2",
         "zero3": "shoal.parallel.shard.fsdp:Zero3",
         "hybrid": "shoal.parallel.shard.hybrid:Hybrid",
+        "topo3": "shoal.parallel.shard.topo3:Topo3",
     },
 )
 

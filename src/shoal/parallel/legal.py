@@ -150,6 +150,8 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     shard = table("shard").build(job.shard)
+    if hasattr(shard, "check"):
+        shard.check(job)
     if job.offload is not None:
         table("offload").build(job.offload).check(job)
         require(

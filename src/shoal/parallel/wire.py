@@ -24,6 +24,7 @@ Operations in MPICH, 2005 (the ring algorithms); Patarasuk and Yuan, 2009 (all-r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,10 @@ from shoal.core.errors import require
 if TYPE_CHECKING:
     from shoal.core.meter import Meter
 
-__all__ = ["Wire", "ring_all_reduce_bytes", "ring_gather_bytes"]
+__all__ = ["BLOCK", "Wire", "packed_bytes", "ring_all_reduce_bytes", "ring_gather_bytes"]
+
+BLOCK = 256
+"""Values that share a scale where numbers travel in a few bits."""
 
 
 def ring_all_reduce_bytes(nbytes: float, world: int) -> float:
@@ -43,6 +47,11 @@ def ring_all_reduce_bytes(nbytes: float, world: int) -> float:
 def ring_gather_bytes(nbytes: float, world: int) -> float:
     """Bytes one rank sends to all-gather, or reduce-scatter, ``nbytes`` of full size."""
     return nbytes * (world - 1) / world
+
+
+def packed_bytes(values: int, bits: int) -> int:
+    """Bytes of so many values in ``bits`` each, with an fp32 scale for every block of them."""
+    return math.ceil(values * bits / 8) + 4 * math.ceil(values / BLOCK)
 
 
 class Wire:

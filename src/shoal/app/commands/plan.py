@@ -28,6 +28,7 @@ from shoal.app.commands.plan_survival import survival
 from shoal.app.commands.plan_swap import swap
 from shoal.app.commands.plan_t3 import t3
 from shoal.app.commands.plan_tiles import tiles
+from shoal.app.commands.plan_topology import topology
 from shoal.app.commands.plan_tune import tune
 from shoal.app.commands.train_drafter import drafter_job, is_drafter_job, show_drafter_plan
 from shoal.app.counts import count
@@ -461,6 +462,7 @@ app.command("memory")(memory)
 app.command("autotp")(autotp)
 app.command("gemm")(gemm)
 app.command("tiles")(tiles)
+app.command("topology")(topology)
 app.command("tune")(tune)
 app.command("survival")(survival)
 app.command("decode")(decode)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
     from shoal.train.protocols import Updater
 
-__all__ = ["learn", "time_rounds"]
+__all__ = ["Worker", "learn", "time_rounds"]
 
 _WARM = 20
 
 
-class _Worker:
+class Worker:
     """One rank of a job whose steps are made one by one.
 
     Args:
@@ -105,7 +105,7 @@ def time_rounds(
     model = ModelConfig.model_validate(config)
     data = text().train
     total = 10**9  # no step is the last
-    workers = [_Worker(comm, TrainJob.model_validate(job), model, data, total) for job in jobs]
+    workers = [Worker(comm, TrainJob.model_validate(job), model, data, total) for job in jobs]
     found: list[list[list[float]]] = [[] for _ in jobs]
     for turn in range(turns):
         for at in list(range(len(jobs)))[:: -1 if turn % 2 else 1]:
@@ -143,7 +143,7 @@ def learn(
     known = text()
     found = []
     for job in jobs:
-        worker = _Worker(comm, TrainJob.model_validate(job), model, known.train, steps)
+        worker = Worker(comm, TrainJob.model_validate(job), model, known.train, steps)
         for _ in range(steps):
             worker.step()
         whole = worker.engine.whole

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["GatheredModel"]
+__all__ = ["GatheredModel", "Unit"]
 
 
 class _Gather(torch.autograd.Function):
     """The local parts of a unit to its whole parameters; gradients go to the unit."""
 
     @staticmethod
-    def forward(ctx: Any, unit: _Unit, *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, unit: Unit, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.unit = unit
         return tuple(unit.gather())
 
@@ -51,7 +51,7 @@ class _Gather(torch.autograd.Function):
         return (None,) * (1 + len(gradients))
 
 
-class _Unit:
+class Unit:
     """Parameters of one type that are gathered together.
 
     Args:
@@ -84,13 +84,7 @@ class _Unit:
 
     def gather(self) -> list[Tensor]:
         """The whole parameters."""
-        comm = self.owner.comm
-        everything = self.kept
-        if everything is None:
-            everything = self.flat.new_empty(comm.world, self.flat.numel())
-            comm.all_gather(everything.view(-1), self.flat, tag="parameters").wait()
-            if not self.owner.reshard:
-                self.kept = everything
+        everything = self.everything()
         found = []
         for shape, (start, size), width in zip(self.shapes, self.places, self.widths, strict=True):
             rows = shape[0] if shape else 1
@@ -99,15 +93,35 @@ class _Unit:
             found.append(padded[: rows * width].clone().view(shape))
         return found
 
+    def everything(self) -> Tensor:
+        """Every rank's part, in their order: [ranks, part]."""
+        if self.kept is not None:
+            return self.kept
+        comm = self.owner.comm
+        found = self.flat.new_empty(comm.world, self.flat.numel())
+        comm.all_gather(found.view(-1), self.flat, tag="parameters").wait()
+        if not self.owner.reshard:
+            self.kept = found
+        return found
+
+    def forget(self) -> None:
+        """The parts have changed, or may: what was gathered of them is no longer true."""
+        self.kept = None
+
     def receive(self, gradients: Sequence[Tensor]) -> None:
         """Add gradients of the whole parameters; scatter the sum after the last micro-batch."""
-        if self.gradient is None:
-            self.gradient = self.flat.new_zeros(self.owner.comm.world, self.flat.numel())
+        whole = self.padded(gradients)
+        self.gradient = whole if self.gradient is None else self.gradient.add_(whole)
+        self.owner.received(self)
+
+    def padded(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Gradients of the whole parameters, as parts: [ranks, part]."""
+        found = self.flat.new_zeros(self.owner.comm.world, self.flat.numel())
         for gradient, (start, size) in zip(gradients, self.places, strict=True):
             padded = gradient.new_zeros(self.owner.comm.world * size)
             padded[: gradient.numel()] = gradient.reshape(-1)
-            self.gradient[:, start : start + size] += padded.view(-1, size)
-        self.owner.received(self)
+            found[:, start : start + size] = padded.view(-1, size)
+        return found
 
     def scatter(self) -> None:
         """Sum the gradients over the ranks; each keeps those of its part."""
@@ -118,6 +132,10 @@ class _Unit:
         self.owner.comm.reduce_scatter(own, gradient.view(-1), tag="gradients").wait()
         if self.owner.across is not None:
             self.owner.across.all_reduce(own, tag="gradients").wait()
+        self.keep(own)
+
+    def keep(self, own: Tensor) -> None:
+        """Give the parts their sums of gradients [part], on top of those that they have."""
         for index, part in enumerate(self.parts):
             local = self._local(own, index)
             part.grad = local if part.grad is None else part.grad + local
@@ -149,6 +167,7 @@ class GatheredModel:
     """
 
     overlap = True
+    unit: type[Unit] = Unit
 
     def __init__(
         self,
@@ -165,9 +184,9 @@ class GatheredModel:
         self.across = across if across is not None and across.world > 1 else None
         self.reshard = reshard
         self._sync = False
-        self._units: list[_Unit] = []
+        self._units: list[Unit] = []
         # Whole parameter -> its unit and number there; where it stands in the modules.
-        home: dict[nn.Parameter, tuple[_Unit, int]] = {}
+        home: dict[nn.Parameter, tuple[Unit, int]] = {}
         blocks, around = units(model)
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         for module in (*blocks, *around):
@@ -187,11 +206,11 @@ class GatheredModel:
                     child._parameters[leaf] = unit.parts[index]
 
     def _divide(
-        self, parameters: list[nn.Parameter], home: dict[nn.Parameter, tuple[_Unit, int]]
+        self, parameters: list[nn.Parameter], home: dict[nn.Parameter, tuple[Unit, int]]
     ) -> None:
         for dtype in sorted({p.dtype for p in parameters}, key=str):
             chosen = [p for p in parameters if p.dtype == dtype]
-            unit = _Unit(chosen, self)
+            unit = self.unit(chosen, self)
             self._units.append(unit)
             home.update({p: (unit, index) for index, p in enumerate(chosen)})
 
@@ -199,10 +218,10 @@ class GatheredModel:
         self,
         module: nn.Module,
         children: list[nn.Module],
-        home: dict[nn.Parameter, tuple[_Unit, int]],
+        home: dict[nn.Parameter, tuple[Unit, int]],
     ) -> None:
         """Gather around the passes of ``module`` what its ``children`` hold."""
-        places: dict[_Unit, list[tuple[nn.Module, str, int]]] = {}
+        places: dict[Unit, list[tuple[nn.Module, str, int]]] = {}
         for child in children:
             for leaf, parameter in child._parameters.items():
                 if parameter is not None and parameter in home:
@@ -216,7 +235,7 @@ class GatheredModel:
     def _gathering(
         self,
         method: Callable[..., Any],
-        places: dict[_Unit, list[tuple[nn.Module, str, int]]],
+        places: dict[Unit, list[tuple[nn.Module, str, int]]],
     ) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             with ExitStack() as stack:
@@ -227,7 +246,7 @@ class GatheredModel:
         return call
 
     @contextmanager
-    def _shown(self, unit: _Unit, places: list[tuple[nn.Module, str, int]]) -> Iterator[None]:
+    def _shown(self, unit: Unit, places: list[tuple[nn.Module, str, int]]) -> Iterator[None]:
         """The modules have the whole parameters, unless a pass around this one has seen to it."""
         mine = [place for place in places if place[1] not in place[0].__dict__]
         if not mine:
@@ -243,7 +262,7 @@ class GatheredModel:
             for child, leaf, _ in mine:
                 del child.__dict__[leaf]
 
-    def received(self, unit: _Unit) -> None:
+    def received(self, unit: Unit) -> None:
         """A unit got its gradients of one micro-batch."""
         if self._sync and self.overlap:
             unit.scatter()
@@ -270,7 +289,7 @@ class GatheredModel:
         found: dict[str, Held] = {}
         for name in self.owned():
             unit, index = self._names[name]
-            unit.kept = None  # whoever asks may write
+            unit.forget()  # whoever asks may write
             shape = unit.shapes[index]
             offset = (unit.row(index), *(0,) * (len(shape) - 1)) if shape else ()
             found[name] = Held(unit.parts[index].detach(), offset, shape)
@@ -294,7 +313,7 @@ class GatheredModel:
     def publish(self) -> None:
         """Forget last step's gradients and parameters; the next forward gathers new ones."""
         for unit in self._units:
-            unit.kept = None
+            unit.forget()
             for part in unit.parts:
                 part.grad = None
 

@@ -16,6 +16,7 @@ from shoal.cost.arithmetic import parameters
 from shoal.ir import Estimate, Interval, Machine, Work
 from shoal.parallel.shard.cost import group_link
 from shoal.parallel.shard.fsdp import divided
+from shoal.parallel.shard.units import on_one_node
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +77,7 @@ class Hybrid:
 
     def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> Sharded:
         """Shard the model inside this rank's group."""
-        within = self.within or _on_one_node(comm)
+        within = self.within or on_one_node(comm)
         require(
             comm.world % within == 0 and within > 1,
             "shard.hybrid.within",
@@ -88,11 +89,3 @@ class Hybrid:
         inside = comm.split([range(start, start + within) for start in starts])
         across = comm.split([range(i, comm.world, within) for i in range(within)])
         return divided(model, inside, reshard=True, whole_matrices=whole_matrices, across=across)
-
-
-def _on_one_node(comm: Comm) -> int:
-    """How many of the ranks stand on the node of the first one."""
-    size = comm.ranks_per_node
-    if size is None:
-        return comm.world
-    return sum(rank // size == comm.ranks[0] // size for rank in comm.ranks)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["check_divided", "units"]
+__all__ = ["check_divided", "on_one_node", "units"]
 
 
 def units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -37,11 +37,19 @@ def check_divided(comm: Comm, *, whole_matrices: bool) -> None:
     """
     if whole_matrices:
         raise ConfigError(
-            "shard: this optimizer needs whole matrices and zero2, zero3 and hybrid split them; "
-            "use shard: zero1 or replicated, or optimizer: adamw"
+            "shard: this optimizer needs whole matrices and zero2, zero3, hybrid and topo3 split "
+            "them; use shard: zero1 or replicated, or optimizer: adamw"
         )
     if comm.world == 1:
         raise ConfigError(
-            "shard: zero2, zero3 and hybrid divide over ranks and there is one; "
+            "shard: zero2, zero3, hybrid and topo3 divide over ranks and there is one; "
             "use shard: replicated, or parallel.dp of 2 or more"
         )
+
+
+def on_one_node(comm: Comm) -> int:
+    """How many of the ranks stand on the node of the first one."""
+    size = comm.ranks_per_node
+    if size is None:
+        return comm.world
+    return sum(rank // size == comm.ranks[0] // size for rank in comm.ranks)

@@ -70,6 +70,8 @@ def refuses_train(plan: Plan, name: str, *, contexts: Sequence[str] = ()) -> lis
         found.append("layers: groups of blocks with their own layout; plan without them")
     if job.sync.name != "every_step":
         found.append(f"sync = {job.sync.name}: use every_step")
+    if job.shard.name == "topo3":
+        found.append("shard = topo3: plan with --set shard=zero1, zero3 or replicated")
     if split.vocab_split == "pp":
         found.append("parallel.vocab = pp: use tp or none")
     if job.recompute == "stage":

@@ -116,7 +116,7 @@ class Rules:
             key=lambda x: (
                 x.precision != job.precision,
                 # Gathered weights and small products cost more than a second forward pass.
-                x.shard.name == "zero3",
+                x.shard.name in ("zero3", "topo3"),
                 (x.microbatch or 1) < min(4, x.global_batch // x.parallel.dp),
                 x.recompute == "full",
                 shards.get(x.shard.name, 4),

@@ -118,7 +118,7 @@ def needs_whole_matrices(job: TrainJob) -> bool:
     return bool(getattr(optimizer, "whole_matrices", False))
 
 
-def sharding_choices(job: TrainJob, parallel: Parallel) -> tuple[Choice, ...]:
+def sharding_choices(job: TrainJob, parallel: Parallel, machine: Machine) -> tuple[Choice, ...]:
     """Shard parts to try for a split."""
     if "shard" in job.model_fields_set:
         return (job.shard,)
@@ -126,11 +126,26 @@ def sharding_choices(job: TrainJob, parallel: Parallel) -> tuple[Choice, ...]:
         return (Choice(name="replicated"),)
     known = table("shard")
     whole = needs_whole_matrices(job) or parallel.folded
-    return tuple(
+    plain = tuple(
         Choice(name=name)
         for name in SHARDS
         if name in known and not (whole and name not in WHOLE_SHARDS)
     )
+    return plain if whole or job.compile else (*plain, *_levelled(parallel, machine))
+
+
+def _levelled(parallel: Parallel, machine: Machine) -> Iterator[Choice]:
+    """Three-level ZeRO where some nodes share the gradients: weights over a package, or a node."""
+    if machine.device.kind == "cpu":
+        return
+    ranks = parallel.dp * parallel.cp
+    island = max(1, machine.devices_per_node // parallel.tp)
+    if island == 1 or ranks % island or ranks == island:
+        return
+    package = max(1, machine.devices_per_package // parallel.tp)
+    for size in sorted({island, package} - {1}):
+        if island % size == 0:
+            yield Choice(name="topo3", options={"levels": [size, island]})
 
 
 def worlds(job: TrainJob, machine: Machine) -> list[int]:
@@ -171,7 +186,7 @@ def candidates(
         if job.sync.name != "every_step" and parallel.folded and "parallel" not in fixed:
             continue
         sizes = divisors(share) if job.microbatch is None else [job.microbatch]
-        for shard in sharding_choices(job, parallel):
+        for shard in sharding_choices(job, parallel, machine):
             for size in sizes:
                 if not _goes(parallel, shard.name, share // size):
                     continue

@@ -1,0 +1,221 @@
+"""[24] Three-level ZeRO: does little cross slow links, at which memory and which loss?
+
+Source: Xu et al., Scaling Large Language Model Training on Frontier with Low-Bandwidth
+Partitioning, 2025; its baseline is Wang et al., ZeRO++, 2023.
+
+- Eight ranks that train, two nodes of two packages of two: bytes that are metered between the
+  nodes in a step of four micro-batches, beside ZeRO 3 and beside ZeRO++ (int8 weights, int4
+  gradients in two hops, a second copy in the node); what the ranks hold, beside the formula.
+- Steps of GPT-NeoX-20B on the dies of 48 nodes of Frontier by the cost model, beside ZeRO++.
+- Steps beside one process; numbers that a quantiser moves by more than half a scale.
+- 300 steps on bytes with int8 weights and int4 gradients, beside exact ones.
+
+The A/A run has the baseline in the place of the three levels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any, ClassVar
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+__all__ = ["Topo3Claim"]
+
+_QUANT = {"weights": "int8", "grads": "int4"}
+_BF16: dict[str, Any] = {"name": "topo3", "levels": [2, 4], "dtype": "bf16"}
+_EXACT: dict[str, Any] = {"name": "topo3", "levels": [2, 4]}
+_ZEROPP: dict[str, Any] = {"name": "topo3", "levels": [8, 4], "secondary": 4, "quant": _QUANT}
+# What a level may be: all on one, none, the whole.
+_SWITCHES: tuple[Any, ...] = (
+    _EXACT,
+    {"name": "topo3", "levels": [8, 8]},
+    {"name": "topo3", "levels": [1, 4]},
+    {"name": "topo3", "levels": [8, 4], "secondary": 4},
+)
+
+
+@part
+class Topo3Claim:
+    """Three levels beside ZeRO 3 and ZeRO++.
+
+    Args:
+        microbatches: of a rank in a step whose bytes are metered.
+        machine: of the simulated steps.
+        model: of the simulated steps.
+        sequences: of each die in a simulated step.
+        steps: of the runs that learn.
+        seeds: how many of these there are.
+    """
+
+    microbatches: int = 4
+    machine: str = "48xFrontier"
+    model: str = "GPT-NeoX-20B"
+    sequences: int = 4
+    steps: int = 300
+    seeds: int = 2
+
+    rows: ClassVar[tuple[int, ...]] = (24,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.counted("of_zero3", "<=", 0.35, "ZeRO 3", statistic="ratio", evidence="mechanism"),
+        Metric.counted("of_zeropp", "<=", 0.999, "ZeRO++", statistic="ratio", evidence="mechanism"),
+        Metric(
+            name="simulated",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.3,
+            baseline="ZeRO++",
+            evidence="simulated",
+            paper="1.71 times the TFLOP/s of ZeRO++ for 20B on up to 384 dies",
+        ),
+        Metric.counted("uncounted_memory", "<=", 0.0, "the formula", unit="B", statistic="max"),
+        Metric.counted("error", "<=", 1e-9, "one process, in float64", statistic="max"),
+        Metric.counted("rounded", "<=", 1.00001, "half a scale", statistic="max"),
+        Metric.counted(
+            "loss_gap",
+            "<=",
+            0.03,
+            "numbers that travel whole",
+            unit="nats",
+            statistic="mean",
+            evidence="mechanism",
+            quick=False,
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("microbatches", "sequences", "steps", "seeds"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.topo3.{name}", value, expected="1 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """Models need torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        from shoal.claims.experiments.topo3_ranks import errors, node_bytes, uncounted
+
+        context.progress("bytes between nodes", 0.02)
+        count = self.microbatches
+        zero3 = context.remember("zero3", lambda: node_bytes("zero3", count))
+        zeropp = context.remember("zeropp", lambda: node_bytes(_ZEROPP, count))
+        exact = zero3 if as_baseline else node_bytes(_EXACT, count)
+        half = zeropp if as_baseline else node_bytes(_BF16, count)
+        context.progress("steps on Frontier", 0.1)
+        told = context.remember("simulated", self._simulated)
+        context.progress("steps beside one process", 0.15)
+        metrics = {
+            "of_zero3": Paired(method=(exact,), baseline=(zero3,)),
+            "of_zeropp": Paired(method=(half,), baseline=(zeropp,)),
+            "simulated": Paired(
+                method=tuple(told["zeropp" if as_baseline else "topo3"]),
+                baseline=tuple(told["zeropp"]),
+            ),
+            "uncounted_memory": Paired(method=uncounted(_BF16)),
+            "error": Paired(method=errors(_SWITCHES[:1] if quick else _SWITCHES)),
+            "rounded": Paired(method=_rounded(context.seed)),
+        }
+        details: dict[str, Any] = {"simulated_s": told}
+        if not as_baseline and not quick:
+            context.progress("bytes of other settings", 0.2)
+            details["node_bytes"] = {
+                "zero3": zero3,
+                "zeropp": zeropp,
+                "exact": exact,
+                "bf16": half,
+                "quantised": node_bytes({**_EXACT, "quant": _QUANT}, count),
+                "zero3, one micro-batch": node_bytes("zero3", 1),
+                "exact, one micro-batch": node_bytes(_EXACT, 1),
+                "bf16, one micro-batch": node_bytes(_BF16, 1),
+                "zeropp, one micro-batch": node_bytes(_ZEROPP, 1),
+            }
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        losses = self._losses(context)
+        ours = losses["exact" if as_baseline else "quantised"]
+        metrics["loss_gap"] = Paired(
+            method=tuple(a - b for a, b in zip(ours, losses["exact"], strict=True))
+        )
+        details["heldout_loss"] = losses
+        return Samples(metrics=metrics, details=details)
+
+    def _losses(self, context: Context) -> dict[str, list[float]]:
+        """Held-out loss by kind and seed, nats a byte."""
+        from shoal.claims.experiments.topo3_ranks import learn
+
+        kinds = {
+            "exact": {"name": "topo3", "levels": [2, 2]},
+            "quantised": {"name": "topo3", "levels": [2, 2], "quant": _QUANT},
+        }
+        found: dict[str, list[float]] = {name: [] for name in kinds}
+        for number in range(self.seeds):
+            for at, (name, shard) in enumerate(kinds.items()):
+                context.progress(
+                    f"{self.steps} steps, {name}", 0.3 + 0.7 * (2 * number + at) / (2 * self.seeds)
+                )
+                seed = context.seed + number
+                made = functools.partial(learn, shard, seed, self.steps, 4)
+                found[name].append(context.remember(f"loss {name} {seed}", made))
+        return found
+
+    def _simulated(self) -> dict[str, list[float]]:
+        """Seconds of a step by sharding, with one, two and all sequences in a micro-batch."""
+        from shoal.cost.shapes import find
+        from shoal.cost.training import estimate
+        from shoal.ir import TrainJob, Work
+        from shoal.machine.described import load
+
+        machine = load(self.machine)
+        ranks, node = machine.num_devices, machine.devices_per_node
+        package = machine.devices_per_package
+        shards: dict[str, Any] = {
+            "topo3": {"name": "topo3", "levels": [package, node], "quant": _QUANT},
+            "zeropp": {
+                "name": "topo3", "levels": [ranks, node], "secondary": node, "quant": _QUANT,
+            },
+            "zero3": "zero3",
+        }  # fmt: skip
+        found: dict[str, list[float]] = {}
+        for name, shard in shards.items():
+            found[name] = []
+            for size in (1, 2, self.sequences):
+                job = TrainJob.model_validate(
+                    {
+                        "model": self.model,
+                        "seq_len": 2048,
+                        "global_batch": ranks * self.sequences,
+                        "microbatch": min(size, self.sequences),
+                        "parallel": {"dp": ranks},
+                        "shard": shard,
+                        "recompute": "full",
+                        "precision": "bf16",
+                    }
+                )
+                cost = estimate(Work(job=job, shape=find(self.model)), machine)
+                found[name].append(cost.step_s.value)
+        return found
+
+
+def _rounded(seed: int) -> tuple[float, ...]:
+    """How far the quantisers move a number at most, in halves of its block's scale."""
+    import torch
+
+    from shoal.parallel.compress import pack, unpack
+    from shoal.parallel.wire import BLOCK
+
+    source = torch.Generator().manual_seed(seed)
+    x = torch.randn(64, 4 * BLOCK, generator=source).exp() * torch.randn(64, 1, generator=source)
+    found = []
+    for bits, most in ((4, 7), (8, 127)):
+        off = (unpack(pack(x, bits), x.shape[1], bits) - x).abs().view(-1, BLOCK)
+        scales = x.abs().view(-1, BLOCK).amax(1, keepdim=True) / most
+        found.append(float((off / (scales / 2)).max()))
+    return tuple(found)

@@ -1,0 +1,153 @@
+"""What the claim of three-level ZeRO runs: ranks as threads, their bytes, memory and losses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.ir import TrainJob
+    from shoal.parallel.engine import Engine
+    from shoal.parallel.thread_comm import ThreadComm
+
+__all__ = ["RANKS", "errors", "learn", "node_bytes", "uncounted"]
+
+RANKS, _PER_NODE, _PACKAGE = 8, 4, 2
+_COUNTED = ("parameters", "gradients")
+
+
+def _job(shard: Any, *, microbatches: int, **changes: Any) -> TrainJob:
+    from shoal.ir import TrainJob
+
+    return TrainJob.model_validate(
+        {
+            "model": "shoal-0.3m",
+            "seq_len": 16,
+            "global_batch": RANKS * microbatches,
+            "microbatch": 1,
+            "precision": "fp32",
+            "recompute": "full",
+            "parallel": {"dp": RANKS},
+            "shard": shard,
+            "grad_clip": 0.05,
+            **changes,
+        }
+    )
+
+
+def _config() -> Any:
+    """A model of which every row count is a multiple of the ranks: nothing is padded."""
+    from shoal.claims.experiments.arch_training import mini
+
+    return mini(64, 4, tied=False)
+
+
+def _stepped(shard: Any, microbatches: int, look: Any) -> list[Any]:
+    """One training step on eight ranks, two nodes of two packages of two; what ``look`` saw."""
+    import torch
+
+    from shoal.parallel.check import Fresh, tokens
+    from shoal.parallel.engine import Engine, Rows
+    from shoal.parallel.legal import check_split
+    from shoal.parallel.thread_comm import run_ranks
+
+    config = _config()
+    job = _job(shard, microbatches=microbatches)
+    schedule = check_split(job, config.shape())
+    weights = Fresh(config)
+
+    def on(comm: ThreadComm) -> Any:
+        engine = Engine(job, schedule, weights, comm)
+        adam = torch.optim.AdamW(list(engine.sharded.owned().values()))
+        rows = tokens(job, config.vocab_size, 0, documents=False)
+        mine = slice(comm.rank * microbatches, (comm.rank + 1) * microbatches)
+        rows = Rows(rows.inputs[mine], rows.targets[mine], None, mine.start, 0)
+        engine.backward(rows, 1, float(job.global_batch * job.seq_len))
+        held = look(engine)
+        engine.finish()
+        adam.step()
+        engine.sharded.publish()
+        return held, comm.meter.totals()
+
+    return run_ranks(RANKS, on, ranks_per_node=_PER_NODE)
+
+
+def node_bytes(shard: Any, microbatches: int) -> float:
+    """Bytes that a step of all ranks sends between the nodes, metered."""
+    total = 0.0
+    for _, totals in _stepped(shard, microbatches, lambda _: None):
+        for key, value in totals.items():
+            if "scope=node" in key and any(f"tag={tag}" in key for tag in _COUNTED):
+                total += value
+    return total
+
+
+def uncounted(shard: Any) -> tuple[float, ...]:
+    """Per rank, bytes held at the end of backward beside 2 p / g0 + 2 p / g1 + 4 p / n.
+
+    The moments are 8 p / n more, of the optimizer, whatever the sharding.
+    """
+    from shoal.cost.arithmetic import parameters
+
+    count = parameters(_config().shape())
+    g0, g1 = shard["levels"]
+
+    def look(engine: Engine) -> dict[str, int]:
+        found: dict[str, int] = engine.sharded.held_bytes()  # type: ignore[attr-defined]
+        return found
+
+    formula = {
+        "weights": 2 * count / g0,
+        "gradients": 2 * count / g1,
+        "masters": 4 * count / RANKS,
+    }
+    found = []
+    for held, _ in _stepped(shard, 2, look):
+        found.append(float(sum(abs(held[name] - formula[name]) for name in formula)))
+    return tuple(found)
+
+
+def errors(shards: tuple[Any, ...]) -> tuple[float, ...]:
+    """Largest relative difference to one process after two steps, in float64."""
+    from shoal.parallel.check import same_as_one
+
+    found = []
+    for shard in shards:
+        one = same_as_one(_job(shard, microbatches=2), _config(), steps=2)
+        found.append(max(one.loss, one.norm, one.gradient, one.parameter))
+    return tuple(found)
+
+
+def learn(shard: Any, seed: int, steps: int, ranks: int) -> float:
+    """Held-out loss in nats a byte of a small model that ``ranks`` threads have trained."""
+    from shoal.claims.experiments.arch_training import mini, text
+    from shoal.ir import TrainJob
+    from shoal.parallel.thread_comm import run_ranks
+
+    job = TrainJob.model_validate(
+        {
+            "model": "shoal-0.3m",
+            "seq_len": 64,
+            "global_batch": 8,
+            "microbatch": 1,
+            "precision": "fp32",
+            "parallel": {"dp": ranks},
+            "shard": shard,
+            "optimizer": {"name": "adamw", "lr": 3e-3},
+            "seed": seed,
+        }
+    )
+    known = text()
+
+    def on(comm: ThreadComm) -> float:
+        from shoal.claims.experiments.arch_training import heldout
+        from shoal.claims.experiments.co2_ranks import Worker
+
+        worker = Worker(comm, job, mini(64, 3), known.train, steps)
+        for _ in range(steps):
+            worker.step()
+        whole = worker.engine.whole
+        assert whole is not None
+        whole.eval()
+        return heldout(whole, known.heldout, worker.recipe)
+
+    return run_ranks(ranks, on, ranks_per_node=ranks // 2, timeout_s=300.0)[0]
