@@ -70,6 +70,7 @@ KINDS: dict[str, str] = {
     "kv": "shoal.plan.batching:KV_MANAGERS",
     "preempt": "shoal.plan.batching:PREEMPTIONS",
     "balancer": "shoal.plan.balance:BALANCERS",
+    "assigner": "shoal.plan.balance:ASSIGNERS",
     "memory": "shoal.serve:MEMORIES",
     "speculative": "shoal.serve.decode:SPECULATORS",
     "accept": "shoal.serve.decode:ACCEPTANCES",
