@@ -263,6 +263,9 @@ class Pricer:
             hidden = OVERLAP * backward.device * passes
             collective = max(collective - hidden, 0.05 * collective)
         collective += add_wire(self._part("sync", job.sync).estimate(work, machine), wire)
+        if job.batching is not None:
+            assigner = self._part("assigner", job.batching)
+            collective += add_wire(assigner.estimate(work, machine), wire)
 
         terms = {
             "matmul": both.matmul * passes,

@@ -67,6 +67,8 @@ def refuses_train(plan: Plan, name: str, *, contexts: Sequence[str] = ()) -> lis
         found.append("layers: groups of blocks with their own layout; plan without them")
     if job.sync.name != "every_step":
         found.append(f"sync = {job.sync.name}: use every_step")
+    if job.batching is not None:
+        found.append(f"batching = {job.batching.name}: leave it out")
     if split.vocab_split == "pp":
         found.append("parallel.vocab = pp: use tp or none")
     if job.recompute == "stage":
