@@ -22,7 +22,8 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.cost.arithmetic import activation_bytes, flops_by_op
 from shoal.cost.context_traffic import ring_traffic, ulysses_traffic
-from shoal.cost.rates import Rates, data_link
+from shoal.cost.host_link import copy_bytes_per_s
+from shoal.cost.rates import Rates, ranks_per_host
 from shoal.ir import Machine, ModelShape, Parallel
 
 __all__ = ["Exchange", "SequenceCost"]
@@ -120,13 +121,17 @@ class SequenceCost:
     def on(
         cls, shape: ModelShape, machine: Machine, parallel: Parallel, *, precision: str = "bf16"
     ) -> SequenceCost:
-        """The same with the rates and links of one rank of a machine."""
+        """The same with the rates of one rank of a machine; every rank has a link of its own."""
         rate = Rates(machine, parallel).matmul_curve(precision)(float(shape.hidden))
-        link = data_link(machine, parallel)
-        near = machine.link("device") if machine.device.kind == "gpu" else None
+        inside = ranks_per_host(machine, parallel)
+        if machine.device.kind != "cpu":
+            inside = min(inside, machine.devices_per_node)
+        near = machine.link("loopback" if machine.device.kind == "cpu" else "device")
+        far = machine.link("node") or near
+        link = near if parallel.world <= inside else far
         links = []
-        if near is not None and machine.devices_per_node < parallel.world:
-            links.append((machine.devices_per_node, near.bandwidth))
+        if near is not None and inside < parallel.world:
+            links.append((inside, near.bandwidth))
         links.append((parallel.world, math.inf if link is None else link.bandwidth))
         return cls.of(
             shape,
@@ -134,6 +139,7 @@ class SequenceCost:
             links,
             itemsize=2 if precision == "bf16" else 4,
             latency_s=0.0 if link is None else link.latency_s,
+            host_bytes_per_s=copy_bytes_per_s(machine),
         )
 
     def compute_s(self, lengths: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ DeepSpeed-Ulysses, 2023.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -88,7 +89,7 @@ def _alone(ends: list[int]) -> Mix:
             return attend(q, k, v, None, causal=ends[1] > 1)
         parts = [
             attend(*(x[:, :, start:stop] for x in (q, k, v)), None, causal=stop - start > 1)
-            for start, stop in zip(ends, ends[1:], strict=False)
+            for start, stop in itertools.pairwise(ends)
         ]
         return torch.cat(parts, 2)
 

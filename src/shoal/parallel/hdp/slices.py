@@ -6,6 +6,7 @@ rank may have none of a sequence that is shorter than its group is large.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,7 +51,7 @@ def segments(documents: np.ndarray | None, rows: int, length: int) -> list[Segme
         cuts = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), length]
         found += [
             Segment(row, start, stop)
-            for start, stop in zip(cuts, cuts[1:], strict=False)
+            for start, stop in itertools.pairwise(cuts)
             if ids[start] >= 0
         ]
     return found
@@ -67,7 +68,7 @@ def shares(tokens: int, degree: int, exchange: Exchange) -> list[np.ndarray]:
         each = -(-tokens // degree)
         return [places[rank * each : (rank + 1) * each] for rank in range(degree)]
     ends = [number * tokens // (2 * degree) for number in range(2 * degree + 1)]
-    chunks = [places[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    chunks = [places[start:stop] for start, stop in itertools.pairwise(ends)]
     return [np.concatenate([chunks[n], chunks[-1 - n]]) for n in range(degree)]
 
 

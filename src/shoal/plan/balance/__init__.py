@@ -1,5 +1,4 @@
-"""balance: who does what. Which of several replicas answers a request; which ranks of a training
-job compute which sequences. One way a file. Torch-free.
+"""balance: which replica answers a request, which ranks compute which sequences. Torch-free.
 
 ``protocols`` says what a balancer promises, ``prefixes`` remembers who has seen which prompt;
 ``sequences`` says what an assigner promises, ``predicted`` how long its assignments take.
