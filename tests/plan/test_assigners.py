@@ -48,7 +48,7 @@ def _of(name: str, capacity: int) -> Any:
     return ASSIGNERS.build({"name": name, "capacity_tokens": capacity, **own})
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     st.lists(st.integers(1, 400), min_size=1, max_size=60),
     st.sampled_from([1, 3, 4, 8]),
@@ -81,7 +81,7 @@ def test_a_sequence_takes_as_many_ranks_as_it_needs_and_not_a_power_of_two() -> 
     assert all(len(plan.of(rank)) for rank in range(5))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=7), st.integers(2, 3))
 def test_longest_first_is_within_its_bound(lengths: list[int], ranks: int) -> None:
     """Graham's bound against every assignment there is."""
@@ -166,6 +166,7 @@ def _exhaustive(lengths: Sequence[int], pool: Pool) -> float:
     return best
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.integers(1, 350), min_size=1, max_size=5))
 def test_the_program_finds_the_optimum(lengths: list[int]) -> None:

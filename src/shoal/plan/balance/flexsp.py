@@ -17,8 +17,6 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 from shoal.cost.sequences import SequenceCost
@@ -136,20 +134,26 @@ def best_homogeneous(lengths: Sequence[int], pool: Pool) -> tuple[int, float]:
 
 
 def _cuts(lengths: Sequence[int], pool: Pool) -> list[list[tuple[int, ...]]]:
-    """The batch in M micro-batches of about as many tokens and of similar lengths."""
-    sizes = np.asarray(lengths)
-    order = np.argsort(-sizes, kind="stable")
-    ends = np.cumsum(sizes[order])
-    total = int(ends[-1])
-    fewest = -(-total // (pool.ranks * pool.capacity))
+    """The batch in about M micro-batches of as many tokens and of similar lengths.
+
+    None has more than all ranks hold, so one group of all of them is always a way.
+    """
+    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    total, most = sum(lengths), pool.ranks * pool.capacity
+    fewest = -(-total // most)
     found: list[list[tuple[int, ...]]] = []
     for number in range(fewest, min(fewest + _MORE, len(lengths)) + 1):
-        # A sequence belongs where its middle lies.
-        part_of = ((ends - sizes[order] / 2) * number / total).astype(np.int64)
-        cut = [tuple(order[part_of == n].tolist()) for n in range(number)]
-        cut = [members for members in cut if members]
-        if cut not in found:
-            found.append(cut)
+        limit = min(most, -(-total // number))
+        cut: list[list[int]] = []
+        tokens = limit
+        for one in order:
+            if tokens + lengths[one] > limit:
+                cut.append([])
+                tokens = 0
+            cut[-1].append(one)
+            tokens += lengths[one]
+        if (chosen := [tuple(members) for members in cut]) not in found:
+            found.append(chosen)
     return found
 
 
