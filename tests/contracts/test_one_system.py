@@ -94,6 +94,7 @@ CAUSES = {
     "lr_schedule": "overhead",
     "shard": "collective",
     "sync": "collective",
+    "assigner": "collective",
     "offload": "memory",
     "activation": "memory",
     "schedule": "collective",

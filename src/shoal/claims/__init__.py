@@ -50,6 +50,8 @@ CLAIMS = PartTable(
         "single_path": "shoal.claims.experiments.single_path:SinglePath",
         "bytecheckpoint": "shoal.claims.experiments.bytecheckpoint:ByteCheckpointClaim",
         "c4": "shoal.claims.experiments.c4:C4",
+        "bytescale": "shoal.claims.experiments.bytescale:ByteScaleClaim",
+        "flexsp": "shoal.claims.experiments.flexsp:FlexSPClaim",
         "co2": "shoal.claims.experiments.co2:CO2Claim",
         "topo3": "shoal.claims.experiments.topo3:Topo3Claim",
         "datastates": "shoal.claims.experiments.datastates:DataStatesClaim",

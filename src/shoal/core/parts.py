@@ -72,6 +72,7 @@ KINDS: dict[str, str] = {
     "preempt": "shoal.plan.batching:PREEMPTIONS",
     "balancer": "shoal.plan.balance:BALANCERS",
     "placer": "shoal.plan.placement:PLACERS",
+    "assigner": "shoal.plan.balance:ASSIGNERS",
     "memory": "shoal.serve:MEMORIES",
     "speculative": "shoal.serve.decode:SPECULATORS",
     "accept": "shoal.serve.decode:ACCEPTANCES",

@@ -265,6 +265,9 @@ class Pricer:
         collective += add_wire(self._part("sync", job.sync).estimate(work, machine), wire)
         placer = self._part("placer", job.parallel.placer)
         collective += add_wire(placer.estimate(work, machine), wire)
+        if job.batching is not None:
+            assigner = self._part("assigner", job.batching)
+            collective += add_wire(assigner.estimate(work, machine), wire)
 
         terms = {
             "matmul": both.matmul * passes,

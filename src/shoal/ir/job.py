@@ -303,6 +303,8 @@ class TrainJob(Value):
         global_batch: sequences of one step over all ranks, B.
         microbatch: sequences of one forward pass on one rank; None lets the planner
             choose.
+        batching: who computes which sequences of a step, so that long ones are shared by as many of
+            the data-parallel ranks as they need; None gives every rank as many rows.
         steps: optimizer steps; or give ``tokens`` or ``minutes``.
         tokens: training tokens; rounded up to whole steps.
         minutes: wall time by the plan's own estimate; rounded to whole steps.
@@ -350,6 +352,7 @@ class TrainJob(Value):
     seq_len: PositiveInt = 256
     global_batch: PositiveInt = 16
     microbatch: PositiveInt | None = None
+    batching: Annotated[Choice, Kind("assigner")] | None = None
     steps: PositiveInt | None = None
     tokens: PositiveInt | None = None
     minutes: PositiveFloat | None = None

@@ -148,9 +148,10 @@ class SplitBlock(WholeBlock):
 
         def attend(normed: Tensor) -> Tensor:
             qkv = attention.qkv_proj(normed, total)
-            q, k, v = attention.rotated(qkv.view(batch, len(cos), -1), cos, sin)
+            q, k, v = attention.rotated(qkv.view(batch, len(cos), qkv.shape[-1]), cos, sin)
             mixed = mix(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-            out: Tensor = attention.o_proj(mixed.transpose(1, 2).reshape(total, -1))
+            width = mixed.shape[1] * mixed.shape[3]
+            out: Tensor = attention.o_proj(mixed.transpose(1, 2).reshape(total, width))
             return out
 
         def feed(normed: Tensor) -> Tensor:

@@ -220,7 +220,8 @@ def on_rank(
     for step in range(steps):
         everything = tokens(job, weights.config.vocab_size, step, documents=documents)
         count = int((everything.targets != -100).sum())
-        rows = _share(everything, engine.replicas, engine.replica)
+        replica, replicas = engine.reads
+        rows = _share(everything, replicas, replica)
         size = job.microbatch or len(rows.inputs)
         loss = engine.backward(rows, size, count)
         engine.finish()

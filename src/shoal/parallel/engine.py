@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shoal.core.boxes import Box
 from shoal.core.parts import table
+from shoal.cost.sequences import SequenceCost
 from shoal.ir.schedule import Schedule
 from shoal.kernel.tensors import name_of
 from shoal.model.dropout import Dropout
@@ -31,6 +32,7 @@ from shoal.model.initialise import empty
 from shoal.model.routing import StepRouting
 from shoal.model.trained import train_with
 from shoal.parallel.expert.balance import Routers
+from shoal.parallel.hdp.runtime import HybridRuntime
 from shoal.parallel.pipeline import Boundary, Runtime
 from shoal.parallel.protocols import Held, MicroBatch
 from shoal.parallel.ranks import ranks_of
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, Ranks, Rounds, Sharded
     from shoal.parallel.stage import LocalModel
     from shoal.parallel.vocab_passes import VocabShard
+    from shoal.plan.balance.sequences import Assignment
 
 __all__ = ["Engine", "Rows", "Weights"]
 
@@ -74,6 +77,7 @@ class Rows(NamedTuple):
         step: global step.
         weights: how much the tokens of each sequence count fp32 [b]; 1 if not given.
         counted: tokens that the loss is a mean over; the counted targets, if not given.
+        plan: who computes which of the sequences, where that was asked ahead.
     """
 
     inputs: Tensor
@@ -83,6 +87,7 @@ class Rows(NamedTuple):
     step: int
     weights: Tensor | None = None
     counted: int | None = None
+    plan: Assignment | None = None
 
 
 class _Whole:
@@ -140,6 +145,8 @@ class Engine:
         dtype: of weights, and of computation where the job's precision is fp32.
         place: directory for what an offloaded run keeps on disk; the system's own for such if
             not given.
+        cost: that sequences are dealt out by, where the job has ``batching``; that of counted
+            operations alone, if not given.
 
     Attributes:
         offloaded: the model's state in tiers, which is ``sharded`` and updates itself; None
@@ -147,6 +154,7 @@ class Engine:
         routers: of its experts, and how evenly they shared out the tokens of the last step.
         workers: groups of replicas that make updates of their own.
         outer: the rounds after which they agree; None where they do in every step.
+        hybrid: deals the sequences of every batch out; None where rows are dealt out evenly.
     """
 
     def __init__(
@@ -159,6 +167,7 @@ class Engine:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         place: Path | None = None,
+        cost: SequenceCost | None = None,
     ) -> None:
         self.job = job
         self.config = weights.config
@@ -172,6 +181,7 @@ class Engine:
         self.workers = workers or 1
         self.coord = parallel.attention().coord(world.rank)
         self.split = parallel.tp * parallel.cp * parallel.pp > 1 or parallel.folded
+        self.split = self.split or job.batching is not None
         shard = table("shard").build(job.shard)
         optimizer = table("optimizer").build(job.optimizer)
         # A forward pass of a sharded model is itself collective: all ranks make the same ones.
@@ -259,7 +269,7 @@ class Engine:
             self.outer = sync.apply(self.local, self.sharded.owned(), self.ranks.outer)
         compute = torch.bfloat16 if job.precision == "bf16" else dtype
         # Stages of a pipeline end their backward passes at different times.
-        self.sharded.overlap = parallel.pp == 1
+        self.sharded.overlap = parallel.pp == 1 and job.batching is None
         self.runtime = Runtime(
             schedule,
             stages,
@@ -277,6 +287,17 @@ class Engine:
             around=lambda last: self.sharded.accumulate(last=last),
             recompute="none" if job.layers else job.recompute,
         )
+        self.hybrid: HybridRuntime | None = None
+        if job.batching is not None:
+            self.hybrid = HybridRuntime(
+                table("assigner").build(job.batching),
+                cost or SequenceCost.of(self.config.shape(), 1e12, [(world.world, 1e10)]),
+                world,
+                stages[0],
+                around=lambda last: self.sharded.accumulate(last=last),
+                autocast=self.autocast,
+                recompute=job.recompute == "full" and not job.layers,
+            )
 
     def _build(self, weights: Weights, dropout: Dropout | None) -> Mapping[int, Any]:
         """This rank's stages, their values, and what is shared with other ranks."""
@@ -306,6 +327,7 @@ class Engine:
             dropout=dropout,
             routing=self._routing,
             recomputed=self.recomputed,
+            mixed=self.job.batching is not None,
         )
         self._slices = dict(local.slices)
         if self.schedule.vocab_barriers:
@@ -405,6 +427,11 @@ class Engine:
         return self.coord["dp"]
 
     @property
+    def reads(self) -> tuple[int, int]:
+        """Which part of a batch's rows this rank is given, of how many."""
+        return (self.replica, self.replicas) if self.hybrid is None else (0, 1)
+
+    @property
     def first_of_replica(self) -> bool:
         """This rank is the first of those that share their rows."""
         return not any(self.coord[axis] for axis in ("tp", "cp", "pp"))
@@ -449,7 +476,7 @@ class Engine:
         """Forward and backward passes of one step; gradients are whole sums afterwards.
 
         Args:
-            rows: of this rank's replica.
+            rows: of this rank's replica; of all, where sequences are dealt out.
             size: sequences of a micro-batch.
             count: counted tokens of the worker's batch, which is the global one.
             record: keep the times of the passes.
@@ -457,6 +484,8 @@ class Engine:
         Returns:
             What this rank adds to the global sum of token losses.
         """
+        if self.hybrid is not None:
+            return self.hybrid.step(rows, 1.0 / count)
         batches = self.microbatches(rows, size)
         if self.schedule.cells:
             self._shares = (count / self._visitors(batches)).tolist()

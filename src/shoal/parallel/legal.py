@@ -10,9 +10,11 @@ import math
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
+from shoal.cost.sequences import SequenceCost
 from shoal.cost.training import microbatch_of
 from shoal.ir import ModelShape, Schedule, TrainJob
 from shoal.ir.routing import Routing
+from shoal.ir.architecture import Architecture
 from shoal.parallel.legal_architecture import check_architecture
 from shoal.parallel.overlap import TILES
 from shoal.plan.partition import cells_for
@@ -119,6 +121,7 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
     )
     _check_layers(job, shape)
     _check_sync(job, schedule)
+    _check_batching(job, shape)
     if p.stages:
         cells_for(shape, schedule, given=p.stages)
     if cp > 1:
@@ -303,6 +306,53 @@ def _check_sync(job: TrainJob, schedule: Schedule) -> None:
             hint="change it, or use sync: every_step",
             error=PlanError,
         )
+
+
+def _check_batching(job: TrainJob, shape: ModelShape) -> None:
+    """Refuse what ranks with numbers of passes of their own cannot do."""
+    if job.batching is None:
+        return
+    p, name = job.parallel, job.batching.name
+    together = "a sharding in which a pass of one rank needs no other: replicated or zero1. Ranks "
+    together += "have different numbers of passes, and gathered weights need as many on each"
+    rules: tuple[tuple[bool, str, object, str], ...] = (
+        (p.world == p.dp, "parallel", f"tp={p.tp}, pp={p.pp}, cp={p.cp}", "dp alone"),
+        (not p.folded, "parallel.ep", p.ep, "1, with etp = 1"),
+        (job.shard.name in ("replicated", "zero1"), "shard", job.shard.name, together),
+        (job.recompute != "stage", "recompute", job.recompute, "none or full"),
+        (not job.compile, "compile", job.compile, "false"),
+        (job.offload is None, "offload", job.offload, "nothing"),
+        (job.finetune is None, "finetune", job.finetune, "nothing"),
+        (job.activation.name == "keep", "activation", job.activation.name, "keep"),
+        (job.sync.name == "every_step", "sync", job.sync.name, "every_step"),
+        (not job.replan.enabled, "replan.enabled", job.replan.enabled, "false"),
+        (shape.family != "mdlm", "model", shape.name, "a model whose tokens see those before"),
+        (
+            job.architecture == Architecture() and shape.architecture == Architecture(),
+            "architecture",
+            shape.name,
+            "a plain transformer",
+        ),
+    )
+    for legal, where, given, expected in rules:
+        require(
+            legal,
+            where,
+            str(given),
+            expected=f"{expected}, with batching {name}",
+            hint="change it, or leave batching out",
+            error=PlanError,
+        )
+    part = table("assigner").build(job.batching, where="batching")
+    require(
+        getattr(part, "offload", "none") == "none",
+        "batching.offload",
+        getattr(part, "offload", "none"),
+        expected="none: activations that go to the host are planned by shoal plan balance alone",
+        error=PlanError,
+    )
+    # A document may fill a row.
+    part.assign([job.seq_len], p.dp, SequenceCost.of(shape, 1e12, [(p.dp, 1e10)]))
 
 
 def _check_layers(job: TrainJob, shape: ModelShape) -> None:

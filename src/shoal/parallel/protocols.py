@@ -7,7 +7,7 @@ in the same order. A sharding part's ``apply`` wraps a model and returns a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -88,6 +88,11 @@ class MicroBatch(NamedTuple):
         row: number of the first sequence in the global batch.
         step: global step.
         weights: how much the tokens of each sequence count [b]; 1 if not given.
+        mix: attention, where the micro-batch brings its own: q [b, H, n, d], k and v [b, K, n, d]
+            to [b, H, n, d].
+        numbers: of each token in the global batch int64 [n], where they do not follow from its
+            row and its place; with ``mix``.
+        length: tokens of a row of the global batch T; with ``mix``.
     """
 
     tokens: Tensor
@@ -97,6 +102,9 @@ class MicroBatch(NamedTuple):
     row: int
     step: int
     weights: Tensor | None = None
+    mix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    numbers: Tensor | None = None
+    length: int | None = None
 
 
 class ContextPart(Protocol):

@@ -53,6 +53,7 @@ class Stage(nn.Module):
         dropout: of the outputs of attention and feed-forward, in training mode.
         routing: seed and sequences of a step, for the routers of experts.
         recomputed: numbers of the layers of which only the input is kept, whatever a pass says.
+        mixed: micro-batches may bring attention of their own.
 
     Raises:
         PlanError: the model cannot be split so.
@@ -72,6 +73,7 @@ class Stage(nn.Module):
         dropout: Dropout | None = None,
         routing: StepRouting | None = None,
         recomputed: frozenset[int] = frozenset(),
+        mixed: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.layers, self.first, self.last = config, layers, first, last
@@ -79,7 +81,7 @@ class Stage(nn.Module):
         self.recomputed = recomputed
         self.sp = parallel.sp and self.tp.world > 1
         self.vocab = parallel.vocab_split
-        self.split = self.tp.world > 1 or self.cp.world > 1
+        self.split = self.tp.world > 1 or self.cp.world > 1 or mixed
         require(
             self.cp.world == 1 or context is not None,
             "parallel.cp",
@@ -143,7 +145,7 @@ class Stage(nn.Module):
             DataError: token ids or labels beyond the vocabulary.
         """
         batch, share = mb.tokens.shape
-        length = share * self.cp.world
+        length = mb.length or share * self.cp.world
         self._check_length(length)
         if self.first and self.embed is not None:
             x = self._embedded(mb.tokens)
@@ -218,7 +220,8 @@ class Stage(nn.Module):
     def _drop(self, mb: MicroBatch, length: int) -> Drop | None:
         if self.dropout is None or not self.training:
             return None
-        drop = self.dropout.at(mb.step, mb.row).over(mb.positions, length, len(mb.tokens))
+        places = mb.positions if mb.numbers is None else mb.numbers
+        drop = self.dropout.at(mb.step, mb.row).over(places, length, len(mb.tokens))
         if drop is None or not self.sp:
             return drop
         return drop.of(local_rows(drop.tokens, self.tp))
@@ -234,6 +237,8 @@ class Stage(nn.Module):
 
     def _mix(self, mb: MicroBatch, length: int, dtype: torch.dtype) -> Mix:
         """Attention over whole sequences."""
+        if mb.mix is not None:
+            return mb.mix
         if self.cp.world == 1:
             mask = None if mb.documents is None else document_mask(mb.documents, dtype)
             return lambda q, k, v: attend(q, k, v, mask, causal=mask is not None or length > 1)
@@ -280,6 +285,7 @@ class LocalModel(nn.Module):
         dropout: as for :class:`Stage`.
         routing: as for :class:`Stage`.
         recomputed: as for :class:`Stage`.
+        mixed: as for :class:`Stage`.
 
     Attributes:
         stages: stage -> :class:`Stage`.
@@ -298,6 +304,7 @@ class LocalModel(nn.Module):
         dropout: Dropout | None = None,
         routing: StepRouting | None = None,
         recomputed: frozenset[int] = frozenset(),
+        mixed: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -314,6 +321,7 @@ class LocalModel(nn.Module):
                 dropout=dropout,
                 routing=routing,
                 recomputed=recomputed,
+                mixed=mixed,
             )
             for number, chosen in sorted(layers.items())
         }

@@ -23,6 +23,7 @@ from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.saved import Saved
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
+from shoal.cost.sequences import SequenceCost
 from shoal.machine import host
 from shoal.parallel.actor import prefetch
 from shoal.parallel.engine import Engine, Rows
@@ -39,7 +40,7 @@ from shoal.train.watch.watched import phase
 
 if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
-    from shoal.ir import TrainJob
+    from shoal.ir import Machine, TrainJob
     from shoal.ir.comm import Comm
     from shoal.parallel.comm import TorchComm
     from shoal.parallel.engine import Weights
@@ -126,6 +127,7 @@ class Trainer:
         comm: all ranks.
         device: where this rank computes.
         place: directory for what an offloaded run keeps on disk.
+        machine: that it runs on, by whose rates sequences are dealt out.
 
     Raises:
         PlanError: the job's split cannot run.
@@ -141,6 +143,7 @@ class Trainer:
         *,
         device: torch.device | str = "cpu",
         place: Path | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.job = job
         self.total_steps = total_steps
@@ -155,7 +158,12 @@ class Trainer:
         shape = weights.config.shape()
         self.tuned = None if job.finetune is None else FineTuned(weights, job)
         schedule = check_split(job, shape)
-        self.engine = Engine(job, schedule, self.tuned or weights, comm, device=device, place=place)
+        cost = None
+        if machine is not None and job.batching is not None:
+            cost = SequenceCost.on(shape, machine, job.parallel, precision=job.precision)
+        self.engine = Engine(
+            job, schedule, self.tuned or weights, comm, device=device, place=place, cost=cost
+        )
         self.before_update: Callable[[], None] = lambda: None
         self.before_group: Callable[[Collection[str]], None] | None = None
         """Called with names as they are saved before these tensors change, where the update is
@@ -185,8 +193,8 @@ class Trainer:
         self.after_backward: Callable[[], None] | None = None
         """Called in every step after the backward pass, before the first thing that all ranks do
         together: when a rank updates its state, all ranks have returned from it."""
-        # The rows of the next step are read while this one computes.
-        self._source = prefetch(self._rows, 0)
+        # The rows of the next step are read, and dealt out, while this one computes.
+        self._source = prefetch(self._ahead, 0)
 
     def step(self, step: int, *, stop: bool = False, record: bool = False) -> StepResult:
         """Do global step ``step``; ``stop`` asks all ranks to stop after it.
@@ -359,11 +367,20 @@ class Trainer:
         if self.engine.offloaded is not None:
             self.engine.offloaded.close()
 
+    def _ahead(self, step: int) -> Rows:
+        """The rows of a step; on the first rank with the plan that all of them will go by."""
+        rows = self._rows(step)
+        hybrid = self.engine.hybrid
+        if hybrid is None or self.comm.rank:
+            return rows
+        return rows._replace(plan=hybrid.planned(rows))
+
     def _rows(self, step: int) -> Rows:
-        """The rows of this rank's replica."""
+        """The rows that this rank is given: of its replica, or all."""
         from shoal.corpora.order import batch
 
         job, engine = self.job, self.engine
+        replica, replicas = engine.reads
         found = batch(
             self.tokens.train,
             self.packing,
@@ -371,12 +388,12 @@ class Trainer:
             global_batch=job.global_batch,
             seed=job.seed,
             step=step,
-            rank=engine.replica,
-            world=engine.replicas,
+            rank=replica,
+            world=replicas,
         )
         tokens = torch.from_numpy(found.tokens).to(self.device, non_blocking=True)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        first = engine.replica * job.global_batch // engine.replicas
+        first = replica * job.global_batch // replicas
         given = None if self._mark is None else masking.given(tokens, self._mark)
         mask_id = engine.config.mask_token_id
         if mask_id is not None:
@@ -413,6 +430,8 @@ class Trainer:
             counted = torch.tensor(float(rows.counted), device=self.device)
         else:
             counted = (rows.targets != IGNORED).sum().to(torch.float32)
+        if self.engine.hybrid is not None:  # every rank has all rows
+            return max(1.0, float(counted))
         # Every rank of a replica has all of its rows; one of them counts.
         if not self.engine.first_of_replica:
             counted.zero_()

@@ -174,6 +174,7 @@ def write_page(report: Report, directory: RunDir) -> None:
         ("optimizer", str(job.optimizer)),
         ("sharding", str(job.shard)),
         ("workers agree", str(job.sync)),
+        ("sequences are dealt out", "by rows" if job.batching is None else str(job.batching)),
         ("precision", job.precision),
         ("batch", f"{job.global_batch} sequences of {job.seq_len} tokens"),
         ("machine", f"{plan.machine.name}: {plan.machine.device.name}"),

@@ -172,6 +172,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
                         comm,
                         device=device,
                         place=directory.ranks,
+                        machine=plan.machine,
                     )
                 )
             )
@@ -312,6 +313,7 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
                 **({"tier_bytes": tiers} if (tiers := rank.trainer.tier_bytes()) else {}),
                 **_outer(rank.trainer, result),
                 **_balance(result),
+                **_dealt(rank.trainer),
             )
         if rank.chief and result.round_loss is not None:
             rank.meter.event("round", step=step, loss=result.round_loss)
@@ -356,6 +358,22 @@ def _balance(result: StepResult) -> dict[str, float]:
 def _outer(trainer: Trainer, result: StepResult) -> dict[str, float]:
     """What a step event says of workers with rounds."""
     return {} if trainer.engine.outer is None else {"outer_exposed_s": result.outer_exposed_s}
+
+
+def _dealt(trainer: Trainer) -> dict[str, float]:
+    """What a step event says of sequences that were dealt out."""
+    hybrid = trainer.engine.hybrid
+    if hybrid is None or hybrid.plan is None:
+        return {}
+    from shoal.plan.balance.predicted import predict
+
+    plan = hybrid.plan
+    return {
+        "sequences": len(plan.lengths),
+        "shared_sequences": sum(len(s.sequences) for s in plan.steps if len(s.ranks) > 1),
+        "micro_steps": len(plan.steps),
+        "idle_share": predict(plan, hybrid.cost).idle_share,
+    }
 
 
 def _replanner(rank: _Rank) -> Replanner | None:

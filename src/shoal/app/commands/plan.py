@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.app.commands.plan_autotp import autotp
+from shoal.app.commands.plan_balance import balance
 from shoal.app.commands.plan_context import context
 from shoal.app.commands.plan_decode import decode
 from shoal.app.commands.plan_fit import show_fit, show_ways
@@ -447,6 +448,7 @@ def show_plans(plans: Sequence[Plan]) -> None:
 # The order of the help.
 app.command("scaling")(scaling)
 app.command("fold")(fold)
+app.command("balance")(balance)
 app.command("parscale")(parscale)
 app.command("schedule")(schedule)
 app.command("peft")(peft)

@@ -1,11 +1,12 @@
-"""balance: which of several replicas answers a request, one way a file. Torch-free.
+"""balance: which replica answers a request, which ranks compute which sequences. Torch-free.
 
-``protocols`` says what a balancer promises, ``prefixes`` remembers who has seen which prompt.
+``protocols`` says what a balancer promises, ``prefixes`` remembers who has seen which prompt;
+``sequences`` says what an assigner promises, ``predicted`` how long its assignments take.
 """
 
 from shoal.core.parts import PartTable
 
-__all__ = ["BALANCERS"]
+__all__ = ["ASSIGNERS", "BALANCERS"]
 
 BALANCERS = PartTable(
     "balancer",
@@ -13,5 +14,14 @@ BALANCERS = PartTable(
         "prefix_aware": "shoal.plan.balance.prefix_aware:PrefixAware",
         "least_loaded": "shoal.plan.balance.least_loaded:LeastLoaded",
         "round_robin": "shoal.plan.balance.round_robin:RoundRobin",
+    },
+)
+
+ASSIGNERS = PartTable(
+    "assigner",
+    {
+        "packed": "shoal.plan.balance.packed:Packed",
+        "bytescale": "shoal.plan.balance.bytescale:ByteScale",
+        "flexsp": "shoal.plan.balance.flexsp:FlexSP",
     },
 )

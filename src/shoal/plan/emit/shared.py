@@ -72,6 +72,8 @@ def refuses_train(plan: Plan, name: str, *, contexts: Sequence[str] = ()) -> lis
         found.append(f"sync = {job.sync.name}: use every_step")
     if job.shard.name == "topo3":
         found.append("shard = topo3: plan with --set shard=zero1, zero3 or replicated")
+    if job.batching is not None:
+        found.append(f"batching = {job.batching.name}: leave it out")
     if split.vocab_split == "pp":
         found.append("parallel.vocab = pp: use tp or none")
     if job.recompute == "stage":

@@ -125,7 +125,7 @@ def sharding_choices(job: TrainJob, parallel: Parallel, machine: Machine) -> tup
     if parallel.dp == 1 or job.offload is not None or job.sync.name != "every_step":
         return (Choice(name="replicated"),)
     known = table("shard")
-    whole = needs_whole_matrices(job) or parallel.folded
+    whole = needs_whole_matrices(job) or parallel.folded or job.batching is not None
     plain = tuple(
         Choice(name=name)
         for name in SHARDS
@@ -185,7 +185,13 @@ def candidates(
             continue
         if job.sync.name != "every_step" and parallel.folded and "parallel" not in fixed:
             continue
+        if job.batching is not None and parallel.world != parallel.dp and "parallel" not in fixed:
+            continue
         sizes = divisors(share) if job.microbatch is None else [job.microbatch]
+        if job.batching is not None and job.microbatch is None:
+            # Passes are as long as an assigner makes them; these are the rows that come next to it.
+            tokens = table("assigner").build(job.batching, where="batching").capacity_tokens
+            sizes = [max((n for n in sizes if n * job.seq_len <= tokens), default=1)]
         for shard in sharding_choices(job, parallel, machine):
             for size in sizes:
                 if not _goes(parallel, shard.name, share // size):

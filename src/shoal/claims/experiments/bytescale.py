@@ -1,0 +1,226 @@
+"""[20] ByteScale: does giving every sequence as many ranks as it needs beat a fixed grid?
+
+Source: Ge et al., ByteScale: Efficient Scaling of LLM Training with a 2048K Context Length on More
+Than 12,000 GPUs, 2025.
+
+- One batch of all files of the standard library, lengths scaled so that the longest has 16 C tokens
+  with C = 8192, on 32 ranks of 400 TFLOP/s and 50 GB/s and a model 4096 wide: predicted seconds and
+  bytes of attention, beside dp = 2 x cp = 16 with packing. Both with the sum of the gradients; the
+  baseline's causal work is taken to be balanced in every buffer, and its packing is best-fit.
+- Two processes and forty documents: seconds of a step beside cp = 2 for all, packed or one after
+  another, whichever is faster.
+- Ten thousand sequences on 1,024 ranks: seconds of planning.
+- Training steps of ragged batches beside one process.
+
+The A/A run has the fixed grid.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from typing import Any, ClassVar
+
+import numpy as np
+
+from shoal.claims.experiments import ragged
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+__all__ = ["ByteScaleClaim"]
+
+_RANKS = "shoal.claims.experiments.ragged_ranks"
+_STATIC = "dp = 2 x cp = 16 with packing"
+_CAPACITY, _WORLD, _CP = 8192, 32, 16
+_FLOPS, _LINK = 400e12, 50e9
+
+
+@part
+class ByteScaleClaim:
+    """Hybrid data parallelism beside a fixed grid with packing.
+
+    Args:
+        documents: of the step that two processes make.
+        longest: tokens of its longest one.
+        turns: how often it is timed.
+        seeds: ragged batches that are compared with one process.
+    """
+
+    documents: int = 40
+    longest: int = 4096
+    turns: int = 20
+    seeds: int = 4
+
+    rows: ClassVar[tuple[int, ...]] = (20,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="over_static",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=2.0,
+            baseline=_STATIC,
+            evidence="simulated",
+            paper="up to 7.89 times the best static system, contexts of 256K to 2048K",
+        ),
+        Metric(
+            name="over_static_grouped",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.5,
+            baseline=_STATIC,
+            evidence="simulated",
+        ),
+        Metric(
+            name="attention_bytes",
+            unit="1",
+            statistic="ratio",
+            comparison="<=",
+            threshold=0.1,
+            baseline=_STATIC,
+            evidence="simulated",
+        ),
+        Metric.speedup("real_ranks", 1.15, "cp = 2 for all", evidence="mechanism"),
+        Metric(
+            name="planning_s",
+            unit="s",
+            statistic="value",
+            comparison="<=",
+            threshold=1.0,
+            baseline="dp = 64 x cp = 16 with packing",
+            evidence="same_regime",
+            timing=True,
+        ),
+        Metric.counted(
+            "error", "<=", 1e-9, "one process, in float64", statistic="max", evidence="mechanism"
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("documents", "longest", "turns", "seeds"):
+            value = getattr(self, name)
+            require(value >= 2, f"claim.bytescale.{name}", value, expected="2 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """Models need torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        from shoal.claims.experiments.ragged_ranks import errors
+
+        context.progress("thirty-two ranks", 0.02)
+        sizes = ragged.lengths()
+        scaled = np.maximum(1, np.rint(sizes * (_CP * _CAPACITY / sizes.max()))).astype(np.int64)
+        plain = self._simulated(scaled.tolist(), 32, static=as_baseline)
+        grouped = self._simulated(scaled.tolist(), 8, static=as_baseline)
+        context.progress("steps beside one process", 0.1)
+        batching = (
+            {"name": "packed", "capacity_tokens": 16, "cp": 2}
+            if as_baseline
+            else {"name": "bytescale", "capacity_tokens": 12}
+        )
+        seeds = [context.seed + n for n in range(1 if quick else self.seeds)]
+        metrics = {
+            "over_static": Paired(method=(plain["step_s"],), baseline=(plain["static_s"],)),
+            "over_static_grouped": Paired(
+                method=(grouped["step_s"],), baseline=(grouped["static_s"],)
+            ),
+            "attention_bytes": Paired(
+                method=(plain["bytes"], grouped["bytes"]),
+                baseline=(plain["static_bytes"], grouped["static_bytes"]),
+            ),
+            "error": Paired(method=errors(batching, seeds)),
+        }
+        details: dict[str, Any] = {
+            "sequences": len(sizes),
+            "tokens": int(scaled.sum()),
+            "plain": plain,
+            "grouped": grouped,
+        }
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        context.progress("planning for a thousand ranks", 0.2)
+        metrics["planning_s"] = Paired(method=self._planned(scaled, context, static=as_baseline))
+        context.progress("two real ranks", 0.25)
+        chosen = np.random.default_rng(context.seed).choice(scaled, self.documents, replace=False)
+        timed, ours, theirs = self._timed(chosen, static=as_baseline)
+        metrics["real_ranks"] = Paired(method=timed[ours], baseline=timed[theirs])
+        details["real_s"] = {name: list(seconds) for name, seconds in timed.items()}
+        profile = ", ".join(f"{n} {1e3 * statistics.median(s):.0f} ms" for n, s in timed.items())
+        return Samples(metrics=metrics, details=details, profile=profile)
+
+    def _simulated(self, lengths: list[int], kv_heads: int, *, static: bool) -> dict[str, float]:
+        """Predicted seconds and bytes of one step, of both."""
+        from shoal.plan.balance.bytescale import ByteScale
+        from shoal.plan.balance.packed import Packed
+        from shoal.plan.balance.predicted import predict
+
+        cost = ragged.cost_of(kv_heads, _FLOPS, ((_WORLD, _LINK),))
+        summed = ragged.gradient_s(kv_heads, _WORLD, _LINK)
+        grid = Packed(capacity_tokens=_CAPACITY, cp=_CP)
+        theirs = predict(grid.assign(lengths, _WORLD, cost), cost)
+        part = grid if static else ByteScale(capacity_tokens=_CAPACITY)
+        ours = predict(part.assign(lengths, _WORLD, cost), cost)
+        return {
+            "step_s": ours.step_s + summed,
+            "static_s": theirs.step_s + summed,
+            "gradients_s": summed,
+            "bytes": ours.exchange_bytes,
+            "static_bytes": theirs.exchange_bytes,
+            "idle_share": ours.idle_share,
+            "static_idle_share": theirs.idle_share,
+        }
+
+    def _planned(self, scaled: np.ndarray, context: Context, *, static: bool) -> tuple[float, ...]:
+        """s that planning takes, of ten thousand sequences on 1,024 ranks."""
+        from shoal.plan.balance.bytescale import ByteScale
+        from shoal.plan.balance.packed import Packed
+
+        source = np.random.default_rng(context.seed)
+        cost = ragged.cost_of(32, _FLOPS, ((1024, _LINK),))
+        part: Any = ByteScale(capacity_tokens=_CAPACITY)
+        if static:
+            part = Packed(capacity_tokens=_CAPACITY, cp=_CP)
+        found = []
+        for _ in range(self.turns):
+            lengths = source.choice(scaled, 10_000).tolist()
+            begin = time.perf_counter()
+            part.assign(lengths, 1024, cost)
+            found.append(time.perf_counter() - begin)
+        return tuple(found)
+
+    def _timed(
+        self, chosen: np.ndarray, *, static: bool
+    ) -> tuple[dict[str, tuple[float, ...]], str, str]:
+        """Seconds of the slower of two ranks by plan; the name of ours, and of the baseline."""
+        from shoal.parallel.processes import run_processes
+
+        lengths = np.maximum(1, np.rint(chosen * (self.longest / chosen.max()))).astype(np.int64)
+        half = self.longest // 2
+        packed = {"name": "packed", "capacity_tokens": half, "cp": 2}
+        alone = {"name": "alone", "exchange": "ring"}
+        assigners: dict[str, Any] = {"packed": packed, "one by one": alone}
+        if static:
+            assigners |= {"packed again": packed, "one by one again": alone}
+        else:
+            assigners["bytescale"] = {"name": "bytescale", "capacity_tokens": half}
+        given = {
+            "lengths": lengths.tolist(),
+            "assigners": assigners,
+            "turns": self.turns,
+            "flops_per_s": 5e10,
+        }
+        ranks = run_processes(f"{_RANKS}:time_plans", 2, given, timeout_s=600.0)
+        timed = {
+            name: tuple(max(both) for both in zip(*(rank[name] for rank in ranks), strict=True))
+            for name in assigners
+        }
+        faster = min(("packed", "one by one"), key=lambda name: statistics.median(timed[name]))
+        return timed, f"{faster} again" if static else "bytescale", faster

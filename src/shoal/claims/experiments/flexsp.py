@@ -1,0 +1,180 @@
+"""[96] FlexSP: are groups of different sizes, solved for every batch, faster than one size?
+
+Source: Wang et al., Data-Centric and Heterogeneity-Adaptive Sequence Parallelism for Efficient LLM
+Training (FlexSP), 2024.
+
+- Fifty batches of 64 files of the standard library, a byte a token, cut at the longest context that
+  16 ranks of 8192 tokens hold; the paper's A100 nodes: eight ranks of 156 TFLOP/s with 300 GB/s
+  among them and 400 Gbit/s to other nodes for all eight; a model 4096 wide. Predicted seconds by the
+  integer program beside those of the best single degree, found by the same search over micro-batches.
+- Two processes and forty documents: seconds of a step beside the only single degree that holds them.
+- Training steps of ragged batches beside one process.
+
+The A/A run has the best single degree.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from typing import Any, ClassVar
+
+import numpy as np
+
+from shoal.claims.experiments import ragged
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+__all__ = ["FlexSPClaim"]
+
+_RANKS = "shoal.claims.experiments.ragged_ranks"
+_ONE = "the best single degree"
+_CAPACITY, _WORLD = 8192, 16
+_FLOPS, _LINKS = 156e12, ((8, 300e9), (16, 6.25e9))
+
+
+@part
+class FlexSPClaim:
+    """Groups by an integer program beside one degree for all.
+
+    Args:
+        batches: that are solved.
+        sequences: of each.
+        limit_s: s that the solver may take for one.
+        documents: of the step that two processes make.
+        longest: tokens of its longest one.
+        turns: how often it is timed.
+        seeds: ragged batches that are compared with one process.
+    """
+
+    batches: int = 50
+    sequences: int = 64
+    limit_s: float = 3.0
+    documents: int = 40
+    longest: int = 4096
+    turns: int = 20
+    seeds: int = 4
+
+    rows: ClassVar[tuple[int, ...]] = (96,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="over_one_degree",
+            unit="x",
+            statistic="mean",
+            comparison=">=",
+            threshold=1.2,
+            baseline=_ONE,
+            evidence="simulated",
+            paper="up to 1.98 times",
+        ),
+        Metric.counted(
+            "least_over_one_degree", ">=", 1.0, _ONE, statistic="min", evidence="simulated"
+        ),
+        Metric(
+            name="solver_s",
+            unit="s",
+            statistic="value",
+            comparison="<=",
+            threshold=5.0,
+            baseline=_ONE,
+            evidence="same_regime",
+            timing=True,
+        ),
+        Metric.speedup("real_ranks", 1.05, _ONE, evidence="mechanism"),
+        Metric.counted(
+            "error", "<=", 1e-9, "one process, in float64", statistic="max", evidence="mechanism"
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "sequences", "documents", "longest", "turns", "seeds"):
+            value = getattr(self, name)
+            require(value >= 2, f"claim.flexsp.{name}", value, expected="2 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """Models need torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        from shoal.claims.experiments.ragged_ranks import errors
+
+        found = self._solved(context, quick=quick, one=as_baseline)
+        ratios = tuple(one["one_degree_s"] / one["seconds"] for one in found)
+        context.progress("steps beside one process", 0.75)
+        batching = (
+            {"name": "packed", "capacity_tokens": 16, "cp": 2, "exchange": "ulysses"}
+            if as_baseline
+            else {"name": "flexsp", "capacity_tokens": 12, "limit_s": 0.3}
+        )
+        seeds = [context.seed + n for n in range(1 if quick else self.seeds)]
+        metrics = {
+            "over_one_degree": Paired(method=ratios),
+            "least_over_one_degree": Paired(method=ratios),
+            "error": Paired(method=errors(batching, seeds)),
+        }
+        details: dict[str, Any] = {"batches": found}
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        metrics["solver_s"] = Paired(method=tuple(one["solver_s"] for one in found))
+        context.progress("two real ranks", 0.8)
+        timed = self._timed(context, one=as_baseline)
+        metrics["real_ranks"] = Paired(method=timed["method"], baseline=timed["one degree"])
+        details["real_s"] = {name: list(seconds) for name, seconds in timed.items()}
+        profile = ", ".join(f"{n} {1e3 * statistics.median(s):.0f} ms" for n, s in timed.items())
+        return Samples(metrics=metrics, details=details, profile=profile)
+
+    def _solved(self, context: Context, *, quick: bool, one: bool) -> list[dict[str, float]]:
+        """Of each batch, predicted seconds of both, and s that it took to decide."""
+        from shoal.plan.balance.flexsp import FlexSP, best_homogeneous
+        from shoal.plan.balance.groups import Pool
+
+        pool = Pool(_WORLD, _CAPACITY, ragged.cost_of(32, _FLOPS, _LINKS))
+        sizes = np.minimum(ragged.lengths(), _WORLD * _CAPACITY)
+        part = FlexSP(capacity_tokens=_CAPACITY, limit_s=0.5 if quick else self.limit_s)
+        source = np.random.default_rng(context.seed)
+        found = []
+        count = 4 if quick else self.batches
+        for number in range(count):
+            context.progress("batches", 0.75 * number / count)
+            lengths = source.choice(sizes, self.sequences, replace=False).tolist()
+            degree, single = best_homogeneous(lengths, pool)
+            begin = time.perf_counter()
+            seconds = single if one else part.solve(lengths, pool).seconds
+            found.append(
+                {
+                    "seconds": seconds,
+                    "one_degree_s": single,
+                    "degree": degree,
+                    "longest": max(lengths),
+                    "solver_s": time.perf_counter() - begin,
+                }
+            )
+        return found
+
+    def _timed(self, context: Context, *, one: bool) -> dict[str, tuple[float, ...]]:
+        """Seconds of the slower of two ranks by plan."""
+        from shoal.parallel.processes import run_processes
+
+        sizes = ragged.lengths()
+        chosen = np.random.default_rng(context.seed).choice(sizes, self.documents, replace=False)
+        lengths = np.maximum(1, np.rint(chosen * (self.longest / chosen.max()))).astype(np.int64)
+        half = self.longest // 2
+        single = {"name": "packed", "capacity_tokens": half, "cp": 2, "exchange": "ulysses"}
+        ours = {"name": "flexsp", "capacity_tokens": half, "limit_s": 2.0}
+        given = {
+            "lengths": lengths.tolist(),
+            "assigners": {"one degree": single, "method": single if one else ours},
+            "turns": self.turns,
+            "flops_per_s": 5e10,
+        }
+        ranks = run_processes(f"{_RANKS}:time_plans", 2, given, timeout_s=600.0)
+        return {
+            name: tuple(max(both) for both in zip(*(rank[name] for rank in ranks), strict=True))
+            for name in ("one degree", "method")
+        }

@@ -1,0 +1,168 @@
+"""A rank's micro-steps of one batch, by a plan that all ranks have agreed on.
+
+Every rank has the whole batch's token ids; the first one makes the plan, or is given it, and sends
+it to all. A rank then goes forward and backward through the micro-steps that name it, in the order
+of the plan. Since that is one order for all ranks, those of a group always come to their common
+micro-step with nothing between them and it that waits for another of them: no circle can close.
+Gradients are summed once, over all ranks, when all are through; ranks may have different numbers
+of micro-steps, or none.
+
+Source: Ge et al., ByteScale, 2025, section 4; Wang et al., FlexSP, 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shoal.cost.sequences import SequenceCost
+from shoal.parallel.hdp.attention import mix_of
+from shoal.parallel.hdp.slices import Segment, segments, shares
+from shoal.parallel.protocols import Comm, MicroBatch
+from shoal.plan.balance.sequences import Assignment, MicroStep, SequenceAssigner
+
+if TYPE_CHECKING:
+    from shoal.parallel.engine import Rows
+    from shoal.parallel.pipeline import StageLike
+
+__all__ = ["HybridRuntime", "sequences_of"]
+
+_EXCHANGES = ("ring", "ulysses")
+
+
+class HybridRuntime:
+    """Makes and executes plans on one rank.
+
+    Args:
+        assigner: deals the sequences out.
+        cost: that it goes by.
+        world: all ranks.
+        stage: the whole model as its only stage.
+        around: called with whether the pass is the rank's last; wraps a backward pass.
+        autocast: a fresh context in which forward passes compute.
+        recompute: keep only the inputs of blocks.
+
+    Attributes:
+        plan: of the last step.
+    """
+
+    def __init__(
+        self,
+        assigner: SequenceAssigner,
+        cost: SequenceCost,
+        world: Comm,
+        stage: StageLike,
+        *,
+        around: Callable[[bool], AbstractContextManager[None]],
+        autocast: Callable[[], AbstractContextManager[object]],
+        recompute: bool = False,
+    ) -> None:
+        self.assigner, self.cost, self.world, self.stage = assigner, cost, world, stage
+        self.around, self.autocast, self.recompute = around, autocast, recompute
+        self.plan: Assignment | None = None
+
+    def planned(self, rows: Rows) -> Assignment:
+        """The plan of a batch; needs no other rank, and may be asked for ahead."""
+        lengths = [one.length for one in sequences_of(rows)]
+        return self.assigner.assign(lengths, self.world.world, self.cost)
+
+    def step(self, rows: Rows, scale: float) -> Tensor:
+        """Forward and backward passes of this rank's micro-steps; gradients are not yet summed.
+
+        Args:
+            rows: the whole batch, the same on every rank.
+            scale: factor of every loss sum before it goes backward.
+
+        Returns:
+            Loss sum over this rank's tokens.
+
+        Raises:
+            PlanError: the plan does not compute every sequence once.
+        """
+        device = rows.inputs.device
+        found = sequences_of(rows)
+        self.plan = plan = self._agreed(rows)
+        plan.check()
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        mine = plan.of(self.world.rank)
+        if not mine:
+            with self.around(True):
+                pass  # zeros to add to the others' gradients
+        for number, step in enumerate(mine):
+            batch = self.microbatch(rows, [found[n] for n in step.sequences], step, plan)
+            with self.autocast():
+                loss = self.stage(None, batch, recompute=self.recompute)
+            total += loss.detach()
+            with self.around(number + 1 == len(mine)):
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
+        return total
+
+    def microbatch(
+        self, rows: Rows, chosen: list[Segment], step: MicroStep, plan: Assignment
+    ) -> MicroBatch:
+        """This rank's tokens of a micro-step, as a row of its own."""
+        device, width = rows.inputs.device, rows.inputs.shape[1]
+        whole = torch.cat(
+            [torch.arange(s.row * width + s.start, s.row * width + s.stop) for s in chosen]
+        )
+        place = step.ranks.index(self.world.rank)
+        own = shares(len(whole), len(step.ranks), plan.exchange)[place]
+        numbers = whole[torch.from_numpy(own)].to(device)
+        lengths = [one.length for one in chosen]
+        return MicroBatch(
+            rows.inputs.reshape(-1)[numbers].unsqueeze(0),
+            rows.targets.reshape(-1)[numbers].unsqueeze(0),
+            # As in the row: where a document stands in it changes nothing, but bits.
+            numbers % width,
+            None,
+            0,
+            rows.step,
+            mix=mix_of(lengths, step.ranks, plan.exchange, self.world),
+            numbers=numbers + rows.first * width,
+            length=width,
+        )
+
+    def _agreed(self, rows: Rows) -> Assignment:
+        """The first rank's plan, on every rank: a solver's answer depends on the time it has."""
+        device = rows.inputs.device
+        lengths = tuple(one.length for one in sequences_of(rows))
+        words: list[int] = []
+        if self.world.rank == 0:
+            plan = rows.plan or self.planned(rows)
+            words = _words(plan)
+        size = torch.tensor([len(words)], dtype=torch.int64, device=device)
+        self.world.broadcast(size, 0, tag="assignment").wait()
+        sent = torch.zeros(int(size), dtype=torch.int64, device=device)
+        if words:
+            sent.copy_(torch.tensor(words, dtype=torch.int64))
+        self.world.broadcast(sent, 0, tag="assignment").wait()
+        return _read(sent.tolist(), lengths)
+
+
+def sequences_of(rows: Rows) -> list[Segment]:
+    """The sequences of a batch, in the order of its plans."""
+    documents = None if rows.documents is None else rows.documents.cpu().numpy()
+    return segments(documents, *rows.inputs.shape)
+
+
+def _words(plan: Assignment) -> list[int]:
+    found = [plan.ranks, _EXCHANGES.index(plan.exchange)]
+    for step in plan.steps:
+        found += [len(step.sequences), len(step.ranks), *step.sequences, *step.ranks]
+    return found
+
+
+def _read(words: list[int], lengths: tuple[int, ...]) -> Assignment:
+    steps = []
+    at = 2
+    while at < len(words):
+        sequences, ranks = words[at], words[at + 1]
+        first, middle = at + 2, at + 2 + sequences
+        at = middle + ranks
+        steps.append(MicroStep(tuple(words[first:middle]), tuple(words[middle:at])))
+    exchange = "ring" if words[1] == 0 else "ulysses"
+    return Assignment(lengths, words[0], tuple(steps), exchange)
