@@ -91,6 +91,7 @@ class WholeBlock(Block):
         sp: bool,
         overlap: str = "none",
         experts: ExpertRanks | None = None,
+        expert_chunks: tuple[int, int] = (1, 1),
     ) -> None:
         whole, config = config, local_config(config, comm.world)
         super().__init__(config, layer)
@@ -112,6 +113,7 @@ class WholeBlock(Block):
             self.mlp.down_proj = row.of(self.mlp.down_proj, comm, **how)
         elif experts is not None:
             self.mlp = DispatchedExperts(whole, experts, layer)
+            self.mlp.chunks = expert_chunks
         else:
             self.mlp = _Experts(config, comm, sp=sp)
 

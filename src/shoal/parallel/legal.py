@@ -200,6 +200,16 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
 def _check_experts(job: TrainJob, shape: ModelShape) -> None:
     """Refuse a grid of experts that cannot run."""
     p = job.parallel
+    tokens = microbatch_of(job) * job.seq_len // p.cp // p.tp
+    require(
+        max(p.expert_chunks) == 1 or (p.folded and max(p.expert_chunks) <= tokens),
+        "parallel.expert_chunks",
+        p.expert_chunks,
+        expected=f"1 to {tokens}, the tokens of a rank, forward and backward"
+        if p.folded
+        else "1 without experts on a grid of their own; give parallel.ep",
+        error=PlanError,
+    )
     if not p.folded:
         return
     experts = shape.num_experts

@@ -96,6 +96,7 @@ class Stage(nn.Module):
                         sp=self.sp,
                         overlap=parallel.overlap,
                         experts=ranks.experts,
+                        expert_chunks=parallel.expert_chunks,
                     )
                     for layer in layers
                 }

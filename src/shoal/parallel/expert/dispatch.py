@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shoal.core.errors import ModelError
 from shoal.model.feedforward import Experts, gate
+from shoal.parallel.expert.chunked import chunked
 from shoal.parallel.expert.exchange import combined, counts_of, exchanged, spread
 from shoal.parallel.linear import Linear, grouped
 
@@ -72,6 +73,9 @@ class DispatchedExperts(Experts):
         layer: number of the block, for errors.
     """
 
+    # Parts in which rows travel, forward and backward; see shoal.parallel.expert.chunked.
+    chunks: tuple[int, int] = (1, 1)
+
     def __init__(self, config: ModelConfig, ranks: ExpertRanks, layer: int) -> None:
         own = {
             "num_experts": config.num_experts // ranks.ep.world,
@@ -116,10 +120,12 @@ class DispatchedExperts(Experts):
         ep, etp = self.ranks.ep, self.ranks.etp
         to_RX = counts_E.view(ep.world, -1)
         from_RX = counts_of(to_RX, ep, per_rank=True)
-        sent, received = to_RX.sum(-1).tolist(), from_RX.sum(-1).tolist()
-        here = exchanged(rows_MD, sent, received, ep)
         # [etp, ep, X] rows of every expert, by who sent them over which rank.
         every = counts_of(from_RX.view(-1), etp, per_rank=False).view(etp.world, *from_RX.shape)
+        if max(self.chunks) > 1:
+            return chunked(rows_MD, to_RX.cpu(), every, self)
+        sent, received = to_RX.sum(-1).tolist(), from_RX.sum(-1).tolist()
+        here = exchanged(rows_MD, sent, received, ep)
         each = every.sum((1, 2)).tolist()
         gathered = spread(here, each, etp)
         experts = torch.arange(every.shape[-1]).repeat(etp.world * ep.world)
