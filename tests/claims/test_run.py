@@ -239,6 +239,7 @@ def test_catalogue_has_every_system_once() -> None:
         21: "oneflow",
         22: "megatron",
         29: "redco",
+        35: "fsmoe",
         36: "datastates",
         39: "infinite_llm",
         40: "distserve",

@@ -89,9 +89,7 @@ def _legal(r: float, tokens: int) -> None:
     )
 
 
-def schedule(
-    r: int, ahead: int = 1, *, slice_: bool = False, one_link: bool = False
-) -> Schedule:
+def schedule(r: int, ahead: int = 1, *, slice_: bool = False, one_link: bool = False) -> Schedule:
     """Who does which task of which chunk in which order; the streams are the ranks.
 
     Args:

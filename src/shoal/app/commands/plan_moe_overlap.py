@@ -17,9 +17,7 @@ def moe_overlap(
     machine: Annotated[
         str, typer.Option("--machine", "-m", help="64xH100, 32xA100@IB100, or a file.")
     ] = "64xH100",
-    tokens: Annotated[
-        int, typer.Option(help="Tokens of a rank and micro-batch.", min=1)
-    ] = 4096,
+    tokens: Annotated[int, typer.Option(help="Tokens of a rank and micro-batch.", min=1)] = 4096,
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 4096,
     ep: Annotated[
         int | None, typer.Option(help="Ranks that share out the experts; a node each.", min=1)
@@ -53,9 +51,7 @@ def moe_overlap(
     from shoal.plan.moe_step import planned
 
     target = load(machine)
-    found = planned(
-        model, target, tokens=tokens, seq_len=seq_len, ep=ep, etp=etp, most=most
-    )
+    found = planned(model, target, tokens=tokens, seq_len=seq_len, ep=ep, etp=etp, most=most)
     layer = found.layer
     if svg is not None:
         write_atomic(svg, streams(layer.forward, layer.backward))
@@ -104,8 +100,13 @@ def moe_overlap(
         f"{1e3 * found.uncut_s:.3g} ms uncut with the sums of gradients at the end "
         f"({found.uncut_s / found.seconds:.2f}x)"
     )
+    split = found.parallel
     typer.echo(
-        f"gradients: {human_bytes(int(hidden))} are summed between nodes during the backward pass "
+        f"parallel: {{ep: {split.ep}, etp: {split.etp}, "
+        f"expert_chunks: [{found.forward.r}, {found.backward.r}]}}"
+    )
+    typer.echo(
+        f"gradients: {human_bytes(int(hidden))} could be summed between nodes during the backward pass "
         f"in {len(found.gradients.slices)} slices, {human_bytes(int(found.gradients.tail))} after "
         f"it ({1e3 * found.gradients.tail_s:.3g} ms)"
     )
