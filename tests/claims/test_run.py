@@ -241,6 +241,7 @@ def test_catalogue_has_every_system_once() -> None:
         22: "megatron",
         24: "topo3",
         29: "redco",
+        35: "fsmoe",
         36: "datastates",
         39: "infinite_llm",
         40: "distserve",

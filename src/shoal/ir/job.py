@@ -14,6 +14,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
@@ -64,6 +65,8 @@ class Parallel(Value):
         context: how attention reaches the whole sequence where cp > 1.
         overlap: what of tensor parallelism's communication travels while the products around
             it are computed; tile cuts every split linear layer in row tiles, none does not.
+        expert_chunks: parts in which a layer's tokens travel to experts and back, forward and
+            backward (or one number for both): while one is computed the next ones travel.
         order: axes from slowest to fastest; neighbours differ in the last.
         stages: blocks of each stage, in order; if not given, the blocks are cut so that the
             slowest stage is as fast as it can be.
@@ -85,8 +88,14 @@ class Parallel(Value):
     schedule: Annotated[Choice, Kind("schedule")] = Choice(name="1f1b")
     context: Annotated[Choice, Kind("context")] = Choice(name="zigzag")
     overlap: Literal["none", "tile"] = "none"
+    expert_chunks: tuple[PositiveInt, PositiveInt] = (1, 1)
     order: str = "pp-dp-cp-tp"
     stages: tuple[PositiveInt, ...] = ()
+
+    @field_validator("expert_chunks", mode="before")
+    @classmethod
+    def _both_passes(cls, value: Any) -> Any:
+        return (value, value) if isinstance(value, int) else value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -94,6 +94,7 @@ class WholeBlock(Block):
         overlap: str = "none",
         experts: ExpertRanks | None = None,
         placer: Choice | None = None,
+        expert_chunks: tuple[int, int] = (1, 1),
     ) -> None:
         whole, config = config, local_config(config, comm.world)
         super().__init__(config, layer)
@@ -115,6 +116,7 @@ class WholeBlock(Block):
             self.mlp.down_proj = row.of(self.mlp.down_proj, comm, **how)
         elif experts is not None:
             self.mlp = dispatched(whole, experts, layer, placer)
+            self.mlp.chunks = expert_chunks
         else:
             self.mlp = _Experts(config, layer, comm, sp=sp)
 

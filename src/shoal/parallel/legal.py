@@ -216,10 +216,21 @@ def _check_experts(job: TrainJob, shape: ModelShape) -> None:
     """Refuse a grid of experts that cannot run."""
     p = job.parallel
     require(
-        p.placer.name == "owners" or (p.ep > 1 and p.etp == 1),
+        p.placer.name == "owners" or (p.ep > 1 and p.etp == 1 and max(p.expert_chunks) == 1),
         "parallel.placer",
         p.placer.name,
-        expected="owners, or ep above 1 and etp = 1: whole experts are copied, from rank to rank",
+        expected="owners, or ep above 1, etp = 1 and one chunk: whole experts are copied, from "
+        "rank to rank",
+        error=PlanError,
+    )
+    tokens = microbatch_of(job) * job.seq_len // p.cp // p.tp
+    require(
+        max(p.expert_chunks) == 1 or (p.folded and max(p.expert_chunks) <= tokens),
+        "parallel.expert_chunks",
+        p.expert_chunks,
+        expected=f"1 to {tokens}, the tokens of a rank, forward and backward"
+        if p.folded
+        else "1 without experts on a grid of their own; give parallel.ep",
         error=PlanError,
     )
     if not p.folded:

@@ -104,6 +104,7 @@ class Stage(nn.Module):
                         overlap=parallel.overlap,
                         experts=ranks.experts,
                         placer=parallel.placer,
+                        expert_chunks=parallel.expert_chunks,
                     )
                     for layer in layers
                 }

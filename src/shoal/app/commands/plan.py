@@ -18,6 +18,7 @@ from shoal.app.commands.plan_gemm import gemm
 from shoal.app.commands.plan_longctx import longctx
 from shoal.app.commands.plan_mapping import mapping
 from shoal.app.commands.plan_memory import memory
+from shoal.app.commands.plan_moe_overlap import moe_overlap
 from shoal.app.commands.plan_parscale import parscale
 from shoal.app.commands.plan_paths import paths
 from shoal.app.commands.plan_peft import peft
@@ -449,6 +450,7 @@ def show_plans(plans: Sequence[Plan]) -> None:
 app.command("scaling")(scaling)
 app.command("fold")(fold)
 app.command("balance")(balance)
+app.command("moe-overlap")(moe_overlap)
 app.command("parscale")(parscale)
 app.command("schedule")(schedule)
 app.command("peft")(peft)

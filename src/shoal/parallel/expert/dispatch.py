@@ -30,6 +30,7 @@ from torch import Tensor
 
 from shoal.model.feedforward import Experts, gate
 from shoal.model.routing import by_expert
+from shoal.parallel.expert.chunked import chunked
 from shoal.parallel.expert.exchange import combined, counts_of, exchanged, spread
 from shoal.parallel.linear import Linear, grouped
 
@@ -78,6 +79,8 @@ class DispatchedExperts(Experts):
     """
 
     checked = True
+    # Parts in which rows travel, forward and backward; see shoal.parallel.expert.chunked.
+    chunks: tuple[int, int] = (1, 1)
 
     def __init__(self, config: ModelConfig, ranks: ExpertRanks, layer: int) -> None:
         super().__init__(
@@ -104,10 +107,12 @@ class DispatchedExperts(Experts):
         ep, etp = self.ranks.ep, self.ranks.etp
         to_RX = counts_E.view(ep.world, -1)
         from_RX = counts_of(to_RX, ep, per_rank=True)
-        sent, received = to_RX.sum(-1).tolist(), from_RX.sum(-1).tolist()
-        here = exchanged(rows_MD, sent, received, ep)
         # [etp, ep, X] rows of every expert, by who sent them over which rank.
         every = counts_of(from_RX.view(-1), etp, per_rank=False).view(etp.world, *from_RX.shape)
+        if max(self.chunks) > 1:
+            return chunked(rows_MD, to_RX.cpu(), every, self)
+        sent, received = to_RX.sum(-1).tolist(), from_RX.sum(-1).tolist()
+        here = exchanged(rows_MD, sent, received, ep)
         each = every.sum((1, 2)).tolist()
         gathered = spread(here, each, etp)
         experts = torch.arange(every.shape[-1]).repeat(etp.world * ep.world)

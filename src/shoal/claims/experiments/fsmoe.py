@@ -1,0 +1,332 @@
+"""[35] FSMoE: do chunks of their own for forward and backward pass make layers of experts faster?
+
+Source: Pan et al., FSMoE: A Flexible and Scalable Training System for Sparse Mixture-of-Experts
+Models, 2025.
+
+- 1458 layers on six nodes of eight devices, 25 GB/s inside a node and 100 Gbit/s to each node,
+  their tasks fitted: forward and backward in the chunks that are chosen, beside one chunk; beside
+  the best number that both passes share where messages inside and between nodes wait for each other
+  (Tutel); and beside every number from 1 to 32.
+- Layers whose rows travel in chunks beside one process, in float64.
+- Four processes on two emulated nodes: tasks timed at eight sizes, chunks chosen from those fits,
+  the layer forward and back with them and without.
+
+The A/A run has one chunk.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+
+if TYPE_CHECKING:
+    from shoal.cost.moe_tasks import Layer
+    from shoal.ir import Machine, ModelShape
+
+__all__ = ["FsmoeClaim"]
+
+_ONE = "one chunk"
+_SHARED = (
+    "one number for both passes, messages inside and between nodes one after the other (Tutel)"
+)
+_RANKS = "shoal.claims.experiments.fsmoe_ranks"
+_NODES, _PER_NODE = 6, 8
+# Sequences of a rank, their tokens, hidden size, experts' width over it, experts of a token,
+# experts of a node, matrices of an expert.
+_GRID = (
+    (1, 2, 4), (512, 1024, 2048), (1024, 2048, 4096), (2, 3, 4), (1, 2, 4), (1, 2, 4),
+    (False, True),
+)  # fmt: skip
+# Grids of ranks whose rows travel in chunks.
+_SPLITS: tuple[dict[str, Any], ...] = (
+    {"dp": 2, "ep": 2, "expert_chunks": [3, 5]},
+    {"dp": 2, "etp": 2, "expert_chunks": [4, 2]},
+    {"dp": 4, "ep": 2, "etp": 2, "expert_chunks": [2, 7]},
+)
+
+
+class _Seconds(NamedTuple):
+    """Of one layer forward and back."""
+
+    chosen: float
+    one: float
+    tutel: float
+    shared: float
+    best: float
+    r: tuple[int, int]
+    bound: tuple[str, str]
+
+
+@part
+class FsmoeClaim:
+    """Layers of experts in chunks, simulated on two levels of links and really run on four ranks.
+
+    Args:
+        hidden: width of the layer that is really run.
+        width: of its experts.
+        tokens: of a rank.
+        repeats: pairs of timings.
+    """
+
+    hidden: int = 512
+    width: int = 1024
+    tokens: int = 2048
+    repeats: int = 15
+
+    rows: ClassVar[tuple[int, ...]] = (35,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="over_one_chunk",
+            unit="x",
+            statistic="mean",
+            comparison=">=",
+            threshold=1.15,
+            baseline=_ONE,
+            evidence="simulated",
+            paper="1.18 to 1.22 times DeepSpeed-MoE and Tutel on 1458 layers",
+        ),
+        Metric(
+            name="over_shared",
+            unit="x",
+            statistic="mean",
+            comparison=">=",
+            threshold=1.05,
+            baseline=_SHARED,
+            evidence="simulated",
+        ),
+        Metric(
+            name="over_exhaustive",
+            unit="1",
+            statistic="max",
+            comparison="<=",
+            threshold=0.02,
+            baseline="the best of 1 to 32 chunks",
+            evidence="simulated",
+        ),
+        Metric(
+            name="passes_differ",
+            unit="1",
+            statistic="mean",
+            comparison=">=",
+            threshold=0.30,
+            baseline=_SHARED,
+            evidence="simulated",
+        ),
+        Metric.counted("error", "<=", 1e-9, "one process, in float64", statistic="max"),
+        Metric(
+            name="real_speedup",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.1,
+            baseline=_ONE,
+            evidence="mechanism",
+            timing=True,
+        ),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "width", "tokens", "repeats"):
+            value = getattr(self, name)
+            require(value >= 4, f"claim.fsmoe.{name}", value, expected="4 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """Layers need torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        from shoal.machine.emulate import unavailable
+
+        grid = list(product(*_GRID))
+        sample = grid[:: 41 if quick else 1]
+        found = context.remember(f"simulated {len(sample)}", lambda: _simulated(context, sample))
+        chosen = [one.one if as_baseline else one.chosen for one in found]
+        differ = [one.r[0] != one.r[1] and not as_baseline for one in found]
+        pairs = list(zip(found, chosen, strict=True))
+        context.progress("steps beside one process", 0.5)
+        metrics = {
+            "over_one_chunk": Paired(method=tuple(one.one / mine for one, mine in pairs)),
+            "over_shared": Paired(
+                method=tuple((mine if as_baseline else one.tutel) / mine for one, mine in pairs)
+            ),
+            "over_exhaustive": Paired(method=tuple(one.chosen / one.best - 1 for one in found)),
+            "passes_differ": Paired(method=tuple(map(float, differ))),
+            "error": Paired(method=_errors(_SPLITS[:1] if quick else _SPLITS)),
+        }
+        details: dict[str, Any] = {
+            "layers": len(found),
+            "over_shared_with_the_same_streams": statistics.mean(
+                one.shared / one.chosen for one in found
+            ),
+            "chunks_forward": _counted(one.r[0] for one in found),
+            "chunks_backward": _counted(one.r[1] for one in found),
+            "held_up_forward": _counted(one.bound[0] for one in found),
+            "held_up_backward": _counted(one.bound[1] for one in found),
+        }
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        reason = unavailable()
+        if reason is not None:
+            return Samples(metrics=metrics, details=details, skipped={"real_speedup": reason})
+        metrics["real_speedup"], seen = self._real(context, whole=as_baseline)
+        return Samples(metrics=metrics, details={**details, **seen})
+
+    def _real(self, context: Context, *, whole: bool) -> tuple[Paired, dict[str, Any]]:
+        """Seconds of a layer on four processes of two nodes, in chunks and not."""
+        from shoal.claims.experiments.fsmoe_ranks import RANKS, SIZES
+        from shoal.cost.moe_tasks import fitted, passes
+        from shoal.machine.emulate import emulate
+        from shoal.parallel.processes import run_processes
+        from shoal.plan.moe_overlap import choose
+
+        given = {"hidden": self.hidden, "width": self.width, "tokens": self.tokens}
+        near = RANKS // 2
+
+        def on(target: str, bandwidth: float, **more: Any) -> list[Any]:
+            with emulate(2, bandwidth=bandwidth) as network:
+                return run_processes(
+                    f"{_RANKS}:{target}",
+                    RANKS,
+                    {**given, **more},
+                    ranks_per_node=near,
+                    start=lambda rank, command, **how: network.start(rank // near, command, **how),
+                    timeout_s=240.0,
+                )
+
+        context.progress("tasks of the layer", 0.6)
+        bytes_ = 2.0 * self.tokens * self.hidden * 4
+        fast = context.remember("experts", lambda: on("tasks_s", 1e9, repeats=3))
+        whole_s = max(one["experts"][-1] for one in fast)
+        # Forward and back, two exchanges take as long as the experts do on average; half of what
+        # a rank has goes to the other node.
+        bandwidth = near * bytes_ / 2 / (1.5 * whole_s / 2)
+        timed = context.remember("tasks", lambda: on("tasks_s", bandwidth, repeats=3))
+        sizes = [bytes_ * one for one in SIZES]
+        lines = [
+            fitted(sizes, [max(rank[name][i] for rank in timed) for i in range(len(SIZES))], name)
+            for name in ("exchange", "gather", "experts")
+        ]
+        both = passes(lines[0], lines[1], lines[2], (bytes_, bytes_, bytes_), self.tokens)
+        chunks = [choose(one).r for one in both]
+        context.progress("the layer in chunks", 0.8)
+        ranks = on("layer_s", bandwidth, repeats=self.repeats, chunks=[1, 1] if whole else chunks)
+
+        def slowest(name: str) -> tuple[float, ...]:
+            return tuple(max(turn) for turn in zip(*(one[name] for one in ranks), strict=True))
+
+        predicted = [sum(choose(one).seconds for one in both), sum(_uncut(one) for one in both)]
+        return Paired(method=slowest("cut"), baseline=slowest("uncut")), {
+            "bandwidth": bandwidth,
+            "fits": {
+                name: line._asdict()
+                for name, line in zip(("exchange", "gather", "experts"), lines, strict=True)
+            },
+            "real_chunks": chunks,
+            "predicted_speedup": predicted[1] / predicted[0],
+            "difference": max(one["difference"] for one in ranks),
+        }
+
+
+def _uncut(one: Any) -> float:
+    from shoal.plan.moe_overlap import makespan
+
+    return makespan(one, 1)
+
+
+def _counted(values: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for value in values:
+        found[str(value)] = found.get(str(value), 0) + 1
+    return dict(sorted(found.items()))
+
+
+def _simulated(context: Context, grid: list[tuple[Any, ...]]) -> list[_Seconds]:
+    """Seconds of every layer of the grid."""
+    from shoal.plan.moe_overlap import choose, exhaustive
+
+    machine, found = _machine(), []
+    for number, one in enumerate(grid):
+        if number % 50 == 0:
+            context.progress(f"layer {number} of {len(grid)}", 0.5 * number / len(grid))
+        layer = _layer(machine, *one)
+        both = layer.forward, layer.backward
+        mine = [choose(pass_) for pass_ in both]
+        every = [exhaustive(pass_) for pass_ in both]
+        tutel = [exhaustive(pass_, one_link=True) for pass_ in both]
+        found.append(
+            _Seconds(
+                chosen=sum(cut.seconds for cut in mine),
+                one=sum(seconds[0] for seconds in every),
+                tutel=min(map(sum, zip(*tutel, strict=True))),
+                shared=min(map(sum, zip(*every, strict=True))),
+                best=sum(min(seconds) for seconds in every),
+                r=(mine[0].r, mine[1].r),
+                bound=(mine[0].bound, mine[1].bound),
+            )
+        )
+    return found
+
+
+def _layer(
+    machine: Machine,
+    sequences: int,
+    seq_len: int,
+    hidden: int,
+    wider: int,
+    top_k: int,
+    experts: int,
+    gated: bool,
+) -> Layer:
+    from shoal.cost.moe_tasks import layer_of
+    from shoal.ir import ModelShape, Parallel
+
+    shape: ModelShape = ModelShape(
+        name="layer", num_layers=1, hidden=hidden, num_heads=hidden // 128,
+        num_kv_heads=hidden // 128, head_dim=128, ffn_hidden=wider * hidden, gated=gated,
+        num_experts=experts * _NODES, top_k=top_k, expert_hidden=wider * hidden, vocab_size=32000,
+    )  # fmt: skip
+    split = Parallel(dp=_NODES * _PER_NODE, ep=_NODES, etp=_PER_NODE)
+    return layer_of(shape, machine, split, sequences * seq_len, seq_len)
+
+
+def _machine() -> Machine:
+    """Six nodes of eight L40S on PCIe, joined by one port of 100 Gbit/s a node."""
+    from shoal.machine.described import load
+
+    machine = load(f"{_NODES * _PER_NODE}xL40S")
+    links = tuple(
+        link.model_copy(update={"bandwidth": 12.5e9 / _PER_NODE}) if link.scope == "node" else link
+        for link in machine.links
+    )
+    return machine.model_copy(update={"links": links})
+
+
+def _errors(splits: tuple[dict[str, Any], ...]) -> tuple[float, ...]:
+    """Largest relative difference to one process after a step in chunks, in float64."""
+    from shoal.ir import TrainJob
+    from shoal.model.config import ModelConfig
+    from shoal.parallel.check import same_as_one
+
+    config = ModelConfig(
+        name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=2, num_heads=4,
+        num_kv_heads=4, head_dim=8, ffn_hidden=16, num_experts=4, top_k=2, max_position=64,
+    )  # fmt: skip
+    found = []
+    for split in splits:
+        job = TrainJob(
+            model="shoal-0.3m", seq_len=16, global_batch=4, microbatch=1, precision="fp32",
+            parallel=split, grad_clip=0.05, steps=1,
+        )  # fmt: skip
+        one = same_as_one(job, config, steps=1)
+        found.append(max(one.loss, one.norm, one.gradient, one.parameter))
+    return tuple(found)

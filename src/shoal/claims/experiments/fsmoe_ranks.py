@@ -1,0 +1,116 @@
+"""What the ranks of claim [35] FSMoE do: tasks of a layer at many sizes, and the layer in chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shoal.parallel.expert.dispatch import DispatchedExperts
+from shoal.parallel.expert.exchange import exchanged, spread
+from shoal.parallel.ranks import ranks_of
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+    from shoal.parallel.protocols import Comm
+
+__all__ = ["RANKS", "SIZES", "layer_s", "tasks_s"]
+
+RANKS, _EP, _ETP = 4, 2, 2
+SIZES = (1 / 32, 1 / 16, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0)
+"""Parts of the whole work at which tasks are timed."""
+
+
+def _mixture(hidden: int, width: int) -> ModelConfig:
+    from shoal.model.config import ModelConfig
+
+    return ModelConfig(
+        name="mixture", family="mixtral", vocab_size=64, hidden=hidden, num_layers=1, num_heads=4,
+        num_kv_heads=4, head_dim=8, ffn_hidden=width, num_experts=4, top_k=2, max_position=64,
+    )  # fmt: skip
+
+
+def _layer(comm: Comm, hidden: int, width: int) -> DispatchedExperts:
+    from shoal.ir import Parallel
+
+    ranks = ranks_of(comm, Parallel(dp=RANKS, ep=_EP, etp=_ETP)).experts
+    assert ranks is not None
+    layer = DispatchedExperts(_mixture(hidden, width), ranks, 0)
+    source = torch.Generator().manual_seed(comm.rank)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0.0, 0.02, generator=source)
+        # Of every rank the same, or the same tokens would go elsewhere.
+        layer.router.weight.normal_(generator=torch.Generator().manual_seed(7))
+    return layer
+
+
+def _timed(comm: Comm, work: Callable[[], object], repeats: int) -> float:
+    """Least seconds of ``work``, all ranks at once."""
+    found = []
+    for _ in range(repeats + 1):
+        comm.barrier()
+        begin = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begin)
+    return min(found[1:])
+
+
+def tasks_s(
+    comm: Comm, hidden: int, width: int, tokens: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of exchange, gather and experts, forward, at each of :data:`SIZES`."""
+    layer = _layer(comm, hidden, width)
+    ep, etp = layer.ranks.ep, layer.ranks.etp
+    found: dict[str, list[float]] = {"exchange": [], "gather": [], "experts": []}
+    with torch.no_grad():
+        for part in SIZES:
+            rows = max(2, int(2 * tokens * part)) // 2 * 2
+            x_MD = torch.randn(rows, hidden)
+            half = [rows // 2] * 2
+            many = torch.randn(rows * etp.world, hidden)
+            counts = [len(many) // 2] * 2
+
+            def exchange(x: Tensor = x_MD, sent: list[int] = half) -> Tensor:
+                return exchanged(x, sent, sent, ep)
+
+            def gather(x: Tensor = x_MD) -> Tensor:
+                return spread(x, [len(x)] * etp.world, etp)
+
+            def experts(x: Tensor = many, rows: list[int] = counts) -> Tensor:
+                return layer._made(x, rows)
+
+            for name, work in (("exchange", exchange), ("gather", gather), ("experts", experts)):
+                found[name].append(_timed(comm, work, repeats))
+    return found
+
+
+def layer_s(
+    comm: Comm, hidden: int, width: int, tokens: int, repeats: int, chunks: list[int]
+) -> dict[str, Any]:
+    """Seconds of a layer forward and back, uncut and in chunks in turn, and how far they differ."""
+    layer = _layer(comm, hidden, width)
+    source = torch.Generator().manual_seed(100 + comm.rank)
+    x_ND = torch.randn(tokens, hidden, generator=source).requires_grad_(True)
+    found: dict[str, Any] = {"uncut": [], "cut": []}
+    seen: dict[str, Tensor] = {}
+    forms = {"uncut": (1, 1), "cut": (chunks[0], chunks[1])}
+    for turn in range(repeats + 1):
+        # Every other round backwards, so that drift favours nobody.
+        for name in list(forms)[:: 1 if turn % 2 else -1]:
+            layer.chunks = forms[name]
+            x_ND.grad = layer.gate_up_proj.grad = layer.down_proj.grad = None
+            comm.barrier()
+            begin = time.perf_counter()
+            layer(x_ND).square().sum().backward()
+            comm.barrier()
+            if turn:
+                found[name].append(time.perf_counter() - begin)
+            assert x_ND.grad is not None
+            seen[name] = x_ND.grad
+    apart = (seen["uncut"] - seen["cut"]).abs().max() / seen["uncut"].abs().max()
+    found["difference"] = float(apart)
+    return found

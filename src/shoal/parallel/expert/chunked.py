@@ -1,0 +1,284 @@
+"""Rows travel to experts and back in chunks: the next ones travel while these are computed.
+
+The rows of every (rank, expert) pair are cut in r parts that differ by one row at most, so both
+ends know the sizes of all chunks from the counts of the whole. All chunks are sent at once; the
+experts compute what has come, and each chunk goes home as soon as it is made. ::
+
+    sent        D1 D2 D3        C1 C2 C3
+    computed       E1 E2 E3
+
+The backward pass does the same with gradients, in a number of chunks of its own: what it needs of
+the forward pass is kept in the order in which the rows of all chunks together would have come.
+Gradients of rows go home before those of weights are computed. Every row is multiplied with the
+same matrices as if there were one chunk; bytes are the same, messages more.
+
+Shapes: M rows of this rank, S segments, T rows that come here, D hidden, F width of a slice.
+
+Source: Pan et al., FSMoE, 2025, section 4; Hwang et al., Tutel, 2023 (one number for both passes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shoal.model.feedforward import gate
+from shoal.parallel.expert.exchange import TAG
+from shoal.parallel.linear import WeightGradients, compute_dtype
+
+if TYPE_CHECKING:
+    from shoal.parallel.expert.dispatch import DispatchedExperts
+    from shoal.parallel.protocols import Comm, ExpertRanks, Pending
+
+__all__ = ["chunked", "parts", "places"]
+
+_Work = Callable[["_Chunk", Tensor], Tensor]
+
+
+def parts(counts: Tensor, chunk: int, chunks: int) -> Tensor:
+    """Of ``counts`` rows each, how many go with a chunk."""
+    return counts * (chunk + 1) // chunks - counts * chunk // chunks
+
+
+def places(counts_S: Tensor, chunk: int, chunks: int) -> Tensor:
+    """Where the rows of a chunk lie among segments of ``counts_S`` rows behind each other."""
+    begin_S = counts_S.cumsum(0) - counts_S + counts_S * chunk // chunks
+    size_S = parts(counts_S, chunk, chunks)
+    shift_S = begin_S - (size_S.cumsum(0) - size_S)
+    return torch.arange(int(size_S.sum())) + shift_S.repeat_interleave(size_S)
+
+
+class _Chunk(NamedTuple):
+    """A part of the rows.
+
+    Args:
+        own: which rows of this rank.
+        sent: how many to each rank of ep.
+        received: how many from each.
+        each: how many every rank of etp brings.
+        order: the rows that came, by expert.
+        here: where those lie among the rows of all chunks.
+        counts: rows of each expert.
+    """
+
+    own: Tensor
+    sent: list[int]
+    received: list[int]
+    each: list[int]
+    order: Tensor
+    here: Tensor
+    counts: list[int]
+
+
+def _chunk(to_RX: Tensor, every: Tensor, chunk: int, chunks: int, etp: Comm) -> _Chunk:
+    """Of rows to the experts [ep, X] of each rank, and of rows [etp, ep, X] that come here."""
+    come = parts(every, chunk, chunks)
+    experts = torch.arange(come.shape[-1]).repeat(come.shape[0] * come.shape[1])
+    return _Chunk(
+        own=places(to_RX.reshape(-1), chunk, chunks).to(etp.device),
+        sent=parts(to_RX, chunk, chunks).sum(-1).tolist(),
+        received=come[etp.rank].sum(-1).tolist(),
+        each=come.sum((1, 2)).tolist(),
+        order=torch.argsort(experts.repeat_interleave(come.view(-1)), stable=True).to(etp.device),
+        here=places(every.permute(2, 0, 1).reshape(-1), chunk, chunks).to(etp.device),
+        counts=come.sum((0, 1)).tolist(),
+    )
+
+
+class _Coming:
+    """Rows on their way: of the ranks of ``comm`` behind each other, or their sum."""
+
+    def __init__(self, xs: list[Tensor], rows: list[int], comm: Comm, *, summed: bool = False):
+        self._summed = comm.world if summed and comm.world > 1 else 0
+        self._pending: Pending | None = None
+        if comm.world == 1:
+            self._whole = xs[0]
+            return
+        self._whole = xs[0].new_empty(sum(rows), *xs[0].shape[1:])
+        self._pending = comm.all_to_all(torch.split(self._whole, rows), xs, tag=TAG)
+
+    def rows(self) -> Tensor:
+        """The rows, when they are there."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        if self._summed:
+            whole = self._whole
+            self._whole = whole.view(self._summed, -1, *whole.shape[1:]).sum(0)
+            self._summed = 0
+        return self._whole
+
+
+def _travel(rows_MD: Tensor, cut: list[_Chunk], ranks: ExpertRanks, work: _Work) -> list[Tensor]:
+    """What ``work`` makes of each chunk where its experts are; [rows of the chunk, D] each.
+
+    Every rank of ep sends all chunks, then gets them back in order; ranks of etp gather a chunk
+    before they sum the one before it.
+    """
+    ep, etp = ranks.ep, ranks.etp
+    coming = [
+        _Coming(list(torch.split(rows_MD[one.own], one.sent)), one.received, ep) for one in cut
+    ]
+    ahead = 1 if etp.world > 1 else 0
+    gathered: list[_Coming] = []
+    summed: list[tuple[_Chunk, _Coming]] = []
+    back: list[_Coming] = []
+
+    def home() -> None:
+        """Send the oldest chunk that was summed back to where its rows came from."""
+        one, sums = summed.pop(0)
+        back.append(_Coming(list(torch.split(sums.rows(), one.received)), one.sent, ep))
+
+    for step in range(len(cut) + ahead):
+        if step < len(cut):
+            found = coming[step].rows()
+            gathered.append(_Coming([found] * etp.world, cut[step].each, etp))
+        if step < ahead:
+            continue
+        one = cut[step - ahead]
+        made = work(one, gathered[step - ahead].rows()[one.order])
+        made = torch.empty_like(made).index_copy(0, one.order, made)
+        mine = [one.each[etp.rank]] * etp.world
+        summed.append((one, _Coming(list(torch.split(made, one.each)), mine, etp, summed=True)))
+        # A sum over etp travels while the next chunk is computed.
+        while len(summed) > ahead:
+            home()
+    while summed:
+        home()
+    return [one.rows() for one in back]
+
+
+def _groups(counts: list[int]) -> list[tuple[int, slice]]:
+    found, start = [], 0
+    for expert, count in enumerate(counts):
+        if count:
+            found.append((expert, slice(start, start + count)))
+        start += count
+    return found
+
+
+def _product(rows_TI: Tensor, weight_XIO: Tensor, counts: list[int]) -> Tensor:
+    """Each expert's matrix with its own rows; [T, O]."""
+    out = rows_TI.new_empty(len(rows_TI), weight_XIO.shape[2])
+    for expert, mine in _groups(counts):
+        torch.mm(rows_TI[mine], weight_XIO[expert], out=out[mine])
+    return out
+
+
+class _Chunked(torch.autograd.Function):
+    """Out and back in chunks; see the file's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_MD: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        to_RX: Tensor,
+        every: Tensor,
+        layer: DispatchedExperts,
+    ) -> Tensor:
+        dtype = compute_dtype(rows_MD)
+        casts = gate_up.to(dtype), down.to(dtype)
+        total, width = int(every.sum()), gate_up.shape[1]
+        kept = rows_MD.new_empty(total, rows_MD.shape[1], dtype=dtype)
+        gates = rows_MD.new_empty(total, width, dtype=dtype)
+        activate = layer.kernel or gate
+
+        def work(one: _Chunk, x: Tensor) -> Tensor:
+            x = x.to(dtype)
+            up = _product(x, casts[0].transpose(1, 2), one.counts)
+            kept[one.here], gates[one.here] = x, up
+            return _product(activate(up), casts[1].transpose(1, 2), one.counts)
+
+        count = layer.chunks[0]
+        cut = [_chunk(to_RX, every, i, count, layer.ranks.etp) for i in range(count)]
+        out = rows_MD.new_empty(rows_MD.shape, dtype=dtype)
+        for one, made in zip(cut, _travel(rows_MD, cut, layer.ranks, work), strict=True):
+            out[one.own] = made
+        ctx.save_for_backward(kept, gates, *casts)
+        ctx.layer, ctx.counts, ctx.weights = layer, (to_RX, every), (gate_up, down)
+        ctx.dtype = rows_MD.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
+        kept, gates, up_XFD, down_XDF = ctx.saved_tensors
+        layer: DispatchedExperts = ctx.layer
+        activate = layer.kernel or gate
+        store = WeightGradients.current(grad_MD.device)
+        totals = tuple(torch.zeros_like(weight) for weight in ctx.weights)
+        # Of each chunk, what its weights' gradients are made of, once its rows are on their way.
+        owed: list[tuple[list[int], tuple[tuple[Tensor, Tensor], ...]]] = []
+
+        def work(one: _Chunk, grad: Tensor) -> Tensor:
+            pay()
+            up = gates[one.here].requires_grad_(True)
+            with torch.enable_grad():
+                gated = activate(up)
+            of_gated = _product(grad, down_XDF, one.counts)
+            (of_up,) = torch.autograd.grad(gated, up, of_gated)
+            owed.append((one.counts, ((of_up, kept[one.here]), (grad, gated.detach()))))
+            return _product(of_up, up_XFD, one.counts).to(ctx.dtype)
+
+        def pay() -> None:
+            """Add the weights' gradients of the chunk before; later, if they are put off."""
+            while owed:
+                counts, pairs = owed.pop()
+                for number, (grad, x) in enumerate(pairs):
+                    if not ctx.needs_input_grad[1 + number]:
+                        continue
+                    if store is None:
+                        _add(totals[number], grad, x, counts)
+                    else:
+                        store.put_off(_put_off(ctx.weights[number], grad, x, counts))
+
+        count = layer.chunks[1]
+        cut = [_chunk(*ctx.counts, i, count, layer.ranks.etp) for i in range(count)]
+        out = torch.empty_like(grad_MD, dtype=ctx.dtype)
+        found = _travel(grad_MD.contiguous(), cut, layer.ranks, work)
+        pay()
+        for one, made in zip(cut, found, strict=True):
+            out[one.own] = made
+        given = [
+            total if store is None and needed else None
+            for total, needed in zip(totals, ctx.needs_input_grad[1:3], strict=True)
+        ]
+        return out, *given, None, None, None
+
+
+def _add(total: Tensor, grad_TO: Tensor, x_TI: Tensor, counts: list[int]) -> None:
+    for expert, mine in _groups(counts):
+        total[expert] += grad_TO[mine].T @ x_TI[mine]
+
+
+def _put_off(
+    weight: Tensor, grad_TO: Tensor, x_TI: Tensor, counts: list[int]
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    def gradient() -> tuple[Tensor, Tensor]:
+        total = torch.zeros_like(weight)
+        _add(total, grad_TO, x_TI, counts)
+        return weight, total
+
+    return gradient
+
+
+def chunked(rows_MD: Tensor, to_RX: Tensor, every: Tensor, layer: DispatchedExperts) -> Tensor:
+    """What the experts make of rows that are sorted by expert, in the same order.
+
+    Args:
+        rows_MD: of this rank.
+        to_RX: how many of them go to each expert of each rank of ep.
+        every: [etp, ep, X] how many come to each expert of this rank, by who brings and who sent
+            them.
+        layer: whose chunks, ranks, matrices and activation these are.
+    """
+    out: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
+        rows_MD, layer.gate_up_proj, layer.down_proj, to_RX, every, layer
+    )
+    return out
