@@ -253,7 +253,11 @@ class Queues:
         drafting, kv = self.drafting, self.kv
         if drafting is None or not chunks:
             return chunks
-        nodes = min(drafting.nodes(len(chunks)), max(0, room) // len(chunks))
+        # A drafter reads all of a request before its first guess: in vain, if prompts that come
+        # make it a batch for which guesses do not pay.
+        coming = min(len(self.waiting), max(0, self.limits.max_running - len(self.running)))
+        together = max(len(chunks), len(self.running) + coming)
+        nodes = min(drafting.nodes(together), max(0, room) // len(chunks))
         if nodes < 1:
             return chunks
         found = []
