@@ -20,6 +20,7 @@ from test_run import kill_at, losses  # noqa: E402
 
 Make = Callable[..., Plan]
 
+
 def steps(run: Path) -> dict[int, dict[str, Any]]:
     return {e["step"]: e for e in read_events(run / "events.jsonl") if e["kind"] == "step"}
 

@@ -158,10 +158,6 @@ class Experts(nn.Module):
         if tokens.training and self.moe.capacity_factor is not None and self.gate.decodes:
             keep_NK = self._room(routed.scores, routed.experts, tokens, routed.keep)
             routed = routed._replace(keep=keep_NK)
-        elif tokens.filling is not None:
-            real_NK = (~tokens.filling).unsqueeze(1).expand_as(routed.experts)
-            keep_NK = real_NK if routed.keep is None else real_NK & routed.keep
-            routed = routed._replace(keep=keep_NK)
         loss = self._balance(routed, logits_NE, loads, tokens) if tokens.training else None
         return routed, loss
 
@@ -206,7 +202,7 @@ class Experts(nn.Module):
         unequal = balance_sums(routed, tokens, self.peers) if moe.aux_loss else zero
         large = squared_log_sums(logits_NE, tokens) if moe.z_loss else zero
         self.tallies[tokens.of.row] = tally(
-            *chosen, routed.keep, tokens, self.num_experts, (unequal, large)
+            *chosen, routed.keep, self.num_experts, (unequal, large)
         )
         if not (moe.aux_loss or moe.z_loss):
             return None

@@ -12,7 +12,6 @@ ST-MoE, 2022, section 3.1 (z-loss).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -73,7 +72,7 @@ class Tokens:
 
     Args:
         of: their step.
-        numbers: of the tokens in the global batch, int64 [N]; -1 for one that only fills up.
+        numbers: of the tokens in the global batch, int64 [N].
         length: tokens of a whole sequence.
         batch: sequences of the pass.
         training: choices are limited, drawn, counted and balanced.
@@ -89,16 +88,10 @@ class Tokens:
         """Some of the tokens, given by their numbers."""
         return replace(self, numbers=number_N)
 
-    @functools.cached_property
-    def filling(self) -> Tensor | None:
-        """Which tokens [N] only fill up; None where none does."""
-        filling = self.numbers < 0
-        return filling if bool(filling.any()) else None
-
-    @functools.cached_property
+    @property
     def rows(self) -> Tensor:
         """Number [N] of each token's sequence in this pass."""
-        return (self.numbers // self.length - self.of.row).clamp(min=0)
+        return self.numbers // self.length - self.of.row
 
     def drawn(self, layer: int) -> Tensor:
         """A number in [0, 1) for each token, fp64."""
@@ -175,12 +168,11 @@ def best(
         held_NK: choices that count at all; all, if not given.
 
     Returns:
-        [N, K], bool; never true for a token that only fills up.
+        [N, K], bool.
     """
     number_N, rows = tokens.numbers, len(tokens.numbers)
     whole = moe.scope == "full-sequence"
     score_MK, code_MK = _rounded(score_NK), number_N.unsqueeze(1) * experts + expert_NK
-    code_MK = code_MK.masked_fill(number_N.unsqueeze(1) < 0, -1)
     if held_NK is not None:
         code_MK = code_MK.masked_fill(~held_NK, -1)
     first = 0
@@ -196,7 +188,7 @@ def best(
     order = order[torch.argsort(group_M[order], stable=True)]
     group = group_M[order]
     place = torch.arange(len(group), device=group.device) - torch.searchsorted(group, group)
-    length = tokens.length if whole else int((number_N >= 0).sum())
+    length = tokens.length if whole else rows
     keep_M = torch.empty_like(code_M, dtype=torch.bool)
     keep_M[order] = (place < moe.capacity(length, top_k, experts)) & (group >= 0)
     return keep_M.view_as(score_MK)[first : first + rows]
@@ -228,24 +220,19 @@ def balance_sums(routed: Routed, tokens: Tokens, peers: Sequence[Comm]) -> Tenso
     ranks' sums, and their gradients, add up to what one process has.
     """
     choices, experts = routed.experts.shape[1], routed.shares.shape[1]
-    real_N = (tokens.numbers >= 0).to(routed.shares.dtype)
-    counts_SE = routed.shares.new_zeros(tokens.batch * experts)
     place_NK = tokens.rows.unsqueeze(1) * experts + routed.experts
-    counts_SE.index_add_(
-        0, place_NK.reshape(-1), real_N.unsqueeze(1).expand_as(place_NK).reshape(-1)
-    )
+    counted = torch.bincount(place_NK.reshape(-1), minlength=tokens.batch * experts)
+    counts_SE = counted.to(routed.shares.dtype)
     for comm in peers:
         if comm.world > 1:
             comm.all_reduce(counts_SE, tag=TAG).wait()
     share_SE = counts_SE.view(tokens.batch, experts) / (tokens.length * choices)
-    found_N = (share_SE[tokens.rows] * routed.shares).sum(-1)
-    return (found_N * real_N).sum() * experts / tokens.length
+    return (share_SE[tokens.rows] * routed.shares).sum() * experts / tokens.length
 
 
 def squared_log_sums(logits_NE: Tensor, tokens: Tokens) -> Tensor:
     """The z-loss, summed over this rank's tokens; of a sequence it is the mean over its tokens."""
-    found_N = torch.logsumexp(logits_NE, -1) ** 2
-    return (found_N * (tokens.numbers >= 0)).sum() / tokens.length
+    return (torch.logsumexp(logits_NE, -1) ** 2).sum() / tokens.length
 
 
 @torch.no_grad()
@@ -253,7 +240,6 @@ def tally(
     expert_NK: Tensor,
     chosen_NK: Tensor | None,
     keep_NK: Tensor | None,
-    tokens: Tokens,
     experts: int,
     losses: tuple[Tensor, Tensor],
 ) -> Tensor:
@@ -263,18 +249,16 @@ def tally(
         expert_NK: the choices.
         chosen_NK: which of them count; all, if not given.
         keep_NK: which of those hold; all, if not given.
-        tokens: of this rank.
         experts: how many there are, E.
         losses: sums of the balance loss and of the z-loss.
     """
-    counts_NK = (tokens.numbers >= 0).unsqueeze(1).expand_as(expert_NK)
-    if chosen_NK is not None:
-        counts_NK = counts_NK & chosen_NK
+    every_NK = torch.ones_like(expert_NK, dtype=torch.bool)
+    counts_NK = every_NK if chosen_NK is None else chosen_NK
     load_E = torch.bincount(
         expert_NK.reshape(-1), weights=counts_NK.reshape(-1).double(), minlength=experts
     )
-    lost_NK = torch.zeros_like(counts_NK) if keep_NK is None else counts_NK & ~keep_NK
-    return torch.cat([load_E, torch.stack([lost_NK.sum().double(), *(x.double() for x in losses)])])
+    lost = (counts_NK & ~(every_NK if keep_NK is None else keep_NK)).sum()
+    return torch.cat([load_E, torch.stack([lost.double(), *(x.double() for x in losses)])])
 
 
 class _AddLoss(torch.autograd.Function):

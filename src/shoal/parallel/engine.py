@@ -190,8 +190,9 @@ class Engine:
         self.context = table("context").build(parallel.context) if parallel.cp > 1 else None
         dropout = Dropout(job.dropout, job.seed) if job.dropout else None
         sequences = job.global_batch // self.workers
-        routing = StepRouting(job.seed, 0, 0, sequences)
-        self._routing = routing if self.config.num_experts else None
+        self._routing: StepRouting | None = None
+        if self.config.num_experts:
+            self._routing = StepRouting(job.seed, 0, 0, sequences)
         # Where the runtime is told the same of all blocks, none is named.
         self.recomputed = job.recomputed(self.config.num_layers) if job.layers else frozenset()
         self.vocab: VocabShard | None = None
@@ -256,7 +257,9 @@ class Engine:
                 self.local, self.ranks.data, whole_matrices=optimizer.whole_matrices
             )
         if self.whole is not None:  # now that its loss_sum is the sharded one
-            whole = _Whole(self.whole, job.compile, dropout, self.recomputed, self._routing)
+            # A step's number in what is compiled would be compiled anew in every step.
+            routing = None if job.compile else self._routing
+            whole = _Whole(self.whole, job.compile, dropout, self.recomputed, routing)
             stages = {0: whole}
         # What keeps what is saved for backward passes; None where autograd does.
         self.saved: ActivationPolicy | None = (

@@ -234,7 +234,7 @@ class Stage(nn.Module):
         tokens = of.over(mb.positions, length, len(mb.tokens), training=self.training)
         if not (self.sp and self.folded):
             return tokens
-        return tokens.some(local_rows(tokens.numbers, self.tp, -1))
+        return tokens.some(local_rows(tokens.numbers, self.tp))
 
     def _mix(self, mb: MicroBatch, length: int, dtype: torch.dtype) -> Mix:
         """Attention over whole sequences."""
