@@ -50,6 +50,7 @@ CLAIMS = PartTable(
         "bytecheckpoint": "shoal.claims.experiments.bytecheckpoint:ByteCheckpointClaim",
         "c4": "shoal.claims.experiments.c4:C4",
         "co2": "shoal.claims.experiments.co2:CO2Claim",
+        "holmes": "shoal.claims.experiments.holmes:HolmesClaim",
         "topo3": "shoal.claims.experiments.topo3:Topo3Claim",
         "datastates": "shoal.claims.experiments.datastates:DataStatesClaim",
         "megascale": "shoal.claims.experiments.megascale:MegaScaleClaim",

@@ -1,8 +1,9 @@
 """Which device is which rank: gradients stay inside a cluster, only thin pipeline traffic crosses.
 
-Devices keep their order inside a cluster, so tensor-parallel groups stay inside nodes; searched are
-the degrees that are not given, and the order of the clusters, all orders of few clusters and
-exchanges of two from there on. Every candidate is simulated.
+Tensor-parallel groups stay inside nodes. Searched are the degrees that are not given, which cluster
+each stage is in (all ways where they are few, else clusters one after another and exchanges of two
+stages), and whether a stage takes whole nodes of its cluster or some devices of each. Every
+candidate is simulated.
 
 The grid of ranks is the job's own, and with it which rows a replica reads: another order changes
 who computes, never what.
@@ -13,9 +14,9 @@ Source: Yang et al., Holmes, 2023, sections 3.1 to 3.3.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from typing import NamedTuple
 
 from shoal.core.errors import PlanError, require
@@ -30,8 +31,10 @@ from shoal.plan.topology.speed import adaptive, exact
 
 __all__ = ["Order", "Price", "brute", "interleaved", "plan_order"]
 
-# Clusters whose orders are all tried: 720 simulated steps at most.
-_ALL = 6
+# Orders of stages, or of clusters, that are all tried.
+_ALL = 120
+# Where there are more, exchanges of two of so many stages, so often.
+_STAGES, _ROUNDS = 12, 4
 _BRUTE = 8
 
 
@@ -204,33 +207,114 @@ def _grids(
 def _best(
     job: TrainJob, shape: ModelShape, clusters: Clusters, grid: Grid, overlap: bool, alpha: float
 ) -> Order:
-    """The best order of the clusters for one grid."""
+    """The best order of stages for one grid."""
     priced = Price(job, clusters, grid, overlap=overlap, alpha=alpha)
 
-    def seconds(order: Sequence[int]) -> float:
-        return priced(clusters.reordered(order))[0].seconds
+    def seconds(devices: Sequence[int]) -> float:
+        return priced(devices)[0].seconds
 
-    count = len(clusters.clusters)
-    if count <= _ALL:
-        best = min(permutations(range(count)), key=seconds)
-    else:
-        best = tuple(sorted(range(count), key=lambda at: -clusters.speeds[at]))
-        better = True
-        while better:
-            swaps = [_swapped(best, a, b) for a, b in combinations(range(count), 2)]
-            found = min(swaps, key=seconds)
-            better = seconds(found) < seconds(best)
-            best = found if better else best
-    devices = clusters.reordered(best)
+    reason = _why(clusters, grid)
+    devices = min(_candidates(clusters, grid, whole=not reason), key=seconds)
+    if not reason and _sequences(clusters, grid) > _ALL:
+        devices = _improved(devices, grid, seconds)
     step, rule, cut = priced(devices)
     nbytes, fits = _memory(job, shape, clusters, grid, step)
-    return Order(clusters, grid, devices, step, rule, cut, nbytes, fits, _why(clusters, grid))
+    return Order(clusters, grid, devices, step, rule, cut, nbytes, fits, reason)
 
 
-def _swapped(order: Sequence[int], a: int, b: int) -> tuple[int, ...]:
-    changed = list(order)
-    changed[a], changed[b] = changed[b], changed[a]
-    return tuple(changed)
+def _stages_of(clusters: Clusters, grid: Grid) -> list[int]:
+    """Stages that each cluster holds: in proportion to its devices."""
+    each = clusters.devices_per_node
+    return [cluster.nodes * each // grid.per_stage for cluster in clusters.clusters]
+
+
+def _sequences(clusters: Clusters, grid: Grid) -> int:
+    """Ways to say which cluster each stage is in."""
+    held = _stages_of(clusters, grid)
+    return math.factorial(sum(held)) // math.prod(map(math.factorial, held))
+
+
+def _candidates(clusters: Clusters, grid: Grid, *, whole: bool) -> Iterator[tuple[int, ...]]:
+    """Devices by rank: clusters in every order, or stages in every order where these are few.
+
+    In a cluster a stage takes the devices of a node after another, or some of every node, so that
+    the next stage has others of the same nodes.
+    """
+    count = len(clusters.clusters)
+    lists = [
+        [_listed(clusters, at, grid.tp, far=far) for far in (False, True)] for at in range(count)
+    ]
+    ways: Iterator[tuple[int, ...]] | list[tuple[int, ...]] = product((0, 1), repeat=count)
+    if count > 3:
+        ways = [(0,) * count, (1,) * count]
+    held = _stages_of(clusters, grid)
+    for way in ways:
+        members = [own[far] for own, far in zip(lists, way, strict=True)]
+        if whole and _sequences(clusters, grid) <= _ALL:
+            for sequence in _labels(held):
+                yield _dealt(members, sequence, grid.per_stage)
+            continue
+        orders: Iterable[tuple[int, ...]] = permutations(range(count))
+        if math.factorial(count) > _ALL:
+            fast = sorted(range(count), key=lambda at: -clusters.speeds[at])
+            orders = [tuple(range(count)), tuple(fast), tuple(reversed(fast))]
+        for order in orders:
+            yield tuple(device for at in order for device in members[at])
+
+
+def _labels(held: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All ways to give so many stages of each cluster an order."""
+    if not any(held):
+        yield ()
+    for at, left in enumerate(held):
+        if left:
+            rest = [stages - (other == at) for other, stages in enumerate(held)]
+            for behind in _labels(rest):
+                yield (at, *behind)
+
+
+def _listed(clusters: Clusters, cluster: int, tp: int, *, far: bool) -> tuple[int, ...]:
+    """Devices of a cluster, in units of ``tp``: node by node, or a unit of each node in turn."""
+    nodes: dict[int, list[int]] = {}
+    for number, place in enumerate(clusters.places):
+        if place.cluster == cluster:
+            nodes.setdefault(place.node, []).append(number)
+    units = [
+        (unit, node, tuple(own[unit : unit + tp]))
+        for node, own in nodes.items()
+        for unit in range(0, len(own), tp)
+    ]
+    if far:
+        units.sort(key=lambda x: x[:2])
+    return tuple(device for _, _, unit in units for device in unit)
+
+
+def _dealt(members: Sequence[Sequence[int]], sequence: Sequence[int], size: int) -> tuple[int, ...]:
+    """Each stage the next ``size`` devices of its cluster."""
+    taken = [0] * len(members)
+    found: list[int] = []
+    for cluster in sequence:
+        found += members[cluster][taken[cluster] : taken[cluster] + size]
+        taken[cluster] += size
+    return tuple(found)
+
+
+def _improved(
+    devices: tuple[int, ...], grid: Grid, seconds: Callable[[Sequence[int]], float]
+) -> tuple[int, ...]:
+    """Exchange two stages as long as that is faster."""
+    size = grid.per_stage
+    for _ in range(_ROUNDS):
+        swaps = []
+        for a, b in combinations(range(min(grid.pp, _STAGES)), 2):
+            stages = [devices[s : s + size] for s in range(0, grid.world, size)]
+            stages[a], stages[b] = stages[b], stages[a]
+            swaps.append(tuple(device for stage in stages for device in stage))
+        found = min(swaps, key=seconds, default=devices)
+        if seconds(found) >= seconds(devices):
+            break
+        devices = found
+    return devices
 
 
 def _memory(
