@@ -19,9 +19,10 @@ from shoal.machine.described import load
 from shoal.parallel.legal import check_split
 from shoal.plan.topology.clusters import Cluster, Clusters, Joint, Port
 from shoal.plan.topology.groups import Grid
-from shoal.plan.topology.order import Price, brute, interleaved, plan_order
+from shoal.plan.topology.order import Price, brute, plan_order
 from shoal.plan.topology.picture import picture
 from shoal.plan.topology.speed import adaptive, exact, slowest
+from shoal.plan.topology.ways import interleaved
 
 IB, ROCE, SLOW = 2.5e10, 1.25e10, 1.25e9
 
@@ -94,9 +95,9 @@ def test_group_table() -> None:
 
 
 SOME = (
-    (TWO, Grid(2, 4, 1)),
+    pytest.param(TWO, Grid(2, 4, 1), marks=pytest.mark.slow),
     (TWO, Grid(2, 2, 2)),
-    (TWO, Grid(4, 2, 1)),
+    pytest.param(TWO, Grid(4, 2, 1), marks=pytest.mark.slow),
     (clusters(cluster("a", 1), cluster("b", 2, "roce", ROCE), per_node=2), Grid(3, 2, 1)),
     (
         clusters(
@@ -124,6 +125,7 @@ def test_as_good_as_all_orders(machine: Clusters, grid: Grid) -> None:
     assert min(found.step.stages) >= 1
 
 
+@pytest.mark.slow
 def test_any_number_of_clusters() -> None:
     many = clusters(
         *(

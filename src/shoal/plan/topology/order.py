@@ -14,9 +14,8 @@ Source: Yang et al., Holmes, 2023, sections 3.1 to 3.3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
-from itertools import combinations, permutations, product
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from shoal.core.errors import PlanError, require
@@ -28,13 +27,10 @@ from shoal.plan.topology.clusters import Clusters
 from shoal.plan.topology.groups import Grid, Group, crossing, groups
 from shoal.plan.topology.iteration import Costs, Step, costs_of, layer_weights, step_of
 from shoal.plan.topology.speed import adaptive, exact
+from shoal.plan.topology.ways import assignments, candidates, improved, searched_whole
 
-__all__ = ["Order", "Price", "brute", "interleaved", "plan_order"]
+__all__ = ["Order", "Price", "brute", "plan_order"]
 
-# Orders of stages, or of clusters, that are all tried.
-_ALL = 120
-# Where there are more, exchanges of two of so many stages, so often.
-_STAGES, _ROUNDS = 12, 4
 _BRUTE = 8
 
 
@@ -104,7 +100,15 @@ class Order(NamedTuple):
 
 
 class Price:
-    """Simulates orders of one job's grid, each once."""
+    """Simulates orders of one job's grid, each once.
+
+    Args:
+        job: the model, its sequences and batch.
+        clusters: what there is.
+        grid: the split.
+        overlap: of the optimizer's collectives, as for ``step_of``.
+        alpha: of Holmes's rule.
+    """
 
     def __init__(
         self,
@@ -118,6 +122,7 @@ class Price:
         self.job, self.clusters, self.grid = job, clusters, grid
         self.overlap, self.alpha = overlap, alpha
         self.costs: Costs = costs_of(job, clusters, grid)
+        self._cuts: dict[tuple[float, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._known: dict[tuple[int, ...], tuple[Step, tuple[int, ...], tuple[int, ...]]] = {}
 
     @cached_property
@@ -129,15 +134,17 @@ class Price:
         key = tuple(devices)
         if key not in self._known:
             size = self.grid.per_stage
-            speeds = [
+            speeds = tuple(
                 min(
                     self.clusters.speeds[self.clusters.places[d].cluster]
                     for d in devices[s : s + size]
                 )
                 for s in range(0, self.grid.world, size)
-            ]
-            rule = adaptive(speeds, self.costs.layers, alpha=self.alpha)
-            cut = exact(speeds, self._weights)
+            )
+            if speeds not in self._cuts:
+                rule = adaptive(speeds, self.costs.layers, alpha=self.alpha)
+                self._cuts[speeds] = rule, exact(speeds, self._weights)
+            rule, cut = self._cuts[speeds]
             steps = [
                 step_of(self.clusters, devices, self.grid, self.costs, one, overlap=self.overlap)
                 for one in dict.fromkeys((rule, cut))
@@ -214,107 +221,12 @@ def _best(
         return priced(devices)[0].seconds
 
     reason = _why(clusters, grid)
-    devices = min(_candidates(clusters, grid, whole=not reason), key=seconds)
-    if not reason and _sequences(clusters, grid) > _ALL:
-        devices = _improved(devices, grid, seconds)
+    devices = min(candidates(clusters, grid, whole=not reason), key=seconds)
+    if not reason and not searched_whole(clusters, grid):
+        devices = improved(devices, grid, seconds)
     step, rule, cut = priced(devices)
     nbytes, fits = _memory(job, shape, clusters, grid, step)
     return Order(clusters, grid, devices, step, rule, cut, nbytes, fits, reason)
-
-
-def _stages_of(clusters: Clusters, grid: Grid) -> list[int]:
-    """Stages that each cluster holds: in proportion to its devices."""
-    each = clusters.devices_per_node
-    return [cluster.nodes * each // grid.per_stage for cluster in clusters.clusters]
-
-
-def _sequences(clusters: Clusters, grid: Grid) -> int:
-    """Ways to say which cluster each stage is in."""
-    held = _stages_of(clusters, grid)
-    return math.factorial(sum(held)) // math.prod(map(math.factorial, held))
-
-
-def _candidates(clusters: Clusters, grid: Grid, *, whole: bool) -> Iterator[tuple[int, ...]]:
-    """Devices by rank: clusters in every order, or stages in every order where these are few.
-
-    In a cluster a stage takes the devices of a node after another, or some of every node, so that
-    the next stage has others of the same nodes.
-    """
-    count = len(clusters.clusters)
-    lists = [
-        [_listed(clusters, at, grid.tp, far=far) for far in (False, True)] for at in range(count)
-    ]
-    ways: Iterator[tuple[int, ...]] | list[tuple[int, ...]] = product((0, 1), repeat=count)
-    if count > 3:
-        ways = [(0,) * count, (1,) * count]
-    held = _stages_of(clusters, grid)
-    for way in ways:
-        members = [own[far] for own, far in zip(lists, way, strict=True)]
-        if whole and _sequences(clusters, grid) <= _ALL:
-            for sequence in _labels(held):
-                yield _dealt(members, sequence, grid.per_stage)
-            continue
-        orders: Iterable[tuple[int, ...]] = permutations(range(count))
-        if math.factorial(count) > _ALL:
-            fast = sorted(range(count), key=lambda at: -clusters.speeds[at])
-            orders = [tuple(range(count)), tuple(fast), tuple(reversed(fast))]
-        for order in orders:
-            yield tuple(device for at in order for device in members[at])
-
-
-def _labels(held: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to give so many stages of each cluster an order."""
-    if not any(held):
-        yield ()
-    for at, left in enumerate(held):
-        if left:
-            rest = [stages - (other == at) for other, stages in enumerate(held)]
-            for behind in _labels(rest):
-                yield (at, *behind)
-
-
-def _listed(clusters: Clusters, cluster: int, tp: int, *, far: bool) -> tuple[int, ...]:
-    """Devices of a cluster, in units of ``tp``: node by node, or a unit of each node in turn."""
-    nodes: dict[int, list[int]] = {}
-    for number, place in enumerate(clusters.places):
-        if place.cluster == cluster:
-            nodes.setdefault(place.node, []).append(number)
-    units = [
-        (unit, node, tuple(own[unit : unit + tp]))
-        for node, own in nodes.items()
-        for unit in range(0, len(own), tp)
-    ]
-    if far:
-        units.sort(key=lambda x: x[:2])
-    return tuple(device for _, _, unit in units for device in unit)
-
-
-def _dealt(members: Sequence[Sequence[int]], sequence: Sequence[int], size: int) -> tuple[int, ...]:
-    """Each stage the next ``size`` devices of its cluster."""
-    taken = [0] * len(members)
-    found: list[int] = []
-    for cluster in sequence:
-        found += members[cluster][taken[cluster] : taken[cluster] + size]
-        taken[cluster] += size
-    return tuple(found)
-
-
-def _improved(
-    devices: tuple[int, ...], grid: Grid, seconds: Callable[[Sequence[int]], float]
-) -> tuple[int, ...]:
-    """Exchange two stages as long as that is faster."""
-    size = grid.per_stage
-    for _ in range(_ROUNDS):
-        swaps = []
-        for a, b in combinations(range(min(grid.pp, _STAGES)), 2):
-            stages = [devices[s : s + size] for s in range(0, grid.world, size)]
-            stages[a], stages[b] = stages[b], stages[a]
-            swaps.append(tuple(device for stage in stages for device in stage))
-        found = min(swaps, key=seconds, default=devices)
-        if seconds(found) >= seconds(devices):
-            break
-        devices = found
-    return devices
 
 
 def _memory(
@@ -357,22 +269,6 @@ def _why(clusters: Clusters, grid: Grid) -> str:
     )
 
 
-def interleaved(clusters: Clusters) -> tuple[int, ...]:
-    """Devices as a launcher that knows nothing lists them: a node of each cluster in turn."""
-    nodes: dict[int, list[list[int]]] = {}
-    for number, place in enumerate(clusters.places):
-        of = nodes.setdefault(place.cluster, [])
-        if place.device == 0:
-            of.append([])
-        of[-1].append(number)
-    found: list[int] = []
-    for turn in range(max(len(of) for of in nodes.values())):
-        for of in nodes.values():
-            if turn < len(of):
-                found += of[turn]
-    return tuple(found)
-
-
 def brute(priced: Price) -> tuple[float, tuple[int, ...]]:
     """The best of all ways to give eight devices or fewer to ranks, and its seconds.
 
@@ -391,7 +287,7 @@ def brute(priced: Price) -> tuple[float, tuple[int, ...]]:
         error=PlanError,
     )
     best: tuple[float, tuple[int, ...]] | None = None
-    for devices in _assignments(clusters):
+    for devices in assignments(clusters):
         nodes = [clusters.places[device].node for device in devices]
         apart = any(len({nodes[rank] for rank in ranks}) > 1 for ranks in grid.ranks("tp"))
         if apart:
@@ -401,44 +297,3 @@ def brute(priced: Price) -> tuple[float, tuple[int, ...]]:
             best = found
     assert best is not None  # devices in their own order are one way
     return best
-
-
-@lru_cache(maxsize=8)
-def _assignments_of(nodes: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...]:
-    """Orders of nodes, one entry a device, in which the nodes of a cluster begin in turn."""
-    found = []
-
-    def extend(order: list[int], left: dict[int, int], begun: dict[int, list[int]]) -> None:
-        if not any(left.values()):
-            found.append(tuple(order))
-            return
-        for cluster, node in dict.fromkeys(nodes):
-            if not left[node]:
-                continue
-            fresh = [n for c, n in dict.fromkeys(nodes) if c == cluster and n not in begun[cluster]]
-            if node not in begun[cluster] and node != fresh[0]:
-                continue
-            before = begun[cluster]
-            begun[cluster] = before if node in before else [*before, node]
-            left[node] -= 1
-            extend([*order, node], left, begun)
-            left[node] += 1
-            begun[cluster] = before
-
-    counts = {node: sum(n == node for _, n in nodes) for _, node in nodes}
-    extend([], counts, {cluster: [] for cluster, _ in nodes})
-    return tuple(found)
-
-
-def _assignments(clusters: Clusters) -> Iterator[tuple[int, ...]]:
-    places = clusters.places
-    of_node: dict[int, list[int]] = {}
-    for number, place in enumerate(places):
-        of_node.setdefault(place.node, []).append(number)
-    for order in _assignments_of(tuple((place.cluster, place.node) for place in places)):
-        taken = dict.fromkeys(of_node, 0)
-        devices = []
-        for node in order:
-            devices.append(of_node[node][taken[node]])
-            taken[node] += 1
-        yield tuple(devices)
