@@ -233,6 +233,7 @@ def test_catalogue_has_every_system_once() -> None:
         7: "universal_checkpoint",
         9: "frontier",
         10: "parallel_algorithms",
+        12: "holmes",
         13: "co2",
         17: "energon_ai",
         19: "tempi",

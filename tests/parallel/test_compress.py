@@ -20,7 +20,7 @@ def scales(x: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat([b.expand(-1, n) for b, n in zip(blocks, sizes, strict=True)], 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     bits=st.sampled_from([4, 8]),
     rows=st.integers(1, 3),

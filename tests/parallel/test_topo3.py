@@ -41,7 +41,7 @@ def topo3(*levels: int, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("parallel", "shard", "recompute"),
     [
-        ({"dp": 8}, topo3(2, 4), "full"),
+        pytest.param({"dp": 8}, topo3(2, 4), "full", marks=pytest.mark.slow),
         ({"dp": 4}, topo3(1, 2), "none"),
         ({"dp": 4}, topo3(4, 4), "none"),
         ({"dp": 4}, topo3(4, 4, secondary=2), "full"),

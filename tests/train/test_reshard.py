@@ -28,6 +28,8 @@ CONFIG = ModelConfig(
     max_position=32,
 )
 
+TOPO3 = {"name": "topo3", "levels": [2, 2]}
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():
@@ -90,6 +92,8 @@ def train(comm, jobs, steps):
         (({"dp": 2}, {"shard": "zero3"}), ({"tp": 2}, {"recompute": "full"})),
         (({"tp": 2, "sp": True}, {}), ({"dp": 2}, {"shard": "zero2", "microbatch": 1})),
         (({"dp": 2, "pp": 2}, {"shard": "zero1"}), ({"tp": 2, "dp": 2}, {"shard": "zero3"})),
+        (({"dp": 4}, {"shard": TOPO3}), ({"dp": 2, "tp": 2}, {"shard": "zero1"})),
+        (({"dp": 2, "tp": 2}, {"shard": "zero3"}), ({"dp": 4}, {"shard": TOPO3})),
     ],
 )
 def test_losses_and_weights_are_those_of_a_run_that_never_switches(before, after):

@@ -100,6 +100,7 @@ LAYOUTS = [
     ({"dp": 2, "pp": 2}, {"shard": "zero3"}),
     ({"dp": 2, "pp": 2}, {"shard": "zero2"}),
     ({"dp": 4}, {"shard": "hybrid"}),
+    ({"dp": 4}, {"shard": {"name": "topo3", "levels": [2, 4]}}),
     ({"tp": 2, "sp": True}, {}),
     ({"pp": 2, "vocab": "pp"}, {}),
     ({"dp": 2, "cp": 2}, {"shard": "zero1"}),

@@ -54,6 +54,7 @@ CLAIMS = PartTable(
         "bytescale": "shoal.claims.experiments.bytescale:ByteScaleClaim",
         "flexsp": "shoal.claims.experiments.flexsp:FlexSPClaim",
         "co2": "shoal.claims.experiments.co2:CO2Claim",
+        "holmes": "shoal.claims.experiments.holmes:HolmesClaim",
         "topo3": "shoal.claims.experiments.topo3:Topo3Claim",
         "datastates": "shoal.claims.experiments.datastates:DataStatesClaim",
         "megascale": "shoal.claims.experiments.megascale:MegaScaleClaim",

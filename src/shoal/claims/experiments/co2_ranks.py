@@ -56,7 +56,7 @@ class Worker:
         own = slice(engine.replica * share, (engine.replica + 1) * share)
         rows = Rows(inputs[own], targets[own], None, own.start, self.done)
         tokens = job.global_batch * job.seq_len // engine.workers
-        loss = engine.backward(rows, share, tokens)
+        loss = engine.backward(rows, job.microbatch or share, tokens)
         engine.finish()
         norm = engine.grad_norm()
         engine.sharded.scale_gradients((job.grad_clip / (norm + 1e-6)).clamp(max=1.0))

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
-from shoal.core.parts import part
+from shoal.core.parts import part, table
 
 __all__ = ["Topo3Claim"]
 
@@ -199,8 +199,13 @@ class Topo3Claim:
                         "precision": "bf16",
                     }
                 )
-                cost = estimate(Work(job=job, shape=find(self.model)), machine)
+                work = Work(job=job, shape=find(self.model))
+                cost = estimate(work, machine)
                 found[name].append(cost.step_s.value)
+                # What it would be if nothing travelled while others compute.
+                sent = table("shard").build(job.shard).estimate(work, machine)
+                apart = sent.terms_s["collective"] - cost.terms_s["collective"]
+                found.setdefault(f"{name}, nothing hidden", []).append(cost.step_s.value + apart)
         return found
 
 

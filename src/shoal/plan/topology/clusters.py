@@ -7,7 +7,6 @@ Environment, 2023, section 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple, Self
 
@@ -284,15 +283,6 @@ class Clusters(Value):
             return _way(joint.nic, joint.bandwidth, joint.latency_s)
         assert self.common is not None  # a file without it was refused
         return _way("ethernet", self.common.bandwidth, self.common.latency_s)
-
-    def reordered(self, order: Sequence[int]) -> tuple[int, ...]:
-        """Numbers of all devices, cluster after cluster in this order."""
-        return tuple(
-            number
-            for cluster in order
-            for number, place in enumerate(self.places)
-            if place.cluster == cluster
-        )
 
 
 def _way(nic: str, bandwidth: float, latency_s: float | None) -> Way:

@@ -1,8 +1,9 @@
 """Which device is which rank: gradients stay inside a cluster, only thin pipeline traffic crosses.
 
-Devices keep their order inside a cluster, so tensor-parallel groups stay inside nodes; searched are
-the degrees that are not given, and the order of the clusters, all orders of few clusters and
-exchanges of two from there on. Every candidate is simulated.
+Tensor-parallel groups stay inside nodes. Searched are the degrees that are not given, which cluster
+each stage is in (all ways where they are few, else clusters one after another and exchanges of two
+stages), and whether a stage takes whole nodes of its cluster or some devices of each. Every
+candidate is simulated.
 
 The grid of ranks is the job's own, and with it which rows a replica reads: another order changes
 who computes, never what.
@@ -14,8 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
-from itertools import combinations, permutations
+from functools import cached_property
 from typing import NamedTuple
 
 from shoal.core.errors import PlanError, require
@@ -27,11 +27,10 @@ from shoal.plan.topology.clusters import Clusters
 from shoal.plan.topology.groups import Grid, Group, crossing, groups
 from shoal.plan.topology.iteration import Costs, Step, costs_of, layer_weights, step_of
 from shoal.plan.topology.speed import adaptive, exact
+from shoal.plan.topology.ways import assignments, candidates, improved, searched_whole
 
-__all__ = ["Order", "Price", "brute", "interleaved", "plan_order"]
+__all__ = ["Order", "Price", "brute", "plan_order"]
 
-# Clusters whose orders are all tried: 720 simulated steps at most.
-_ALL = 6
 _BRUTE = 8
 
 
@@ -101,7 +100,15 @@ class Order(NamedTuple):
 
 
 class Price:
-    """Simulates orders of one job's grid, each once."""
+    """Simulates orders of one job's grid, each once.
+
+    Args:
+        job: the model, its sequences and batch.
+        clusters: what there is.
+        grid: the split.
+        overlap: of the optimizer's collectives, as for ``step_of``.
+        alpha: of Holmes's rule.
+    """
 
     def __init__(
         self,
@@ -115,6 +122,7 @@ class Price:
         self.job, self.clusters, self.grid = job, clusters, grid
         self.overlap, self.alpha = overlap, alpha
         self.costs: Costs = costs_of(job, clusters, grid)
+        self._cuts: dict[tuple[float, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._known: dict[tuple[int, ...], tuple[Step, tuple[int, ...], tuple[int, ...]]] = {}
 
     @cached_property
@@ -126,15 +134,17 @@ class Price:
         key = tuple(devices)
         if key not in self._known:
             size = self.grid.per_stage
-            speeds = [
+            speeds = tuple(
                 min(
                     self.clusters.speeds[self.clusters.places[d].cluster]
                     for d in devices[s : s + size]
                 )
                 for s in range(0, self.grid.world, size)
-            ]
-            rule = adaptive(speeds, self.costs.layers, alpha=self.alpha)
-            cut = exact(speeds, self._weights)
+            )
+            if speeds not in self._cuts:
+                rule = adaptive(speeds, self.costs.layers, alpha=self.alpha)
+                self._cuts[speeds] = rule, exact(speeds, self._weights)
+            rule, cut = self._cuts[speeds]
             steps = [
                 step_of(self.clusters, devices, self.grid, self.costs, one, overlap=self.overlap)
                 for one in dict.fromkeys((rule, cut))
@@ -204,33 +214,19 @@ def _grids(
 def _best(
     job: TrainJob, shape: ModelShape, clusters: Clusters, grid: Grid, overlap: bool, alpha: float
 ) -> Order:
-    """The best order of the clusters for one grid."""
+    """The best order of stages for one grid."""
     priced = Price(job, clusters, grid, overlap=overlap, alpha=alpha)
 
-    def seconds(order: Sequence[int]) -> float:
-        return priced(clusters.reordered(order))[0].seconds
+    def seconds(devices: Sequence[int]) -> float:
+        return priced(devices)[0].seconds
 
-    count = len(clusters.clusters)
-    if count <= _ALL:
-        best = min(permutations(range(count)), key=seconds)
-    else:
-        best = tuple(sorted(range(count), key=lambda at: -clusters.speeds[at]))
-        better = True
-        while better:
-            swaps = [_swapped(best, a, b) for a, b in combinations(range(count), 2)]
-            found = min(swaps, key=seconds)
-            better = seconds(found) < seconds(best)
-            best = found if better else best
-    devices = clusters.reordered(best)
+    reason = _why(clusters, grid)
+    devices = min(candidates(clusters, grid, whole=not reason), key=seconds)
+    if not reason and not searched_whole(clusters, grid):
+        devices = improved(devices, grid, seconds)
     step, rule, cut = priced(devices)
     nbytes, fits = _memory(job, shape, clusters, grid, step)
-    return Order(clusters, grid, devices, step, rule, cut, nbytes, fits, _why(clusters, grid))
-
-
-def _swapped(order: Sequence[int], a: int, b: int) -> tuple[int, ...]:
-    changed = list(order)
-    changed[a], changed[b] = changed[b], changed[a]
-    return tuple(changed)
+    return Order(clusters, grid, devices, step, rule, cut, nbytes, fits, reason)
 
 
 def _memory(
@@ -273,22 +269,6 @@ def _why(clusters: Clusters, grid: Grid) -> str:
     )
 
 
-def interleaved(clusters: Clusters) -> tuple[int, ...]:
-    """Devices as a launcher that knows nothing lists them: a node of each cluster in turn."""
-    nodes: dict[int, list[list[int]]] = {}
-    for number, place in enumerate(clusters.places):
-        of = nodes.setdefault(place.cluster, [])
-        if place.device == 0:
-            of.append([])
-        of[-1].append(number)
-    found: list[int] = []
-    for turn in range(max(len(of) for of in nodes.values())):
-        for of in nodes.values():
-            if turn < len(of):
-                found += of[turn]
-    return tuple(found)
-
-
 def brute(priced: Price) -> tuple[float, tuple[int, ...]]:
     """The best of all ways to give eight devices or fewer to ranks, and its seconds.
 
@@ -307,7 +287,7 @@ def brute(priced: Price) -> tuple[float, tuple[int, ...]]:
         error=PlanError,
     )
     best: tuple[float, tuple[int, ...]] | None = None
-    for devices in _assignments(clusters):
+    for devices in assignments(clusters):
         nodes = [clusters.places[device].node for device in devices]
         apart = any(len({nodes[rank] for rank in ranks}) > 1 for ranks in grid.ranks("tp"))
         if apart:
@@ -317,44 +297,3 @@ def brute(priced: Price) -> tuple[float, tuple[int, ...]]:
             best = found
     assert best is not None  # devices in their own order are one way
     return best
-
-
-@lru_cache(maxsize=8)
-def _assignments_of(nodes: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...]:
-    """Orders of nodes, one entry a device, in which the nodes of a cluster begin in turn."""
-    found = []
-
-    def extend(order: list[int], left: dict[int, int], begun: dict[int, list[int]]) -> None:
-        if not any(left.values()):
-            found.append(tuple(order))
-            return
-        for cluster, node in dict.fromkeys(nodes):
-            if not left[node]:
-                continue
-            fresh = [n for c, n in dict.fromkeys(nodes) if c == cluster and n not in begun[cluster]]
-            if node not in begun[cluster] and node != fresh[0]:
-                continue
-            before = begun[cluster]
-            begun[cluster] = before if node in before else [*before, node]
-            left[node] -= 1
-            extend([*order, node], left, begun)
-            left[node] += 1
-            begun[cluster] = before
-
-    counts = {node: sum(n == node for _, n in nodes) for _, node in nodes}
-    extend([], counts, {cluster: [] for cluster, _ in nodes})
-    return tuple(found)
-
-
-def _assignments(clusters: Clusters) -> Iterator[tuple[int, ...]]:
-    places = clusters.places
-    of_node: dict[int, list[int]] = {}
-    for number, place in enumerate(places):
-        of_node.setdefault(place.node, []).append(number)
-    for order in _assignments_of(tuple((place.cluster, place.node) for place in places)):
-        taken = dict.fromkeys(of_node, 0)
-        devices = []
-        for node in order:
-            devices.append(of_node[node][taken[node]])
-            taken[node] += 1
-        yield tuple(devices)

@@ -49,10 +49,12 @@ def adaptive(speeds: Sequence[float], layers: int, *, alpha: float = 1.05) -> tu
     """
     _check(speeds, layers)
     require(1 <= alpha <= 2, "alpha", alpha, expected="1 to 2", error=PlanError)
-    total, mean = math.fsum(speeds), math.fsum(speeds) / len(speeds)
+    # In exact arithmetic, so that a share of 21 layers is 21 and not 20.99...
+    exactly, more = [Fraction(speed) for speed in speeds], Fraction(str(alpha))
+    total = sum(exactly, Fraction(0))
     found = [
-        max(1, math.floor((alpha if speed > mean else 1.0) * speed / total * layers))
-        for speed in speeds
+        max(1, math.floor((more if speed * len(speeds) > total else 1) * speed / total * layers))
+        for speed in exactly
     ]
     while sum(found) != layers:
         if sum(found) < layers:

@@ -1,0 +1,271 @@
+"""[12] Holmes: do gradients that stay inside clusters make mixed networks nearly as fast as RDMA?
+
+Source: Yang et al., Holmes: Towards Distributed Training Across Clusters with Heterogeneous NIC
+Environment, 2023.
+
+- Two clusters of two nodes of eight A100, 200 Gbit/s InfiniBand and 100 Gbit/s RoCE, 10 Gbit/s
+  Ethernet between them: simulated steps of three models with the plan's ranks, with hosts in turn
+  from both clusters, and on four nodes of the slower RDMA.
+- The plan beside all orders of eight ranks, clusters of equal and unequal size.
+- Four processes in two pairs of network namespaces, 50 Mbit/s between the pairs: steps of one job
+  with the plan's ranks and with hosts in turn; the weights are the same to the bit.
+
+The A/A run has hosts in turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.machine.emulate import emulate, unavailable
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Sequence
+
+    from shoal.plan.topology.clusters import Clusters
+
+__all__ = ["HolmesClaim"]
+
+_TURN = "hosts in turn from both clusters"
+_RANKS = "shoal.claims.experiments.holmes_ranks:time_steps"
+# Models, and ranks of a layer with which they fit.
+_MODELS = (("Llama-3.2-3B", 1), ("Qwen3-4B", 1), ("Llama-3-8B", 2))
+_GBIT = 1e9 / 8
+
+
+@part
+class HolmesClaim:
+    """Ranks that know their networks beside ranks that do not.
+
+    Args:
+        global_batch: sequences of a simulated step, of 2,048 tokens.
+        microbatch: of them in a pass.
+        bandwidth: byte/s between the pairs of processes.
+        steps: timed steps of a turn.
+        turns: how often both placements are timed.
+    """
+
+    global_batch: int = 512
+    microbatch: int = 1
+    bandwidth: float = 6.25e6
+    steps: int = 3
+    turns: int = 5
+
+    rows: ClassVar[tuple[int, ...]] = (12,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            name="simulated",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=1.5,
+            baseline=_TURN,
+            evidence="simulated",
+            paper="within reach of homogeneous RDMA and far above Ethernet",
+        ),
+        Metric(
+            name="of_rdma",
+            unit="x",
+            statistic="speedup",
+            comparison=">=",
+            threshold=0.85,
+            baseline="four nodes of the slower RDMA",
+            evidence="simulated",
+        ),
+        Metric.counted("crossing", "<=", 0.0, _TURN, statistic="max", evidence="arithmetic"),
+        Metric.counted(
+            "over_best", "<=", 1e-9, "the best of all orders", statistic="max",
+            evidence="simulated",
+        ),
+        Metric.speedup("real", 1.5, _TURN, evidence="mechanism"),
+        Metric.counted(
+            "other_weights", "<=", 0.0, _TURN, statistic="max", evidence="mechanism", quick=False
+        ),
+    )  # fmt: skip
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(metric="of_rdma", tried="micro-batches of two sequences", value=0.849),
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "microbatch", "bandwidth", "steps", "turns"):
+            value = getattr(self, name)
+            require(value >= 1, f"claim.holmes.{name}", value, expected="1 or more")
+
+    def refuses(self, context: Context) -> str | None:
+        """Models need torch."""
+        if importlib.util.find_spec("torch") is None:
+            return "no torch; install shoal-ml[run]"
+        return None
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        context.progress("simulated steps", 0.02)
+        told = [self._simulated(model, tp) for model, tp in _MODELS]
+        ours = tuple(one["in turn" if as_baseline else "plan"] for one in told)
+        context.progress("all orders of eight ranks", 0.1)
+        metrics = {
+            "simulated": Paired(method=ours, baseline=tuple(one["in turn"] for one in told)),
+            "of_rdma": Paired(method=ours, baseline=tuple(one["rdma"] for one in told)),
+            "crossing": Paired(
+                method=tuple(one["turn crossing" if as_baseline else "crossing"] for one in told)
+            ),
+            "over_best": Paired(method=_over_best(in_turn=as_baseline)),
+        }
+        details: dict[str, Any] = {
+            "simulated_s": {model: one for (model, _), one in zip(_MODELS, told, strict=True)}
+        }
+        if quick:
+            return Samples(metrics=metrics, details=details)
+        why = unavailable()
+        if why is not None:
+            skipped = dict.fromkeys(("real", "other_weights"), why)
+            return Samples(metrics=metrics, skipped=skipped, details=details)
+        context.progress("steps in two pairs of namespaces", 0.2)
+        timed = self._timed(as_baseline=as_baseline)
+        metrics["real"] = Paired(method=tuple(timed["plan"]), baseline=tuple(timed["in turn"]))
+        metrics["other_weights"] = Paired(method=(timed["unlike"][0],))
+        details["step_s"] = timed
+        middle = {name: sorted(timed[name])[len(timed[name]) // 2] for name in ("plan", "in turn")}
+        profile = ", ".join(f"{name} {1e3 * s:.0f} ms a step" for name, s in middle.items())
+        return Samples(metrics=metrics, details=details, profile=profile)
+
+    def _simulated(self, model: str, tp: int) -> dict[str, float]:
+        """Seconds of a step of a model, and dp groups between clusters."""
+        from shoal.ir import TrainJob
+        from shoal.plan.topology.groups import crossing, groups
+        from shoal.plan.topology.order import Price, plan_order
+        from shoal.plan.topology.ways import interleaved
+
+        job = TrainJob(
+            model=model,
+            seq_len=2048,
+            global_batch=self.global_batch,
+            microbatch=self.microbatch,
+        )
+        mixed = _clusters(("infiniband", 200), ("roce", 100))
+        found = plan_order(job, mixed, pp=2, tp=tp)
+        turn = interleaved(mixed)
+        same = _clusters(("roce", 100), nodes=4)
+        return {
+            "plan": found.step.seconds,
+            "in turn": Price(job, mixed, found.grid)(turn)[0].seconds,
+            "rdma": plan_order(job, same, pp=2, tp=tp).step.seconds,
+            "crossing": float(found.crossing),
+            "turn crossing": float(crossing(groups(mixed, turn, found.grid, "dp"))),
+        }
+
+    def _timed(self, *, as_baseline: bool) -> dict[str, list[float]]:
+        """Seconds of steps by placement, of the slowest rank; and weights that differ."""
+        from shoal.ir import TrainJob
+        from shoal.parallel.processes import run_processes
+        from shoal.plan.topology.order import plan_order
+        from shoal.plan.topology.ways import interleaved
+
+        # A process is a node; the two of a namespace are a cluster.
+        pairs = _clusters(("ethernet", 40), ("ethernet", 40), per_node=1)
+        job = TrainJob.model_validate(
+            {
+                "model": "shoal-1m",
+                "seq_len": 128,
+                "global_batch": 8,
+                "microbatch": 1,
+                "precision": "fp32",
+                "optimizer": {"name": "adamw", "lr": 2e-3},
+            }
+        )
+        order = plan_order(job, pairs, pp=2, tp=1)
+        split = order.parallel().model_copy(update={"stages": (3, 3)})
+        given = {
+            "job": job.model_copy(update={"parallel": split}).model_dump(mode="json"),
+            "config": _config(),
+            "steps": self.steps,
+        }
+        turn = interleaved(pairs)
+        where = {"plan": turn if as_baseline else order.devices, "in turn": turn}
+        seconds: dict[str, list[float]] = {name: [] for name in where}
+        norms: dict[str, list[list[float]]] = {name: [] for name in where}
+        with emulate(2, bandwidth=self.bandwidth) as network:
+
+            def start(
+                devices: Sequence[int], rank: int, command: Sequence[str], **options: Any
+            ) -> subprocess.Popen[Any]:
+                host = pairs.places[devices[rank]].cluster
+                return network.start(host, command, **options)
+
+            for number in range(self.turns):
+                for name in list(where)[:: -1 if number % 2 else 1]:
+                    ranks = run_processes(
+                        _RANKS,
+                        4,
+                        given,
+                        ranks_per_node=1,
+                        timeout_s=300.0,
+                        start=functools.partial(start, where[name]),
+                    )
+                    each = zip(*(rank["seconds"] for rank in ranks), strict=True)
+                    seconds[name].append(sorted(max(one) for one in each)[self.steps // 2])
+                    norms[name] = [rank["norms"] for rank in ranks]
+        unlike = sum(
+            a != b
+            for one, other in zip(norms["plan"], norms["in turn"], strict=True)
+            for a, b in zip(one, other, strict=True)
+        )
+        return {**seconds, "unlike": [float(unlike)]}
+
+
+def _config() -> dict[str, Any]:
+    from shoal.claims.experiments.arch_training import mini
+
+    return mini(128, 6, tied=False).model_dump(mode="json")
+
+
+def _clusters(*networks: tuple[str, float], nodes: int = 2, per_node: int = 8) -> Clusters:
+    """Clusters of A100 with these networks in Gbit/s of a node, and 10 Gbit/s between them."""
+    from shoal.plan.topology.clusters import Clusters
+
+    return Clusters.model_validate(
+        {
+            "name": "mixed",
+            "device": "A100",
+            "devices_per_node": per_node,
+            "clusters": [
+                {"name": f"{nic}-{at}", "nodes": nodes, "nic": nic, "bandwidth": gbit * _GBIT}
+                for at, (nic, gbit) in enumerate(networks)
+            ],
+            "common": {"bandwidth": 10 * _GBIT},
+        }
+    )
+
+
+def _over_best(*, in_turn: bool) -> tuple[float, ...]:
+    """How much longer than with the best of all orders a step takes, as a share."""
+    from shoal.ir import TrainJob
+    from shoal.plan.topology.groups import Grid
+    from shoal.plan.topology.order import Price, brute, plan_order
+    from shoal.plan.topology.ways import interleaved
+
+    job = TrainJob(model="shoal-27m", seq_len=512, global_batch=8, microbatch=1)
+    four = _clusters(("infiniband", 200), ("roce", 100), per_node=2)
+    three = _clusters(("infiniband", 200), ("roce", 100), ("ethernet", 10), nodes=1, per_node=2)
+    found = []
+    for clusters, grid in (
+        (four, Grid(2, 4, 1)),
+        (four, Grid(2, 2, 2)),
+        (four, Grid(4, 2, 1)),
+        (three, Grid(3, 2, 1)),
+    ):
+        priced = Price(job, clusters, grid)
+        best, _ = brute(priced)
+        devices = (
+            interleaved(clusters)
+            if in_turn
+            else plan_order(job, clusters, pp=grid.pp, tp=grid.tp).devices
+        )
+        found.append(priced(devices)[0].seconds / best - 1.0)
+    return tuple(found)

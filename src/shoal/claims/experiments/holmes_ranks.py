@@ -1,0 +1,54 @@
+"""What a rank of the claim of Holmes does: training steps, timed, of one job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shoal.claims.experiments.arch_training import text
+from shoal.claims.experiments.co2_ranks import Worker
+from shoal.ir import TrainJob
+from shoal.model.config import ModelConfig
+from shoal.train.allocator import keep_freed_memory
+
+if TYPE_CHECKING:
+    from shoal.parallel.protocols import Comm
+
+__all__ = ["time_steps"]
+
+
+def time_steps(
+    comm: Comm, *, job: Mapping[str, Any], config: Mapping[str, Any], steps: int
+) -> dict[str, list[float]]:
+    """Time training steps on this rank, after one that is not timed.
+
+    Args:
+        comm: all ranks.
+        job: what is trained.
+        config: the model.
+        steps: timed steps.
+
+    Returns:
+        Seconds of each step, and this rank's squared norm of the weights at the end: equal where
+        the same rows were learnt in the same order.
+    """
+    keep_freed_memory()
+    worker = Worker(
+        comm,
+        TrainJob.model_validate(job),
+        ModelConfig.model_validate(config),
+        text().train,
+        steps + 1,
+    )
+    worker.step()
+    seconds = []
+    for _ in range(steps):
+        comm.barrier()
+        begin = time.perf_counter()
+        worker.step()
+        comm.barrier()
+        seconds.append(time.perf_counter() - begin)
+    owned = worker.engine.sharded.owned()
+    norms = [float(owned[name].detach().double().square().sum()) for name in sorted(owned)]
+    return {"seconds": seconds, "norms": norms}
