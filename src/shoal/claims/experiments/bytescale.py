@@ -50,7 +50,7 @@ class ByteScaleClaim:
 
     documents: int = 40
     longest: int = 4096
-    turns: int = 20
+    turns: int = 15
     seeds: int = 4
 
     rows: ClassVar[tuple[int, ...]] = (20,)
