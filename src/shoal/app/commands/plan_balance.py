@@ -54,7 +54,10 @@ def balance(
     target, shape = load(machine), resolve(model)
     cost = SequenceCost.on(shape, target, Parallel(dp=ranks))
     plans, refused = [], {}
-    own: dict[str, dict[str, Any]] = {"flexsp": {"limit_s": limit}, "bytescale": {"offload": "auto" if offload else "none"}}
+    own: dict[str, dict[str, Any]] = {
+        "flexsp": {"limit_s": limit},
+        "bytescale": {"offload": "auto" if offload else "none"},
+    }
     for name in ASSIGNERS:
         part = ASSIGNERS.build({"name": name, "capacity_tokens": capacity, **own.get(name, {})})
         try:
