@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -54,7 +54,10 @@ def balance(
     target, shape = load(machine), resolve(model)
     cost = SequenceCost.on(shape, target, Parallel(dp=ranks))
     plans, refused = [], {}
-    own = {"flexsp": {"limit_s": limit}, "bytescale": {"offload": "auto" if offload else "none"}}
+    own: dict[str, dict[str, Any]] = {
+        "flexsp": {"limit_s": limit},
+        "bytescale": {"offload": "auto" if offload else "none"},
+    }
     for name in ASSIGNERS:
         part = ASSIGNERS.build({"name": name, "capacity_tokens": capacity, **own.get(name, {})})
         try:
@@ -102,6 +105,9 @@ def balance(
         ],
         numeric=" rrrrr",
     )
+    whole = 1 << (ranks.bit_length() - 1)
+    if whole != ranks and "flexsp" not in refused:
+        typer.echo(f"flexsp: groups are powers of two, so {whole} of {ranks} ranks compute")
     for reason in refused.values():
         typer.echo(f"not possible: {reason}")
 

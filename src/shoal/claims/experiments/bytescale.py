@@ -50,7 +50,7 @@ class ByteScaleClaim:
 
     documents: int = 40
     longest: int = 4096
-    turns: int = 20
+    turns: int = 15
     seeds: int = 4
 
     rows: ClassVar[tuple[int, ...]] = (20,)
@@ -179,7 +179,7 @@ class ByteScaleClaim:
         }
 
     def _planned(self, scaled: np.ndarray, context: Context, *, static: bool) -> tuple[float, ...]:
-        """s that planning takes, of ten thousand sequences on 1,024 ranks."""
+        """Seconds that planning takes, of ten thousand sequences on 1,024 ranks."""
         from shoal.plan.balance.bytescale import ByteScale
         from shoal.plan.balance.packed import Packed
 

@@ -49,7 +49,7 @@ def cost_of(
 
 
 def gradient_s(kv_heads: int, ranks: int, bandwidth: float) -> float:
-    """s that a ring takes to sum the model's gradients in bf16, of which nothing is hidden."""
+    """Seconds that a ring takes to sum the gradients in bf16, of which nothing is hidden."""
     from shoal.cost.arithmetic import parameters
 
     return 2 * 2.0 * parameters(wide(kv_heads)) * (ranks - 1) / ranks / bandwidth

@@ -88,7 +88,13 @@ def _alone(ends: list[int]) -> Mix:
         if len(ends) == 2:
             return attend(q, k, v, None, causal=ends[1] > 1)
         parts = [
-            attend(*(x[:, :, start:stop] for x in (q, k, v)), None, causal=stop - start > 1)
+            attend(
+                q[:, :, start:stop],
+                k[:, :, start:stop],
+                v[:, :, start:stop],
+                None,
+                causal=stop - start > 1,
+            )
             for start, stop in itertools.pairwise(ends)
         ]
         return torch.cat(parts, 2)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.cost.sequences import SequenceCost
+from shoal.cost.sequences import Exchange, SequenceCost
 from shoal.parallel.hdp.attention import mix_of
 from shoal.parallel.hdp.slices import Segment, segments, shares
 from shoal.parallel.protocols import Comm, MicroBatch
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HybridRuntime", "sequences_of"]
 
-_EXCHANGES = ("ring", "ulysses")
+_EXCHANGES: tuple[Exchange, ...] = ("ring", "ulysses")
 
 
 class HybridRuntime:
@@ -164,5 +164,4 @@ def _read(words: list[int], lengths: tuple[int, ...]) -> Assignment:
         first, middle = at + 2, at + 2 + sequences
         at = middle + ranks
         steps.append(MicroStep(tuple(words[first:middle]), tuple(words[middle:at])))
-    exchange = "ring" if words[1] == 0 else "ulysses"
-    return Assignment(lengths, words[0], tuple(steps), exchange)
+    return Assignment(lengths, words[0], tuple(steps), _EXCHANGES[words[1]])

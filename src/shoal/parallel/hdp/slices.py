@@ -50,9 +50,7 @@ def segments(documents: np.ndarray | None, rows: int, length: int) -> list[Segme
     for row, ids in enumerate(documents):
         cuts = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), length]
         found += [
-            Segment(row, start, stop)
-            for start, stop in itertools.pairwise(cuts)
-            if ids[start] >= 0
+            Segment(row, start, stop) for start, stop in itertools.pairwise(cuts) if ids[start] >= 0
         ]
     return found
 

@@ -13,6 +13,7 @@ holds for the whole batch.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -116,8 +117,8 @@ class FlexSP:
         return min(better, key=lambda solution: solution.seconds)
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """See :class:`~shoal.plan.balance.sequences.SequenceAssigner`."""
-        return assigned_estimate(self, work, machine)
+        """See :class:`~shoal.plan.balance.sequences.SequenceAssigner`; asks no solver."""
+        return assigned_estimate(dataclasses.replace(self, limit_s=0.0), work, machine)
 
 
 def best_homogeneous(lengths: Sequence[int], pool: Pool) -> tuple[int, float]:

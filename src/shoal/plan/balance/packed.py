@@ -61,9 +61,7 @@ class Packed:
         found = lengths_of(lengths, ranks, self.capacity_tokens, largest, where="assigner.packed")
         needed = -(-int(found.max()) // self.capacity_tokens)
         cp = self.cp or next(
-            n
-            for n in range(needed, ranks + 1)
-            if ranks % n == 0 and cost.legal(n, self.exchange)
+            n for n in range(needed, ranks + 1) if ranks % n == 0 and cost.legal(n, self.exchange)
         )
         require(
             cost.legal(cp, self.exchange),

@@ -1,0 +1,45 @@
+"""Real runs whose documents are dealt out: the same losses as without, killed and resumed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.core.errors import RankError
+from shoal.core.meter import read_events
+from shoal.ir import Plan
+from shoal.train.run import execute
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+
+from test_run import kill_at, losses  # noqa: E402
+
+Make = Callable[..., Plan]
+
+
+@pytest.mark.parametrize(
+    "batching",
+    [
+        {"name": "bytescale", "capacity_tokens": 32},
+        {"name": "flexsp", "capacity_tokens": 32, "limit_s": 0.2},
+    ],
+    ids=lambda choice: choice["name"],
+)
+def test_dealt_out_documents_give_the_same_run(
+    batching: dict[str, object], make_plan: Make, tmp_path: Path
+) -> None:
+    common = {"packing": "document", "shard": "zero1", "precision": "fp32"}
+    plan = make_plan(parallel={"dp": 2}, batching=batching, **common)
+    plain = make_plan(parallel={"dp": 2}, **common)
+    execute(plain, tmp_path / "plain")
+    run = tmp_path / "run"
+    with pytest.raises(RankError, match=r"rank 1 of 2 .* was killed by SIGKILL"):
+        execute(plan, run, inject=kill_at(14))
+    execute(plan, run, resume=True)
+    ours, theirs = losses(run), losses(tmp_path / "plain")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[step] == pytest.approx(theirs[step], rel=2e-4) for step in ours)
+    events = [e for e in read_events(run / "events.jsonl") if e["kind"] == "step"]
+    assert any(e["shared_sequences"] for e in events), "some document needs two ranks"
+    assert all(e["sequences"] >= e["shared_sequences"] and e["micro_steps"] for e in events)
+    assert all(0 <= e["idle_share"] < 1 for e in events)
