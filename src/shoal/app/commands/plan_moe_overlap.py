@@ -106,7 +106,7 @@ def moe_overlap(
         f"expert_chunks: [{found.forward.r}, {found.backward.r}]}}"
     )
     typer.echo(
-        f"gradients: {human_bytes(int(hidden))} could be summed between nodes during the backward pass "
-        f"in {len(found.gradients.slices)} slices, {human_bytes(int(found.gradients.tail))} after "
+        f"gradients: {human_bytes(int(hidden))} could be summed between nodes during the backward "
+        f"pass in {len(found.gradients.slices)} slices, {human_bytes(int(found.gradients.tail))} after "
         f"it ({1e3 * found.gradients.tail_s:.3g} ms)"
     )
