@@ -76,8 +76,8 @@ class FsmoeClaim:
 
     hidden: int = 512
     width: int = 1024
-    tokens: int = 2048
-    repeats: int = 15
+    tokens: int = 1024
+    repeats: int = 12
 
     rows: ClassVar[tuple[int, ...]] = (35,)
     metrics: ClassVar[tuple[Metric, ...]] = (
