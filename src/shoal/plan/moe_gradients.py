@@ -87,10 +87,11 @@ def partition(layers: Sequence[Layer], *, most: int = MOST, seed: int = 0) -> Pa
     Raises:
         PlanError: no layers.
     """
-    from scipy.optimize import differential_evolution
+    from scipy.optimize import Bounds, differential_evolution
 
     require(bool(layers), "layers", 0, expected="at least one block", error=PlanError)
-    chosen = [choose(layer.backward, most=most) for layer in layers]
+    kinds = {layer.backward: choose(layer.backward, most=most) for layer in set(layers)}
+    chosen = [kinds[layer.backward] for layer in layers]
     holes = [room(layer.backward, one.r) for layer, one in zip(layers, chosen, strict=True)]
     tops = [min(most, layer.backward.tokens) for layer in layers]
 
@@ -108,13 +109,11 @@ def partition(layers: Sequence[Layer], *, most: int = MOST, seed: int = 0) -> Pa
             layer, line = layers[number], layers[number].all_reduce
             fits = min(waiting, _fits(line, holes[number]))
             size = fits + shares[number] * (waiting - fits)
-            seconds, spent, r = chosen[number].seconds, _seconds(line, size), chosen[number].r
-            if spent > holes[number] and size > 0:
-                seconds, r = (
-                    best(number, spent) if exact else (makespan(layer.backward, r, spent), r)
-                )
+            seconds, sums, r = chosen[number].seconds, _seconds(line, size), chosen[number].r
+            if sums > holes[number] and size > 0:
+                seconds, r = best(number, sums) if exact else (makespan(layer.backward, r, sums), r)
             if size > 0:
-                slices.append(Slice(number, "experts", size, spent))
+                slices.append(Slice(number, "experts", size, sums))
             waiting -= size
             taken.append(r)
             size = min(waiting, _fits(line, layer.dense_backward_s))
@@ -125,13 +124,16 @@ def partition(layers: Sequence[Layer], *, most: int = MOST, seed: int = 0) -> Pa
         total += _seconds(layers[0].all_reduce, waiting)
         return _Walk(total, tuple(reversed(taken)), tuple(slices), waiting)
 
+    def spent(shares: np.ndarray) -> float:
+        return walk(shares.tolist(), exact=False).seconds
+
     none = [0.0] * len(layers)
     greedy = found = walk(none, exact=True)
     # The first block's own gradients are ready at the end: they never travel sooner.
     if greedy.tail > layers[0].gradient and len(layers) > 1:
         end = differential_evolution(
-            lambda shares: walk(shares, exact=False).seconds,
-            [(0.0, 1.0)] * len(layers),
+            spent,
+            Bounds([0.0] * len(layers), [1.0] * len(layers)),
             x0=np.zeros(len(layers)),
             maxiter=15,
             popsize=4,

@@ -227,7 +227,7 @@ def relaxed(pass_: Pass, slice_s: float = 0.0, ahead: int = 1, *, most: int = MO
     Minimises T, which is at least each of them, by sequential quadratic programming from the best
     power of two.
     """
-    from scipy.optimize import minimize
+    from scipy.optimize import NonlinearConstraint, minimize
 
     top = float(min(most, pass_.tokens))
     if top <= 1.0:
@@ -240,17 +240,20 @@ def relaxed(pass_: Pass, slice_s: float = 0.0, ahead: int = 1, *, most: int = MO
     start = min(powers, key=worst)
     unit = worst(start) or 1.0
 
+    def longest(x: np.ndarray) -> float:
+        return float(x[1])
+
     def spare(x: np.ndarray) -> np.ndarray:
         r = min(max(math.exp(x[0]), 1.0), top)
-        return x[1] - np.array(list(cases(pass_, r, slice_s, ahead).values())) / unit
+        found: np.ndarray = x[1] - np.array(list(cases(pass_, r, slice_s, ahead).values())) / unit
+        return found
 
     # The logarithm of r: chunks matter as shares of what there is.
     end = minimize(
-        lambda x: x[1],
+        longest,
         np.array([math.log(start), 1.0]),
-        jac=lambda x: np.array([0.0, 1.0]),
         bounds=[(0.0, math.log(top)), (0.0, None)],
-        constraints=[{"type": "ineq", "fun": spare}],
+        constraints=NonlinearConstraint(spare, 0.0, math.inf),
         method="SLSQP",
         options={"maxiter": 60, "ftol": 1e-6},
     )
@@ -272,12 +275,13 @@ def choose(pass_: Pass, slice_s: float = 0.0, *, most: int = MOST) -> Chunks:
     _legal(1, pass_.tokens)
     top = min(most, pass_.tokens)
     reals = [relaxed(pass_, slice_s, ahead, most=most) for ahead in _ahead(top)]
-    tried = {}
+    tried: dict[int, tuple[float, int]] = {}
 
     def simulated(r: int) -> float:
         if r not in tried:
-            own = ((timeline(pass_, r, slice_s, ahead=ahead), ahead) for ahead in _ahead(r))
-            tried[r] = min((one.makespan, ahead) for one, ahead in own)
+            times = {far: _two_links(*pass_.at(r), r, far, slice_s) for far in _ahead(r)}
+            ahead = min(times, key=lambda far: times[far])
+            tried[r] = timeline(pass_, r, slice_s, ahead=ahead).makespan, ahead
         return tried[r][0]
 
     r = min({end(real) for real in reals for end in (math.floor, math.ceil)}, key=simulated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from shoal.core.svg import COLOURS
@@ -27,7 +28,7 @@ def streams(forward: Pass, backward: Pass, slice_s: float = 0.0) -> str:
         slice_s: s of the gradients' sum that travels with the backward pass.
     """
     chosen = choose(forward), choose(backward, slice_s)
-    uncut = [Chunks(1, 0, 0.0, "", 1.0)] * 2
+    uncut = (Chunks(1, 0, 0.0, "", 1.0),) * 2
     panels = [_times(forward, backward, chunks, slice_s) for chunks in (uncut, chosen)]
     most = max(panel[-1] for panel in panels) or 1.0
     words = [
@@ -56,7 +57,7 @@ def streams(forward: Pass, backward: Pass, slice_s: float = 0.0) -> str:
 
 
 def _times(
-    forward: Pass, backward: Pass, chunks: list[Chunks] | tuple[Chunks, ...], slice_s: float
+    forward: Pass, backward: Pass, chunks: Sequence[Chunks], slice_s: float
 ) -> tuple[float, float]:
     """When the forward and when the backward pass ends."""
     first = timeline(forward, chunks[0].r, ahead=chunks[0].ahead).makespan
@@ -68,7 +69,7 @@ def _panel(
     top: int,
     title: str,
     both: tuple[Pass, Pass],
-    chunks: list[Chunks] | tuple[Chunks, ...],
+    chunks: Sequence[Chunks],
     slice_s: float,
     scale: float,
 ) -> list[str]:

@@ -94,7 +94,8 @@ def moe_overlap(
         ],
         numeric=" rrrr",
     )  # fmt: skip
-    hidden = sum(one.bytes for one in found.gradients.slices)
+    sums = found.gradients
+    early = sum(one.bytes for one in sums.slices)
     typer.echo(
         f"{found.blocks} blocks: {1e3 * found.seconds:.3g} ms a micro-batch, "
         f"{1e3 * found.uncut_s:.3g} ms uncut with the sums of gradients at the end "
@@ -106,7 +107,7 @@ def moe_overlap(
         f"expert_chunks: [{found.forward.r}, {found.backward.r}]}}"
     )
     typer.echo(
-        f"gradients: {human_bytes(int(hidden))} could be summed between nodes during the backward pass "
-        f"in {len(found.gradients.slices)} slices, {human_bytes(int(found.gradients.tail))} after "
-        f"it ({1e3 * found.gradients.tail_s:.3g} ms)"
+        f"gradients: {human_bytes(int(early))} could be summed between nodes during the backward "
+        f"pass in {len(sums.slices)} slices, {human_bytes(int(sums.tail))} after it "
+        f"({1e3 * sums.tail_s:.3g} ms)"
     )

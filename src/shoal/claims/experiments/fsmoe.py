@@ -76,8 +76,8 @@ class FsmoeClaim:
 
     hidden: int = 512
     width: int = 1024
-    tokens: int = 2048
-    repeats: int = 15
+    tokens: int = 1024
+    repeats: int = 12
 
     rows: ClassVar[tuple[int, ...]] = (35,)
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -148,7 +148,7 @@ class FsmoeClaim:
         from shoal.machine.emulate import unavailable
 
         grid = list(product(*_GRID))
-        sample = grid[:: 41 if quick else 1]
+        sample = grid[:: 73 if quick else 1]
         found = context.remember(f"simulated {len(sample)}", lambda: _simulated(context, sample))
         chosen = [one.one if as_baseline else one.chosen for one in found]
         differ = [one.r[0] != one.r[1] and not as_baseline for one in found]

@@ -1,4 +1,4 @@
-"""What the ranks of claim [35] FSMoE do: tasks of a layer at many sizes, and the layer in chunks."""
+"""What the ranks of claim [35] FSMoE do: tasks of a layer at many sizes, the layer in chunks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def layer_s(
     """Seconds of a layer forward and back, uncut and in chunks in turn, and how far they differ."""
     layer = _layer(comm, hidden, width)
     source = torch.Generator().manual_seed(100 + comm.rank)
-    x_ND = torch.randn(tokens, hidden, generator=source).requires_grad_(True)
+    whole_ND = torch.randn(tokens, hidden, generator=source)
     found: dict[str, Any] = {"uncut": [], "cut": []}
     seen: dict[str, Tensor] = {}
     forms = {"uncut": (1, 1), "cut": (chunks[0], chunks[1])}
@@ -102,7 +102,8 @@ def layer_s(
         # Every other round backwards, so that drift favours nobody.
         for name in list(forms)[:: 1 if turn % 2 else -1]:
             layer.chunks = forms[name]
-            x_ND.grad = layer.gate_up_proj.grad = layer.down_proj.grad = None
+            layer.zero_grad(set_to_none=True)
+            x_ND = whole_ND.detach().requires_grad_(True)
             comm.barrier()
             begin = time.perf_counter()
             layer(x_ND).square().sum().backward()

@@ -239,7 +239,8 @@ class _Chunked(torch.autograd.Function):
                         store.put_off(_put_off(ctx.weights[number], grad, x, counts))
 
         count = layer.chunks[1]
-        cut = [_chunk(*ctx.counts, i, count, layer.ranks.etp) for i in range(count)]
+        to_RX, every = ctx.counts
+        cut = [_chunk(to_RX, every, i, count, layer.ranks.etp) for i in range(count)]
         out = torch.empty_like(grad_MD, dtype=ctx.dtype)
         found = _travel(grad_MD.contiguous(), cut, layer.ranks, work)
         pay()
