@@ -96,8 +96,8 @@ def recordable():
 
     Where it has, a pass that is not recorded is a failure.
     """
-    from shoal.kernel.dispatch import kernels_of
     from shoal.kernel.calls import PagedAttention
+    from shoal.kernel.dispatch import kernels_of
 
     call = PagedAttention(
         batch=1,

@@ -13,8 +13,8 @@ from shoal.core.parts import table
 from shoal.cost.sequences import SequenceCost
 from shoal.cost.training import microbatch_of
 from shoal.ir import ModelShape, Schedule, TrainJob
-from shoal.ir.routing import Routing
 from shoal.ir.architecture import Architecture
+from shoal.ir.routing import Routing
 from shoal.parallel.legal_architecture import check_architecture
 from shoal.parallel.overlap import TILES
 from shoal.plan.partition import cells_for
