@@ -94,6 +94,11 @@ class CO2Claim:
     attempts: ClassVar[tuple[Attempt, ...]] = (
         Attempt(metric="loss_gap", tried="rounds of 16 steps, 240 steps, one seed", value=0.567),
         Attempt(metric="loss_gap", tried="rounds of 12 steps, 240 steps, one seed", value=0.503),
+        Attempt(
+            metric="loss_gap",
+            tried="rounds of 4 steps of 24 sequences, 240 steps, one seed",
+            value=0.803,
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -121,11 +126,14 @@ class CO2Claim:
         ours = losses["local_sgd" if as_baseline else "co2"]
         metrics["loss_gap"] = Paired(method=tuple(a - b for a, b in zip(ours, summed, strict=True)))
         details["heldout_loss"] = losses
+        # Rounds as long whose averages are not late lose this much.
+        waited = [a - b for a, b in zip(losses["local_sgd"], summed, strict=True)]
+        bounds = {"loss_gap": sum(waited) / len(waited)}
         skipped = {}
         why = unavailable()
         if why is not None:
             skipped = dict.fromkeys(_TIMED, why)
-            return Samples(metrics=metrics, skipped=skipped, details=details)
+            return Samples(metrics=metrics, skipped=skipped, details=details, bounds=bounds)
         context.progress("rounds over a slow link", 0.5)
         timed = self._timed(self.bandwidth, self.turns, as_baseline=as_baseline)
         metrics |= {
@@ -143,7 +151,7 @@ class CO2Claim:
             context.progress("the same on a link that nobody shapes", 0.9)
             free = self._timed(None, 3, as_baseline=False)
             details["unshaped_step_s"] = {name: list(both[0]) for name, both in free.items()}
-        return Samples(metrics=metrics, details=details, profile=_profile(timed))
+        return Samples(metrics=metrics, details=details, profile=_profile(timed), bounds=bounds)
 
     def _job(self, sync: Any, seed: int = 0) -> dict[str, Any]:
         from shoal.ir import TrainJob
