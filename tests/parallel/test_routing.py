@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from parallel_splits import config, job
 
 from shoal.core.errors import PlanError
+from shoal.model.routing import StepRouting
 from shoal.parallel.check import Fresh, same_as_one, tokens
 from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.expert.balance import Routers
@@ -158,8 +160,6 @@ def test_a_router_that_sends_all_to_one_expert_runs_and_is_reported(factor, drop
         comm.all_reduce(loss, tag="loss").wait()
         return float(loss), balance, engine.routers.kept["blocks.1.mlp.router_bias"].clone()
 
-    from shoal.model.routing import StepRouting
-
     one = weights.model()
     wanted = one.loss_sum(whole.inputs, whole.targets, routing=StepRouting(0, 0, 0, 4))
     alone = Routers(one, 2, 4)
@@ -201,3 +201,43 @@ def test_jobs_that_would_not_keep_the_balance_are_refused(split, extra, routing,
         layers = {"num_layers": 4}
         model = config(**{**moe(**routing), **layers})
         check_split(job(split, global_batch=4, **extra), model.shape())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plain", "balanced"),
+    [
+        (
+            {"gate": {"name": "sigmoid", "bias_rate": 0.0}},
+            {"gate": {"name": "sigmoid", "bias_rate": 0.02}},
+        ),
+        ({}, {"aux_loss": 0.1}),
+    ],
+    ids=["bias", "loss"],
+)
+def test_loads_become_even(plain, balanced):
+    """A crowded router, trained on with and without."""
+    assert _worst(balanced) < 0.75 * _worst(plain)
+
+
+def _worst(routing: dict[str, Any]) -> float:
+    """Mean imbalance of the last steps of a short training whose routers begin crowded."""
+    model = Fresh(config(**{**moe(**routing), "num_experts": 8}), 0).model()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mlp.router.weight.mul_(8.0)
+            if hasattr(block.mlp, "router_bias"):
+                block.mlp.router_bias.zero_()
+    routers, of = Routers(model, 2, 8), StepRouting(0, 0, 0, 8)
+    updates = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    found = []
+    for step in range(60):
+        rows = tokens(job({}), model.config.vocab_size, step, documents=False)
+        updates.zero_grad()
+        loss = model.loss_sum(rows.inputs, rows.targets, routing=replace(of, step=step))
+        (loss / int((rows.targets != -100).sum())).backward()
+        updates.step()
+        routers.gather(None, 8)
+        routers.settle()
+        found.append(routers.balance.imbalance)
+    return sum(found[-10:]) / 10
