@@ -53,8 +53,8 @@ class FlexSPClaim:
     sequences: int = 64
     limit_s: float = 3.0
     documents: int = 40
-    longest: int = 4096
-    turns: int = 15
+    longest: int = 2048
+    turns: int = 12
     seeds: int = 4
 
     rows: ClassVar[tuple[int, ...]] = (96,)
