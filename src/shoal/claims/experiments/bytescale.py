@@ -50,7 +50,7 @@ class ByteScaleClaim:
 
     documents: int = 40
     longest: int = 2048
-    turns: int = 12
+    turns: int = 9
     seeds: int = 4
 
     rows: ClassVar[tuple[int, ...]] = (20,)
