@@ -53,6 +53,7 @@ def test_every_token_is_with_one_rank(total: int, degree: int, exchange: Any) ->
     assert max(map(len, found)) <= -(-total // degree) + (exchange == "ring")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batching", "changes"),
     [

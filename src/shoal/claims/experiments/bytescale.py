@@ -49,8 +49,8 @@ class ByteScaleClaim:
     """
 
     documents: int = 40
-    longest: int = 4096
-    turns: int = 15
+    longest: int = 2048
+    turns: int = 9
     seeds: int = 4
 
     rows: ClassVar[tuple[int, ...]] = (20,)
