@@ -10,7 +10,7 @@ from parallel_splits import job
 from torch import Tensor
 
 from shoal.core.errors import ConfigError, PlanError
-from shoal.core.parts import table
+from shoal.core.parts import Choice, table
 from shoal.cost.shapes import shape_of
 from shoal.cost.training import Pricer
 from shoal.ir import Link, Parallel, Work
@@ -256,6 +256,15 @@ def test_planner_knows_it() -> None:
     levels = [choice.options["levels"] for choice in choices if choice.name == "topo3"]
     assert levels == [[2, 8], [8, 8]]
     assert not [c for c in sharding_choices(plain, Parallel(dp=8), machine) if c.name == "topo3"]
+    stated = plain.model_copy(update={"shard": Choice(name="topo3", options={"levels": [2, 8]})})
+    assert [len(sharding_choices(stated, Parallel(dp=dp), machine)) for dp in (4, 8, 24)] == [
+        0,
+        1,
+        1,
+    ]
+    assert [table("shard").build("topo3").sizes(n, 8) for n in (4, 12, 16)] == [(4, 4)] * 2 + [
+        (8, 8)
+    ]
     cost = Pricer(machine)
 
     def made(shard: Any) -> Any:

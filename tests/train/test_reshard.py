@@ -92,8 +92,8 @@ def train(comm, jobs, steps):
         (({"dp": 2}, {"shard": "zero3"}), ({"tp": 2}, {"recompute": "full"})),
         (({"tp": 2, "sp": True}, {}), ({"dp": 2}, {"shard": "zero2", "microbatch": 1})),
         (({"dp": 2, "pp": 2}, {"shard": "zero1"}), ({"tp": 2, "dp": 2}, {"shard": "zero3"})),
-        (({"dp": 4}, {"shard": TOPO3}), ({"dp": 2, "tp": 2}, {"shard": "zero1"})),
-        (({"dp": 2, "tp": 2}, {"shard": "zero3"}), ({"dp": 4}, {"shard": TOPO3})),
+        (({"dp": 4}, {"shard": TOPO3, "microbatch": 1}), ({"dp": 2, "tp": 2}, {"shard": "zero1"})),
+        (({"dp": 2, "tp": 2}, {"shard": "zero3"}), ({"dp": 4}, {"shard": TOPO3, "microbatch": 1})),
     ],
 )
 def test_losses_and_weights_are_those_of_a_run_that_never_switches(before, after):

@@ -53,8 +53,7 @@ def topology(
         shoal plan topology clusters.yaml --model shoal-16m --job split.yaml -o json
     """
     from shoal.app.show import as_json, table
-    from shoal.core.config import write_yaml
-    from shoal.core.files import write_atomic
+    from shoal.core.files import write_atomic, write_yaml
     from shoal.ir import TrainJob
     from shoal.machine.described import load
     from shoal.plan.topology.clusters import Clusters

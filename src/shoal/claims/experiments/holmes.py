@@ -44,14 +44,14 @@ class HolmesClaim:
     """Ranks that know their networks beside ranks that do not.
 
     Args:
-        global_batch: sequences of a simulated step, of 2,048 tokens.
+        global_batches: sequences of simulated steps, of 2,048 tokens.
         microbatch: of them in a pass.
         bandwidth: byte/s between the pairs of processes.
         steps: timed steps of a turn.
         turns: how often both placements are timed.
     """
 
-    global_batch: int = 512
+    global_batches: tuple[int, ...] = (256, 512)
     microbatch: int = 1
     bandwidth: float = 6.25e6
     steps: int = 3
@@ -89,13 +89,19 @@ class HolmesClaim:
         ),
     )  # fmt: skip
     attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(metric="of_rdma", tried="micro-batches of two sequences", value=0.849),
+        Attempt(metric="of_rdma", tried="512 sequences, micro-batches of two", value=0.849),
     )
 
     def __post_init__(self) -> None:
-        for name in ("global_batch", "microbatch", "bandwidth", "steps", "turns"):
+        for name in ("microbatch", "bandwidth", "steps", "turns"):
             value = getattr(self, name)
             require(value >= 1, f"claim.holmes.{name}", value, expected="1 or more")
+        require(
+            bool(self.global_batches) and min(self.global_batches) >= 32,
+            "claim.holmes.global_batches",
+            list(self.global_batches),
+            expected="numbers of 32 sequences or more, one for each device",
+        )
 
     def refuses(self, context: Context) -> str | None:
         """Models need torch."""
@@ -106,20 +112,26 @@ class HolmesClaim:
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         context.progress("simulated steps", 0.02)
-        told = [self._simulated(model, tp) for model, tp in _MODELS]
-        ours = tuple(one["in turn" if as_baseline else "plan"] for one in told)
+        told = {
+            f"{model}, {size} sequences": self._simulated(model, tp, size)
+            for model, tp in _MODELS
+            for size in self.global_batches
+        }
+        ours = tuple(one["in turn" if as_baseline else "plan"] for one in told.values())
         context.progress("all orders of eight ranks", 0.1)
         metrics = {
-            "simulated": Paired(method=ours, baseline=tuple(one["in turn"] for one in told)),
-            "of_rdma": Paired(method=ours, baseline=tuple(one["rdma"] for one in told)),
+            "simulated": Paired(
+                method=ours, baseline=tuple(one["in turn"] for one in told.values())
+            ),
+            "of_rdma": Paired(method=ours, baseline=tuple(one["rdma"] for one in told.values())),
             "crossing": Paired(
-                method=tuple(one["turn crossing" if as_baseline else "crossing"] for one in told)
+                method=tuple(
+                    one["turn crossing" if as_baseline else "crossing"] for one in told.values()
+                )
             ),
             "over_best": Paired(method=_over_best(in_turn=as_baseline)),
         }
-        details: dict[str, Any] = {
-            "simulated_s": {model: one for (model, _), one in zip(_MODELS, told, strict=True)}
-        }
+        details: dict[str, Any] = {"simulated_s": told}
         if quick:
             return Samples(metrics=metrics, details=details)
         why = unavailable()
@@ -135,7 +147,7 @@ class HolmesClaim:
         profile = ", ".join(f"{name} {1e3 * s:.0f} ms a step" for name, s in middle.items())
         return Samples(metrics=metrics, details=details, profile=profile)
 
-    def _simulated(self, model: str, tp: int) -> dict[str, float]:
+    def _simulated(self, model: str, tp: int, size: int) -> dict[str, float]:
         """Seconds of a step of a model, and dp groups between clusters."""
         from shoal.ir import TrainJob
         from shoal.plan.topology.groups import crossing, groups
@@ -145,7 +157,7 @@ class HolmesClaim:
         job = TrainJob(
             model=model,
             seq_len=2048,
-            global_batch=self.global_batch,
+            global_batch=size,
             microbatch=self.microbatch,
         )
         mixed = _clusters(("infiniband", 200), ("roce", 100))

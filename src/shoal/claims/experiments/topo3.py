@@ -86,7 +86,14 @@ class Topo3Claim:
             quick=False,
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
+    attempts: ClassVar[tuple[Attempt, ...]] = (
+        Attempt(metric="simulated", tried="eight micro-batches of one sequence", value=1.013),
+        Attempt(
+            metric="simulated",
+            tried="the same, with nothing hidden behind computing",
+            value=1.229,
+        ),
+    )
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "sequences", "steps", "seeds"):

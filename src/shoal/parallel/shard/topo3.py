@@ -11,6 +11,7 @@ Partitioning, 2025, section 3; Wang et al., ZeRO++, 2023 (``secondary``, ``quant
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -105,9 +106,11 @@ class Topo3:
         Raises:
             ShoalError: they are not nested divisors; of the type ``error``.
         """
-        if self.levels is None and ranks % near == 0:
-            return near, near
-        g0, g1 = self.levels or (near, near)
+        if self.levels is None:
+            # Of an uneven number of ranks on a node, what all islands can have.
+            size = math.gcd(ranks, near)
+            return size, size
+        g0, g1 = self.levels
         require(
             ranks % g1 == 0 and (g1 % g0 == 0 or g0 == ranks),
             "shard.topo3.levels",

@@ -121,7 +121,10 @@ def needs_whole_matrices(job: TrainJob) -> bool:
 def sharding_choices(job: TrainJob, parallel: Parallel, machine: Machine) -> tuple[Choice, ...]:
     """Shard parts to try for a split."""
     if "shard" in job.model_fields_set:
-        return (job.shard,)
+        levels = job.shard.options.get("levels")
+        shared = not levels or parallel.dp * parallel.cp % levels[-1] == 0
+        # Of a stated split the part itself says what is wrong.
+        return (job.shard,) if shared or "parallel" in job.model_fields_set else ()
     if parallel.dp == 1 or job.offload is not None or job.sync.name != "every_step":
         return (Choice(name="replicated"),)
     known = table("shard")

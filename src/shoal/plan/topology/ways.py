@@ -165,7 +165,7 @@ def _assignments_of(nodes: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...]
 
 
 def assignments(clusters: Clusters) -> Iterator[tuple[int, ...]]:
-    """Devices by rank in all orders that differ: devices of a node, and nodes, are alike."""
+    """Devices by rank, in all orders that differ: devices of a node are alike, and nodes too."""
     places = clusters.places
     of_node: dict[int, list[int]] = {}
     for number, place in enumerate(places):
