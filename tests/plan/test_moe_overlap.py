@@ -110,7 +110,7 @@ def test_closed_forms_are_never_above_the_simulation():
 
 def test_the_choice_is_near_the_best_of_all():
     source = random.Random(3)
-    for _ in range(12):
+    for _ in range(6):
         one = _any(source)
         chosen = choose(one)
         assert chosen.seconds == pytest.approx(timeline(one, chosen.r).makespan)

@@ -22,7 +22,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
-from shoal.core.errors import require
+from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class FsmoeClaim:
     hidden: int = 512
     width: int = 1024
     tokens: int = 1024
-    repeats: int = 12
+    repeats: int = 8
 
     rows: ClassVar[tuple[int, ...]] = (35,)
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -178,7 +178,12 @@ class FsmoeClaim:
         reason = unavailable()
         if reason is not None:
             return Samples(metrics=metrics, details=details, skipped={"real_speedup": reason})
-        metrics["real_speedup"], seen = self._real(context, whole=as_baseline)
+        try:
+            metrics["real_speedup"], seen = self._real(context, whole=as_baseline)
+        except PlanError as cause:
+            # Times that do not grow with the size say nothing about chunks: too noisy a machine.
+            skipped = {"real_speedup": f"the tasks' times have no line: {cause}"}
+            return Samples(metrics=metrics, details=details, skipped=skipped)
         return Samples(metrics=metrics, details={**details, **seen})
 
     def _real(self, context: Context, *, whole: bool) -> tuple[Paired, dict[str, Any]]:
@@ -210,7 +215,7 @@ class FsmoeClaim:
         # Forward and back, two exchanges take as long as the experts do on average; half of what
         # a rank has goes to the other node.
         bandwidth = near * bytes_ / 2 / (1.5 * whole_s / 2)
-        timed = context.remember("tasks", lambda: on("tasks_s", bandwidth, repeats=3))
+        timed = context.remember("tasks", lambda: on("tasks_s", bandwidth, repeats=5))
         sizes = [bytes_ * one for one in SIZES]
         lines = [
             fitted(sizes, [max(rank[name][i] for rank in timed) for i in range(len(SIZES))], name)
