@@ -76,7 +76,10 @@ def train(one: Any, *, steps: int = 1, hook: Any = None, **nodes: Any) -> list[A
             engine.finish()
             adam.step()
             engine.sharded.publish()
-        sizes = [unit.flat.numel() for unit in engine.sharded._units]  # type: ignore[attr-defined]
+        sizes = [
+            (unit.flat.numel(), all(len(shape) < 2 for shape in unit.shapes))
+            for unit in engine.sharded._units  # type: ignore[attr-defined]
+        ]
         return comm.meter.totals(), sizes, before
 
     return run_ranks(one.parallel.world, run, **nodes)
@@ -99,24 +102,27 @@ def test_bytes_are_the_closed_form(quant: dict[str, str]) -> None:
         {"dp": n}, shard=topo3(g0, g1, quant=quant), global_batch=16, microbatch=1, recompute="full"
     )
 
-    def weight(values: int) -> int:
-        return packed_bytes(values, 8) if quant else 4 * values
+    def weight(size: tuple[int, bool], parts: int = 1) -> int:
+        values, vectors = size
+        return parts * (packed_bytes(values, 8) if quant and not vectors else 4 * values)
 
-    def grad(values: int) -> int:
-        return packed_bytes(values, 4) if quant else 4 * values
+    def grad(size: tuple[int, bool], parts: int = 1) -> int:
+        values, vectors = size
+        return packed_bytes(parts * values, 4) if quant and not vectors else 4 * parts * values
 
     k, q = n // g1, g1 // g0
     for per, inside in ((4, "node"), (2, "package")):
         for totals, sizes, _ in train(one, ranks_per_node=per):
+            blocks = LAYERS * (2 if quant else 1)
             # Blocks are gathered twice, because of recomputation; what is around them once.
-            gathers = [2 * micro] * LAYERS + [micro] * (len(sizes) - LAYERS)
+            gathers = [2 * micro] * blocks + [micro] * (len(sizes) - blocks)
             package = sum(
                 (g0 - 1) * k * q * weight(s) * times
                 for s, times in zip(sizes, gathers, strict=True)
             )
             peers = sum((q - 1) * k * weight(s) for s in sizes)
             across = sum((k - 1) * (weight(s) + grad(s)) for s in sizes)
-            island = sum(micro * (g1 - 1) * grad(k * s) for s in sizes)
+            island = sum(micro * (g1 - 1) * grad(s, k) for s in sizes)
             found = bytes_by_scope(totals, ("parameters", "gradients"))
             assert sum(found.values()) == pytest.approx(package + peers + across + island)
             if inside == "node":
@@ -136,7 +142,7 @@ def test_memory_is_the_formula() -> None:
 
     psi = sum(math.prod(p.shape) for p in Fresh(config()).model().parameters())
     for _, sizes, held in train(one, hook=hook):
-        mine = sum(sizes)
+        mine = sum(size for size, _ in sizes)
         assert held == {
             "weights": 2 * mine * n // g0,
             "gradients": 2 * mine * n // g1,

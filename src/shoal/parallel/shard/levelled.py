@@ -110,7 +110,11 @@ class _LevelledUnit(Unit):
     owner: LevelledModel
 
     def __init__(self, whole: Sequence[nn.Parameter], owner: GatheredModel) -> None:
+        assert isinstance(owner, LevelledModel)
         super().__init__(whole, owner)
+        vectors = all(len(shape) < 2 for shape in self.shapes)
+        # Norms and biases are few, and would be lost beside large numbers in a block.
+        self.width = owner.width._replace(weights=None, gradients=None) if vectors else owner.width
         self.copy: Tensor | None = None
         """What this rank keeps of the weights as they travel, [n / g0, wire]."""
         self.second: Tensor | None = None
@@ -120,11 +124,11 @@ class _LevelledUnit(Unit):
 
     @property
     def _dtype(self) -> torch.dtype:
-        return self.owner.width.dtype or self.flat.dtype
+        return self.width.dtype or self.flat.dtype
 
     def everything(self) -> Tensor:
         """Every rank's part, as its neighbours' copies have it: [n, part]."""
-        levels, bits = self.owner.levels, self.owner.width.weights
+        levels, bits = self.owner.levels, self.width.weights
         if levels.second is not None and self.second is not None and in_backward():
             found = _assembled(levels.second, self.second)
         else:
@@ -139,7 +143,7 @@ class _LevelledUnit(Unit):
     def _own_copy(self) -> Tensor:
         """The parts of all ranks with this one's place in their package."""
         if self.copy is None:
-            levels, bits = self.owner.levels, self.owner.width.weights
+            levels, bits = self.owner.levels, self.width.weights
             mine = self.flat.to(self._dtype) if bits is None else pack(self.flat[None], bits)[0]
             found = mine[None, None]
             if levels.package.world < self.owner.comm.world:
@@ -154,7 +158,7 @@ class _LevelledUnit(Unit):
 
     def receive(self, gradients: Sequence[Tensor]) -> None:
         """Sum gradients of the whole parameters over the island; add them to what is here."""
-        island, bits = self.owner.levels.island, self.owner.width.gradients
+        island, bits = self.owner.levels.island, self.width.gradients
         parts = self.padded(gradients).view(-1, island.world, self.flat.numel())
         rows = parts.transpose(0, 1).reshape(island.world, -1)
         if bits is not None:
@@ -170,7 +174,7 @@ class _LevelledUnit(Unit):
         """Sum the gradients over the islands; each rank keeps those of its part."""
         if self.sums is None:
             return
-        across, bits = self.owner.levels.across, self.owner.width.gradients
+        across, bits = self.owner.levels.across, self.width.gradients
         sums, self.sums = self.sums, None
         if bits is not None:
             own = reduce_scatter_packed(across, sums, bits, tag="gradients")
@@ -214,6 +218,16 @@ class LevelledModel(GatheredModel):
     ) -> None:
         self.levels, self.width = levels, width
         super().__init__(model, comm, reshard=True, whole_matrices=whole_matrices)
+
+    def _divide(
+        self, parameters: list[nn.Parameter], home: dict[nn.Parameter, tuple[Unit, int]]
+    ) -> None:
+        """Vectors are gathered apart where matrices travel in few bits."""
+        if self.width.weights is None and self.width.gradients is None:
+            super()._divide(parameters, home)
+            return
+        for vectors in (False, True):
+            super()._divide([p for p in parameters if (p.dim() < 2) == vectors], home)
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds now of weights (copies), gradients and masters."""
