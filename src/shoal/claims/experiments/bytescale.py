@@ -31,7 +31,6 @@ from shoal.core.parts import part
 
 __all__ = ["ByteScaleClaim"]
 
-_RANKS = "shoal.claims.experiments.ragged_ranks"
 _STATIC = "dp = 2 x cp = 16 with packing"
 _CAPACITY, _WORLD, _CP = 8192, 32, 16
 _FLOPS, _LINK = 400e12, 50e9
@@ -150,7 +149,9 @@ class ByteScaleClaim:
         metrics["planning_s"] = Paired(method=self._planned(scaled, context, static=as_baseline))
         context.progress("two real ranks", 0.25)
         chosen = np.random.default_rng(context.seed).choice(scaled, self.documents, replace=False)
-        timed, ours, theirs = self._timed(chosen, static=as_baseline)
+        half = self.longest // 2
+        own = None if as_baseline else {"name": "bytescale", "capacity_tokens": half}
+        timed, ours, theirs = ragged.raced(chosen, self.longest, self.turns, "ring", own)
         metrics["real_ranks"] = Paired(method=timed[ours], baseline=timed[theirs])
         details["real_s"] = {name: list(seconds) for name, seconds in timed.items()}
         profile = ", ".join(f"{n} {1e3 * statistics.median(s):.0f} ms" for n, s in timed.items())
@@ -195,32 +196,3 @@ class ByteScaleClaim:
             part.assign(lengths, 1024, cost)
             found.append(time.perf_counter() - begin)
         return tuple(found)
-
-    def _timed(
-        self, chosen: np.ndarray, *, static: bool
-    ) -> tuple[dict[str, tuple[float, ...]], str, str]:
-        """Seconds of the slower of two ranks by plan; the name of ours, and of the baseline."""
-        from shoal.parallel.processes import run_processes
-
-        lengths = np.maximum(1, np.rint(chosen * (self.longest / chosen.max()))).astype(np.int64)
-        half = self.longest // 2
-        packed = {"name": "packed", "capacity_tokens": half, "cp": 2}
-        alone = {"name": "alone", "exchange": "ring"}
-        assigners: dict[str, Any] = {"packed": packed, "one by one": alone}
-        if static:
-            assigners |= {"packed again": packed, "one by one again": alone}
-        else:
-            assigners["bytescale"] = {"name": "bytescale", "capacity_tokens": half}
-        given = {
-            "lengths": lengths.tolist(),
-            "assigners": assigners,
-            "turns": self.turns,
-            "flops_per_s": 5e10,
-        }
-        ranks = run_processes(f"{_RANKS}:time_plans", 2, given, timeout_s=600.0)
-        timed = {
-            name: tuple(max(both) for both in zip(*(rank[name] for rank in ranks), strict=True))
-            for name in assigners
-        }
-        faster = min(("packed", "one by one"), key=lambda name: statistics.median(timed[name]))
-        return timed, f"{faster} again" if static else "bytescale", faster

@@ -30,7 +30,6 @@ from shoal.core.parts import part
 
 __all__ = ["FlexSPClaim"]
 
-_RANKS = "shoal.claims.experiments.ragged_ranks"
 _ONE = "the best single degree"
 _CAPACITY, _WORLD = 8192, 16
 _FLOPS, _LINKS = 156e12, ((8, 300e9), (16, 6.25e9))
@@ -127,7 +126,12 @@ class FlexSPClaim:
             return Samples(metrics=metrics, details=details)
         metrics["solver_s"] = Paired(method=tuple(one["solver_s"] for one in found))
         context.progress("two real ranks", 0.8)
-        timed, ours, theirs = self._timed(context, one=as_baseline)
+        sizes = ragged.lengths()
+        chosen = np.random.default_rng(context.seed).choice(sizes, self.documents, replace=False)
+        half = self.longest // 2
+        part = {"name": "flexsp", "capacity_tokens": half, "limit_s": 2.0}
+        own = None if as_baseline else part
+        timed, ours, theirs = ragged.raced(chosen, self.longest, self.turns, "ulysses", own)
         metrics["real_ranks"] = Paired(method=timed[ours], baseline=timed[theirs])
         details["real_s"] = {name: list(seconds) for name, seconds in timed.items()}
         profile = ", ".join(f"{n} {1e3 * statistics.median(s):.0f} ms" for n, s in timed.items())
@@ -179,34 +183,3 @@ class FlexSPClaim:
             single = best_homogeneous(lengths, pool)[1]
             found.append(single / search.solve(lengths, pool).seconds)
         return found
-
-    def _timed(
-        self, context: Context, *, one: bool
-    ) -> tuple[dict[str, tuple[float, ...]], str, str]:
-        """Seconds of the slower of two ranks by plan; the name of ours, and of the baseline."""
-        from shoal.parallel.processes import run_processes
-
-        sizes = ragged.lengths()
-        chosen = np.random.default_rng(context.seed).choice(sizes, self.documents, replace=False)
-        lengths = np.maximum(1, np.rint(chosen * (self.longest / chosen.max()))).astype(np.int64)
-        half = self.longest // 2
-        packed = {"name": "packed", "capacity_tokens": half, "cp": 2, "exchange": "ulysses"}
-        alone = {"name": "alone", "exchange": "ulysses"}
-        assigners: dict[str, Any] = {"packed": packed, "one by one": alone}
-        if one:
-            assigners |= {"packed again": packed, "one by one again": alone}
-        else:
-            assigners["flexsp"] = {"name": "flexsp", "capacity_tokens": half, "limit_s": 2.0}
-        given = {
-            "lengths": lengths.tolist(),
-            "assigners": assigners,
-            "turns": self.turns,
-            "flops_per_s": 5e10,
-        }
-        ranks = run_processes(f"{_RANKS}:time_plans", 2, given, timeout_s=600.0)
-        timed = {
-            name: tuple(max(both) for both in zip(*(rank[name] for rank in ranks), strict=True))
-            for name in assigners
-        }
-        faster = min(("packed", "one by one"), key=lambda name: statistics.median(timed[name]))
-        return timed, f"{faster} again" if one else "flexsp", faster

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+import statistics
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -12,7 +14,9 @@ from shoal.cost.sequences import SequenceCost
 if TYPE_CHECKING:
     from shoal.ir import ModelShape
 
-__all__ = ["cost_of", "gradient_s", "lengths", "wide"]
+__all__ = ["cost_of", "gradient_s", "lengths", "raced", "wide"]
+
+_RANKS = "shoal.claims.experiments.ragged_ranks"
 
 
 @functools.cache
@@ -53,3 +57,47 @@ def gradient_s(kv_heads: int, ranks: int, bandwidth: float) -> float:
     from shoal.cost.arithmetic import parameters
 
     return 2 * 2.0 * parameters(wide(kv_heads)) * (ranks - 1) / ranks / bandwidth
+
+
+def raced(
+    chosen: np.ndarray,
+    longest: int,
+    turns: int,
+    exchange: Literal["ring", "ulysses"],
+    ours: Mapping[str, Any] | None,
+) -> tuple[dict[str, tuple[float, ...]], str, str]:
+    """Steps of two real processes, in turn: ours, packed rows, and sequences one by one.
+
+    Args:
+        chosen: lengths of documents, which are scaled.
+        longest: tokens of the longest one.
+        turns: of each.
+        exchange: how both baselines share a sequence.
+        ours: the assigner that is judged; None for the faster baseline against itself.
+
+    Returns:
+        Seconds of the slower rank, by name; the name of ours, and of the faster baseline.
+    """
+    from shoal.parallel.processes import run_processes
+
+    scaled = np.maximum(1, np.rint(chosen * (longest / chosen.max()))).astype(np.int64)
+    packed = {"name": "packed", "capacity_tokens": longest // 2, "cp": 2, "exchange": exchange}
+    alone = {"name": "alone", "exchange": exchange}
+    assigners: dict[str, Any] = {"packed": packed, "one by one": alone}
+    if ours is None:
+        assigners |= {"packed again": packed, "one by one again": alone}
+    else:
+        assigners[ours["name"]] = dict(ours)
+    given = {
+        "lengths": scaled.tolist(),
+        "assigners": assigners,
+        "turns": turns,
+        "flops_per_s": 5e10,
+    }
+    ranks = run_processes(f"{_RANKS}:time_plans", 2, given, timeout_s=600.0)
+    timed = {
+        name: tuple(max(both) for both in zip(*(rank[name] for rank in ranks), strict=True))
+        for name in assigners
+    }
+    faster = min(("packed", "one by one"), key=lambda name: statistics.median(timed[name]))
+    return timed, f"{faster} again" if ours is None else ours["name"], faster
