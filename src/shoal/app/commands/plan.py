@@ -28,6 +28,7 @@ from shoal.app.commands.plan_schedule import schedule
 from shoal.app.commands.plan_stride import stride
 from shoal.app.commands.plan_survival import survival
 from shoal.app.commands.plan_swap import swap
+from shoal.app.commands.plan_sync import sync
 from shoal.app.commands.plan_t3 import t3
 from shoal.app.commands.plan_tiles import tiles
 from shoal.app.commands.plan_topology import topology
@@ -449,6 +450,7 @@ def show_plans(plans: Sequence[Plan]) -> None:
 # The order of the help.
 app.command("scaling")(scaling)
 app.command("fold")(fold)
+app.command("sync")(sync)
 app.command("balance")(balance)
 app.command("moe-overlap")(moe_overlap)
 app.command("parscale")(parscale)
