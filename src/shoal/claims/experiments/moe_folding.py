@@ -49,7 +49,7 @@ class MoeFoldingClaim:
     global_batch: int = 256
     hidden: int = 512
     tokens: int = 2048
-    rounds: int = 30
+    rounds: int = 150
 
     rows: ClassVar[tuple[int, ...]] = (92,)
     metrics: ClassVar[tuple[Metric, ...]] = (
