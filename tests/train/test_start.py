@@ -20,9 +20,9 @@ from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
 from shoal.parallel.slices import whole_shapes
 from shoal.parallel.thread_comm import run_ranks
-from shoal.train.loop import fill
 from shoal.train.run import execute
 from shoal.train.start import begin_at, open_start, take_over
+from shoal.train.state import fill
 
 CONFIG = ModelConfig(
     family="llama",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -37,6 +36,7 @@ from shoal.parallel.pipeline import Boundary, Runtime
 from shoal.parallel.protocols import Held, MicroBatch
 from shoal.parallel.ranks import ranks_of
 from shoal.parallel.slices import Slices, is_expert
+from shoal.parallel.stages import HintedStage, WholeStage
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
@@ -88,49 +88,6 @@ class Rows(NamedTuple):
     weights: Tensor | None = None
     counted: int | None = None
     plan: Assignment | None = None
-
-
-class _Whole:
-    """The whole model as the only stage."""
-
-    def __init__(
-        self,
-        model: Transformer,
-        compiled: bool,
-        dropout: Dropout | None,
-        recomputed: frozenset[int],
-        routing: StepRouting | None,
-    ) -> None:
-        self._routing = routing
-        self._loss = torch.compile(model.loss_sum) if compiled else model.loss_sum
-        self._dropout = dropout
-        self._recomputed = recomputed
-
-    def __call__(self, x: Tensor | None, mb: MicroBatch, *, recompute: bool) -> Tensor:
-        extra: dict[str, Any] = {}
-        if self._dropout is not None:
-            extra = {"dropout": self._dropout.at(mb.step, mb.row)}
-        if self._routing is not None:
-            extra["routing"] = replace(self._routing, step=mb.step, row=mb.row)
-        if mb.weights is not None:
-            extra["weights_B"] = mb.weights
-        again = recompute or self._recomputed
-        return self._loss(
-            mb.tokens, mb.targets, documents_BT=mb.documents, recompute=again, **extra
-        )
-
-
-class _Hinted:
-    """A stage that tells whose passes it runs."""
-
-    def __init__(self, stage: Any, saved: ActivationPolicy) -> None:
-        self._stage, self._saved = stage, saved
-
-    def __call__(self, x: Tensor | None, mb: MicroBatch, *, recompute: bool) -> Tensor:
-        if torch.is_grad_enabled():
-            self._saved.microbatch(mb.row)
-        found: Tensor = self._stage(x, mb, recompute=recompute)
-        return found
 
 
 class Engine:
@@ -259,14 +216,14 @@ class Engine:
         if self.whole is not None:  # now that its loss_sum is the sharded one
             # A step's number in what is compiled would be compiled anew in every step.
             routing = None if job.compile else self._routing
-            whole = _Whole(self.whole, job.compile, dropout, self.recomputed, routing)
+            whole = WholeStage(self.whole, job.compile, dropout, self.recomputed, routing)
             stages = {0: whole}
         # What keeps what is saved for backward passes; None where autograd does.
         self.saved: ActivationPolicy | None = (
             table("activation").build(job.activation).apply(self.local)
         )
         if self.saved is not None:
-            stages = {number: _Hinted(stage, self.saved) for number, stage in stages.items()}
+            stages = {number: HintedStage(stage, self.saved) for number, stage in stages.items()}
         self.outer: Rounds | None = None
         if self.ranks.outer is not None:
             self.outer = sync.apply(self.local, self.sharded.owned(), self.ranks.outer)

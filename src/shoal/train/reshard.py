@@ -301,7 +301,7 @@ def switch_engine(
     from shoal.core.parts import table
     from shoal.parallel.engine import Engine
     from shoal.parallel.legal import check_split
-    from shoal.train.loop import fill, pieces_of
+    from shoal.train.state import fill, pieces_of
 
     schedule = check_split(job, engine.config.shape())
     new = Engine(

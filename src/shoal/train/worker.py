@@ -261,8 +261,8 @@ def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
 
 def _snapshot(rank: _Rank, step: int) -> None:
     """Begin to copy the state into memory; it is settled before the next update."""
-    from shoal.train.loop import held_by
     from shoal.train.resuming import meta_of
+    from shoal.train.state import held_by
 
     assert rank.memory is not None
     if rank.memory.due(step):

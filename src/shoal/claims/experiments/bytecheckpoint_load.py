@@ -141,7 +141,7 @@ def saved_under(place: Path, layout: str) -> dict[str, torch.Tensor]:
     from shoal.parallel.check import Fresh, tokens
     from shoal.parallel.engine import Rows
     from shoal.parallel.thread_comm import run_ranks
-    from shoal.train.loop import held_by
+    from shoal.train.state import held_by
 
     job = _job(layout)
 
@@ -186,8 +186,8 @@ def layout_pair(
     from shoal.checkpoint.index import file_name
     from shoal.checkpoint.store import Store
     from shoal.parallel.thread_comm import run_ranks
-    from shoal.train.loop import held_by
     from shoal.train.reshard import Blank
+    from shoal.train.state import held_by
 
     job = _job(layout)
 

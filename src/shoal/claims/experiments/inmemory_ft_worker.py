@@ -32,7 +32,7 @@ def main() -> int:
     from shoal.checkpoint.inmemory.snapshot import Settled
     from shoal.train import worker
     from shoal.train.layout import RunDir
-    from shoal.train.loop import held_by
+    from shoal.train.state import held_by
 
     directory = RunDir(Path(sys.argv[1]))
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -65,7 +65,7 @@ def _to_disk(trainer: Trainer, place: Path) -> None:
     """Save everything, flushed to the disk, before the next step may begin."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from shoal.train.loop import held_by
+    from shoal.train.state import held_by
 
     state: dict[str, Any] = {
         name: piece.tensor

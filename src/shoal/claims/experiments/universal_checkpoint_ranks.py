@@ -27,7 +27,7 @@ from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
 from shoal.parallel.slices import whole_shapes
 from shoal.train.build import FreshWeights
-from shoal.train.loop import fill
+from shoal.train.state import fill
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
