@@ -77,7 +77,7 @@ class FsmoeClaim:
     hidden: int = 512
     width: int = 1024
     tokens: int = 1024
-    repeats: int = 8
+    repeats: int = 24
 
     rows: ClassVar[tuple[int, ...]] = (35,)
     metrics: ClassVar[tuple[Metric, ...]] = (
