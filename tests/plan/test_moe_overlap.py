@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from shoal.app.cli import app
 from shoal.core.errors import PlanError
+from shoal.cost.expert_hops import hops
 from shoal.cost.moe_tasks import Layer, Line, Pass, Task, fitted, layer_of, passes
 from shoal.cost.shapes import find
 from shoal.ir import Parallel
@@ -237,3 +238,21 @@ def test_the_command_tells_and_draws(tmp_path):
     told = json.loads(CliRunner().invoke(app, [*words, "-o", "json"]).output)
     assert told["forward"]["faster"] > 1.0
     assert told["blocks"] == 32
+
+
+def test_small_messages_are_planned_by_node():
+    """Of few tokens what starts a message counts, and by node there are fewer of them."""
+    found = {
+        way: planned("Qwen3-30B-A3B", load("64xH100"), tokens=64, ep=64, etp=1, dispatch=way)
+        for way in ("flat", "1dh", "2dh")
+    }
+    assert (
+        found["2dh"].layer.forward.exchange.alpha < found["flat"].layer.forward.exchange.alpha / 4
+    )
+    assert found["2dh"].seconds < found["flat"].seconds
+    # A node's first rank sends for eight.
+    assert found["1dh"].layer.forward.exchange.work > 7 * found["2dh"].layer.forward.exchange.work
+    told = found["2dh"].told()
+    assert told["dispatch"] == "2dh"
+    with pytest.raises(PlanError, match=r"expert_dispatch = 2dh.*use flat"):
+        hops([(0, 1)], 1.0, 4, None, "2dh")

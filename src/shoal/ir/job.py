@@ -67,6 +67,9 @@ class Parallel(Value):
             it are computed; tile cuts every split linear layer in row tiles, none does not.
         expert_chunks: parts in which a layer's tokens travel to experts and back, forward and
             backward (or one number for both): while one is computed the next ones travel.
+        expert_dispatch: the way of a layer's tokens to experts: flat, from rank to rank; 2dh, in
+            the node to the rank with the target's place, then between such ranks; 1dh, over the
+            first rank of every node. The last two take as many ranks of an ep group on each node.
         order: axes from slowest to fastest; neighbours differ in the last.
         stages: blocks of each stage, in order; if not given, the blocks are cut so that the
             slowest stage is as fast as it can be.
@@ -89,6 +92,7 @@ class Parallel(Value):
     context: Annotated[Choice, Kind("context")] = Choice(name="zigzag")
     overlap: Literal["none", "tile"] = "none"
     expert_chunks: tuple[PositiveInt, PositiveInt] = (1, 1)
+    expert_dispatch: Literal["flat", "1dh", "2dh"] = "flat"
     order: str = "pp-dp-cp-tp"
     stages: tuple[PositiveInt, ...] = ()
 

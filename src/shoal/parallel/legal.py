@@ -233,6 +233,13 @@ def _check_experts(job: TrainJob, shape: ModelShape) -> None:
         else "1 without experts on a grid of their own; give parallel.ep",
         error=PlanError,
     )
+    require(
+        p.expert_dispatch == "flat" or p.ep > 1,
+        "parallel.expert_dispatch",
+        p.expert_dispatch,
+        expected="flat where no ranks share out experts; give parallel.ep",
+        error=PlanError,
+    )
     if not p.folded:
         return
     experts = shape.num_experts

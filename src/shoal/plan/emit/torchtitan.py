@@ -89,6 +89,8 @@ class Torchtitan:
             found.append(f"parallel.order = {split.order}: use pp-dp-cp-tp")
         if max(split.expert_chunks) > 1:
             found.append(f"parallel.expert_chunks = {split.expert_chunks}: use 1")
+        if split.expert_dispatch != "flat":
+            found.append(f"parallel.expert_dispatch = {split.expert_dispatch}: use flat")
         if split.overlap != "none":
             found.append(f"parallel.overlap = {split.overlap}: use none")
         if split.stages and split.schedule.name == "zbv":
