@@ -25,6 +25,7 @@ from shoal.cost.arithmetic import (
     parameters,
 )
 from shoal.cost.experts import dispatch, held_parameters
+from shoal.cost.gradient_slices import hidden_share
 from shoal.cost.ops import Style, ledger
 from shoal.cost.passes import Pass, op_pass
 from shoal.cost.pipeline import simulate
@@ -259,7 +260,11 @@ class Pricer:
         if work.job.finetune is not None:
             # No product for the gradient of weights that stand still.
             both = replace(both, matmul=forward.matmul + (both.matmul - forward.matmul) / 2)
-        if not rates.is_cpu:
+        if job.parallel.gradient_slices:
+            # What no slice takes travels when nothing else does.
+            summed = 4.0 * (rest + (experts if job.parallel.edp > 1 else 0.0))
+            collective *= 1.0 - hidden_share(job, shape, summed)
+        elif not rates.is_cpu:
             hidden = OVERLAP * backward.device * passes
             collective = max(collective - hidden, 0.05 * collective)
         collective += add_wire(self._part("sync", job.sync).estimate(work, machine), wire)

@@ -70,6 +70,9 @@ class Parallel(Value):
         expert_dispatch: the way of a layer's tokens to experts: flat, from rank to rank; 2dh, in
             the node to the rank with the target's place, then between such ranks; 1dh, over the
             first rank of every node. The last two take as many ranks of an ep group on each node.
+        gradient_slices: bytes of later blocks' gradients whose sum travels beside a block's
+            experts and beside the rest of its backward pass, for each block or one pair for all;
+            nothing: gradients travel as they fill buckets.
         order: axes from slowest to fastest; neighbours differ in the last.
         stages: blocks of each stage, in order; if not given, the blocks are cut so that the
             slowest stage is as fast as it can be.
@@ -93,6 +96,7 @@ class Parallel(Value):
     overlap: Literal["none", "tile"] = "none"
     expert_chunks: tuple[PositiveInt, PositiveInt] = (1, 1)
     expert_dispatch: Literal["flat", "1dh", "2dh"] = "flat"
+    gradient_slices: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
     order: str = "pp-dp-cp-tp"
     stages: tuple[PositiveInt, ...] = ()
 
@@ -100,6 +104,13 @@ class Parallel(Value):
     @classmethod
     def _both_passes(cls, value: Any) -> Any:
         return (value, value) if isinstance(value, int) else value
+
+    @field_validator("gradient_slices", mode="before")
+    @classmethod
+    def _all_blocks(cls, value: Any) -> Any:
+        """One pair, which serves all blocks."""
+        pair = isinstance(value, list | tuple) and all(isinstance(one, int) for one in value)
+        return (tuple(value),) if pair and value else value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

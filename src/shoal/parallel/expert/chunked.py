@@ -19,6 +19,7 @@ Source: Pan et al., FSMoE, 2025, section 4; Hwang et al., Tutel, 2023 (one numbe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -151,14 +152,22 @@ def _across(x_MD: Tensor, one: _Chunk, ranks: ExpertRanks, *, home: bool) -> _Ro
     return Hops(x_MD.contiguous(), rows_RR, ranks.nodes, ranks.ep.rank)
 
 
-def _travel(rows_MD: Tensor, cut: list[_Chunk], ranks: ExpertRanks, work: _Work) -> list[Tensor]:
+def _travel(
+    rows_MD: Tensor,
+    cut: list[_Chunk],
+    ranks: ExpertRanks,
+    work: _Work,
+    sent: Callable[[], None] | None = None,
+) -> list[Tensor]:
     """What ``work`` makes of each chunk where its experts are; [rows of the chunk, D] each.
 
     Every rank of ep sends all chunks, then gets them back in order; ranks of etp gather a chunk
-    before they sum the one before it.
+    before they sum the one before it. ``sent`` is called once all chunks are on their way.
     """
     etp = ranks.etp
     coming = [_across(rows_MD[one.own], one, ranks, home=False) for one in cut]
+    if sent is not None:
+        sent()
     ahead = 1 if etp.world > 1 else 0
     gathered: list[_Coming] = []
     summed: list[tuple[_Chunk, _Coming]] = []
@@ -281,7 +290,10 @@ class _Chunked(torch.autograd.Function):
         count = layer.chunks[1]
         cut = [_chunk(ctx.counts, i, count, layer.ranks.etp) for i in range(count)]
         out = torch.empty_like(grad_MD, dtype=ctx.dtype)
-        found = _travel(grad_MD.contiguous(), cut, layer.ranks, work)
+        hole = None if layer.holes is None else functools.partial(layer.holes, 0)
+        found = _travel(grad_MD.contiguous(), cut, layer.ranks, work, hole)
+        if layer.holes is not None:
+            layer.holes(1)
         pay()
         for one, made in zip(cut, found, strict=True):
             out[one.own] = made

@@ -24,6 +24,7 @@ Source: Liu et al., MoE Parallel Folding, 2025, section 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,6 +87,8 @@ class DispatchedExperts(Experts):
     checked = True
     # Parts in which rows travel, forward and backward; see shoal.parallel.expert.chunked.
     chunks: tuple[int, int] = (1, 1)
+    # Called in backward passes with the number of a hole; see shoal.parallel.expert.gradients.
+    holes: Callable[[int], None] | None = None
 
     def __init__(self, config: ModelConfig, ranks: ExpertRanks, layer: int) -> None:
         super().__init__(
@@ -120,7 +123,7 @@ class DispatchedExperts(Experts):
             from_RX = all_RRX[:, ep.rank].contiguous()
         # [etp, ep, X] rows of every expert, by who sent them over which rank.
         every = counts_of(from_RX.view(-1), etp, per_rank=False).view(etp.world, *from_RX.shape)
-        if max(self.chunks) > 1:
+        if max(self.chunks) > 1 or self.holes is not None:
             return chunked(rows_MD, to_RX.cpu(), every, all_RRX, self)
         rows_RR = None if all_RRX is None else all_RRX.sum(-1).numpy()
         sent, received = to_RX.sum(-1).tolist(), from_RX.sum(-1).tolist()

@@ -89,6 +89,8 @@ class Torchtitan:
             found.append(f"parallel.order = {split.order}: use pp-dp-cp-tp")
         if max(split.expert_chunks) > 1:
             found.append(f"parallel.expert_chunks = {split.expert_chunks}: use 1")
+        if split.gradient_slices:
+            found.append("parallel.gradient_slices: leave them out")
         if split.expert_dispatch != "flat":
             found.append(f"parallel.expert_dispatch = {split.expert_dispatch}: use flat")
         if split.overlap != "none":
