@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from typing import Any
@@ -130,7 +131,7 @@ def test_every_element_is_summed_once_and_waited_for(monkeypatch):
     for own in ranges.values():
         own.sort()
         assert len(own) >= 4
-        for (start, size), (following, _) in zip(own, own[1:], strict=False):
+        for (start, size), (following, _) in itertools.pairwise(own):
             assert following == start + size, "a gap, or an element that is summed twice"
         shared = {n: g for n, g in found[0][0].items() if ".mlp." not in n or "router" in n}
         assert sum(size for _, size in own) == sum(g.nbytes for g in shared.values())

@@ -19,14 +19,14 @@ _BYTES = 4.0
 def hidden_bytes(job: TrainJob, shape: ModelShape) -> float:
     """Bytes of a rank's gradients, experts' aside, that travel in slices; 4 bytes a parameter."""
     split = job.parallel
-    if not split.gradient_slices:
+    if not split.slices:
         return 0.0
     block = _BYTES * (block_parameters(shape) - expert_parameters(shape)) / shape.num_layers
     table = 0 if shape.tied else shape.vocab_size
     waiting, found = _BYTES * shape.hidden * (1 + table) / split.tp, 0.0
     for number in reversed(range(shape.num_layers)):
         if number >= shape.num_dense_layers:
-            pairs = split.gradient_slices
+            pairs = split.slices
             size = min(waiting, sum(pairs[number if len(pairs) > 1 else 0]))
             found += size
             waiting -= size

@@ -245,7 +245,7 @@ def layer_of(
     keys = 2.0 * tokens * shape.num_heads * shape.head_dim * seq_len
     dense += keys / curve(2048.0)
     weights = sum(x.parameters / x.layers for x in linears(shape) if x.name in names)
-    gradient = 4.0 * weights
+    gradient = 4.0 * weights / split.tp
 
     def summed(bytes_: float) -> float:
         # A node's ranks share out what they have summed among themselves.

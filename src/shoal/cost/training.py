@@ -260,10 +260,12 @@ class Pricer:
         if work.job.finetune is not None:
             # No product for the gradient of weights that stand still.
             both = replace(both, matmul=forward.matmul + (both.matmul - forward.matmul) / 2)
-        if job.parallel.gradient_slices:
-            # What no slice takes travels when nothing else does.
+        if job.parallel.slices:
+            # What no slice takes travels when nothing else does; so do new parameters, a third of
+            # what ranks send that divide the optimizer.
             summed = 4.0 * (rest + (experts if job.parallel.edp > 1 else 0.0))
-            collective *= 1.0 - hidden_share(job, shape, summed)
+            gradients = 2.0 / 3.0 if "optimizer" in divides else 1.0
+            collective *= 1.0 - gradients * hidden_share(job, shape, summed)
         elif not rates.is_cpu:
             hidden = OVERLAP * backward.device * passes
             collective = max(collective - hidden, 0.05 * collective)

@@ -209,9 +209,9 @@ class Engine:
                 self.ranks.experts.edp,
                 whole_matrices=optimizer.whole_matrices,
             )
-            if parallel.gradient_slices:
+            if parallel.slices:
                 layers = self.config.num_layers
-                slice_gradients(self.local, both, parallel.gradient_slices, layers)
+                slice_gradients(self.local, both, parallel.slices, layers)
         else:
             self.sharded = shard.apply(
                 self.local, self.ranks.data, whole_matrices=optimizer.whole_matrices
@@ -489,7 +489,7 @@ class Engine:
 
         Of all gradients that this rank sums with others.
         """
-        if isinstance(self.sharded, FoldedModel) and self.job.parallel.gradient_slices:
+        if isinstance(self.sharded, FoldedModel) and self.job.parallel.slices:
             return self.sharded.sent
         return None
 

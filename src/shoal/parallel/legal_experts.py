@@ -33,7 +33,7 @@ def check_experts(job: TrainJob, shape: ModelShape) -> None:
     """
     p = job.parallel
     require(
-        p.placer.name == "owners" or (p.ep > 1 and p.etp == 1 and max(p.expert_chunks) == 1),
+        p.placer.name == "owners" or (p.ep > 1 and p.etp == 1 and max(p.chunks) == 1),
         "parallel.placer",
         p.placer.name,
         expected="owners, or ep above 1, etp = 1 and one chunk: whole experts are copied, from "
@@ -42,7 +42,7 @@ def check_experts(job: TrainJob, shape: ModelShape) -> None:
     )
     tokens = microbatch_of(job) * job.seq_len // p.cp // p.tp
     require(
-        max(p.expert_chunks) == 1 or (p.folded and max(p.expert_chunks) <= tokens),
+        max(p.chunks) == 1 or (p.folded and max(p.chunks) <= tokens),
         "parallel.expert_chunks",
         p.expert_chunks,
         expected=f"1 to {tokens}, the tokens of a rank, forward and backward"
@@ -114,9 +114,9 @@ def check_experts(job: TrainJob, shape: ModelShape) -> None:
 def _check_slices(job: TrainJob, shape: ModelShape) -> None:
     """Refuse slices of gradients that have no hole to travel in, or nothing to sum."""
     p = job.parallel
-    if not p.gradient_slices:
+    if not p.slices:
         return
-    blocks = len(p.gradient_slices)
+    blocks = len(p.slices)
     rules: tuple[tuple[bool, str], ...] = (
         (p.folded, "without experts on a grid of their own, whose tokens travel; give parallel.ep"),
         (p.dp * p.cp > 1, "where dp * cp = 1: nobody has gradients to sum with"),
@@ -133,7 +133,7 @@ def _check_slices(job: TrainJob, shape: ModelShape) -> None:
         require(
             legal,
             "parallel.gradient_slices",
-            p.gradient_slices[0] if blocks == 1 else f"{blocks} pairs",
+            p.slices[0] if blocks == 1 else f"{blocks} pairs",
             expected=f"nothing {why}",
             error=PlanError,
         )
