@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 from shoal.app.cli import app
 from shoal.core.errors import PlanError
 from shoal.cost.expert_hops import hops
+from shoal.cost.moe_makespan import gained_s, makespan
 from shoal.cost.moe_tasks import Layer, Line, Pass, Task, fitted, layer_of, passes
 from shoal.cost.shapes import find
-from shoal.ir import Parallel, TrainJob
+from shoal.cost.training import Pricer
+from shoal.ir import Parallel, TrainJob, Work
 from shoal.machine.described import load
 from shoal.parallel.legal import check_split
 from shoal.plan.moe_gradients import partition
@@ -24,7 +26,6 @@ from shoal.plan.moe_overlap import (
     cases,
     choose,
     exhaustive,
-    makespan,
     room,
     schedule,
     timeline,
@@ -303,3 +304,24 @@ def test_auto_without_nodes_experts_or_a_plan_is_refused():
         job = TrainJob(model=MODEL, global_batch=64, parallel={"dp": 64, "ep": 8, name: "auto"})
         with pytest.raises(PlanError, match=rf"parallel\.{name} = auto.*or plan"):
             check_split(job, find(MODEL))
+
+
+def test_a_step_is_priced_with_its_chunks():
+    """By what the layer's passes gain; nothing is known of one node."""
+    shape, seconds = find(MODEL), {}
+    for chunks in ([1, 1], "auto", [32, 32]):
+        (job,) = _auto("64xH100", {"expert_chunks": chunks})
+        found = Pricer(load("64xH100")).estimate(Work(job=job, shape=shape))
+        gain = gained_s(job, shape, load("64xH100"), 1)
+        seconds[str(chunks)] = found.terms_s["collective"], gain, max(job.parallel.chunks)
+    one, best, many = seconds["[1, 1]"], seconds["auto"], seconds["[32, 32]"]
+    assert one[1] == 0.0
+    assert best[2] > 1
+    assert best[1] > many[1]
+    assert one[0] - best[0] == pytest.approx(best[1], rel=1e-6)
+    layer = layer_of(shape, load("64xH100"), SPLIT, 1024, 1024)
+    chosen = sum(choose(one).seconds for one in layer[:2])
+    uncut = sum(makespan(one, 1) for one in layer[:2])
+    assert best[1] == pytest.approx(shape.num_layers * (uncut - chosen), rel=1e-6)
+    (job,) = _auto("8xH100", {"dp": 8, "etp": 1, "ep": 8, "expert_chunks": [2, 2]})
+    assert gained_s(job, shape, load("8xH100"), 1) == 0.0

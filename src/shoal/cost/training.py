@@ -26,6 +26,7 @@ from shoal.cost.arithmetic import (
 )
 from shoal.cost.experts import dispatch, held_parameters
 from shoal.cost.gradient_slices import hidden_share
+from shoal.cost.moe_makespan import gained_s
 from shoal.cost.ops import Style, ledger
 from shoal.cost.passes import Pass, op_pass
 from shoal.cost.pipeline import simulate
@@ -225,6 +226,7 @@ class Pricer:
         tensor_s = tensor_parallel_s(work, machine, microbatch, wire)
         tensor_s = not_hidden_s(job, machine, tensor_s, both.matmul)
         tensor_s += dispatch(job, shape, machine, microbatch, wire)
+        tensor_s = max(0.0, tensor_s - gained_s(job, shape, machine, microbatch))
         pipe_s = self._pipeline(work, wire) / passes
         schedule = self._part("schedule", job.parallel.schedule)
         if pp > 1 and rates.is_cpu:

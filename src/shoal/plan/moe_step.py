@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from shoal.core.errors import PlanError, require
 from shoal.cost.arithmetic import mixture_layers
+from shoal.cost.moe_makespan import makespan
 from shoal.cost.moe_tasks import Layer, layer_of
 from shoal.cost.shapes import resolve
 from shoal.ir import Machine, Parallel
 from shoal.plan.moe_gradients import Partition, partition
-from shoal.plan.moe_overlap import MOST, Chunks, choose, makespan
+from shoal.plan.moe_overlap import MOST, Chunks, choose
 
 __all__ = ["Planned", "planned"]
 
