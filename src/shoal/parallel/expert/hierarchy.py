@@ -14,7 +14,9 @@ Source: Pan et al., FSMoE, 2025, section 3; Nie et al., HetuMoE, 2022; Hwang et 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +32,50 @@ if TYPE_CHECKING:
 
 __all__ = ["Hops", "travelled"]
 
-_Pieces = list[tuple[int, int]]
+# The rows of one source for one target, by their numbers among the R ranks.
+_Piece = tuple[int, int]
+
+
+class _Hop(NamedTuple):
+    """What a rank sends and gets in a hop.
+
+    Args:
+        gone: pieces to each rank of the hop's communicator.
+        come: pieces from each.
+    """
+
+    gone: tuple[tuple[_Piece, ...], ...]
+    come: tuple[tuple[_Piece, ...], ...]
+
+
+@functools.cache
+def _hops(dispatch: str, far: int, local: int, number: int) -> tuple[_Hop, ...]:
+    """The hops of rank ``number`` of so many nodes with so many ranks each."""
+    source_RR = np.indices((far * local,) * 2)[0]
+    # The ranks of a hop: of this rank's node, or with its place.
+    near = [number // local * local + place for place in range(local)]
+    others = [number % local + node * local for node in range(far)]
+    found, before = [], source_RR
+    for hop, after in enumerate(holders(dispatch, far, local)):
+
+        def pieces(
+            source: int,
+            target: int,
+            before: NDArray[np.int64] = before,
+            after: NDArray[np.int64] = after,
+        ) -> tuple[_Piece, ...]:
+            held = np.argwhere((before == source) & (after == target))
+            return tuple((int(a), int(b)) for a, b in held)
+
+        peers = others if hop == 1 else near
+        found.append(
+            _Hop(
+                tuple(pieces(number, peer) for peer in peers),
+                tuple(pieces(peer, number) for peer in peers),
+            )
+        )
+        before = after
+    return tuple(found)
 
 
 class Hops:
@@ -46,27 +91,18 @@ class Hops:
     """
 
     def __init__(self, x_MD: Tensor, rows_RR: NDArray[np.int64], nodes: Nodes, number: int) -> None:
-        local, far = nodes.near.world, nodes.far.world
-        self._rows_RR, self._nodes, self._number = rows_RR, nodes, number
-        source_RR: NDArray[np.int64] = np.indices(rows_RR.shape)[0]
-        self._held = (source_RR, *holders(nodes.dispatch, far, local))
-        # The ranks of each hop's communicator, in the numbers of all R.
-        first = number // local * local
-        self._peers = (
-            [first + place for place in range(local)],
-            [number % local + node * local for node in range(far)],
-        )
-        self._pieces: _Pieces = [(number, target) for target in range(len(rows_RR))]
-        self._x_MD = x_MD
+        self._hops = _hops(nodes.dispatch, nodes.far.world, nodes.near.world, number)
+        self._nodes, self._sizes = nodes, rows_RR.tolist()
+        self._pieces: tuple[_Piece, ...] = tuple((number, to) for to in range(len(rows_RR)))
+        self._x_MD = self._coming = x_MD
         self._pending: Pending | None = None
-        self._coming = x_MD
         self._hop = 0
         self._start()
 
     @property
     def count(self) -> int:
         """Hops in all."""
-        return len(self._held) - 1
+        return len(self._hops)
 
     def go_on(self, hop: int) -> None:
         """Let hops up to ``hop`` be under way, of which the first is 1; wait for those before."""
@@ -78,12 +114,13 @@ class Hops:
         """All rows for this rank, by source, when they are there."""
         self.go_on(self.count)
         self._arrive()
-        return self._ordered(sorted(self._pieces))
+        return self._ordered(tuple(sorted(self._pieces)))
 
-    def _size(self, piece: tuple[int, int]) -> int:
-        return int(self._rows_RR[piece])
+    def _size(self, piece: _Piece) -> int:
+        size: int = self._sizes[piece[0]][piece[1]]
+        return size
 
-    def _ordered(self, pieces: _Pieces) -> Tensor:
+    def _ordered(self, pieces: tuple[_Piece, ...]) -> Tensor:
         """This rank's rows with its pieces in another order."""
         if pieces == self._pieces:
             return self._x_MD
@@ -93,22 +130,18 @@ class Hops:
 
     def _start(self) -> None:
         """Send every piece to who has it after the next hop."""
-        before, after = self._held[self._hop], self._held[self._hop + 1]
-        comm, peers = self._over(self._hop)
+        hop, comm = self._hops[self._hop], self._over(self._hop)
         self._hop += 1
         if comm is None:
             return
-        me = self._number
-        gone = [_between(before, after, me, peer) for peer in peers]
-        come = [_between(before, after, peer, me) for peer in peers]
-        x_MD = self._ordered([piece for pieces in gone for piece in pieces])
-        sent = [sum(map(self._size, pieces)) for pieces in gone]
-        received = [sum(map(self._size, pieces)) for pieces in come]
-        whole = x_MD.new_empty(sum(received), *x_MD.shape[1:])
-        self._pieces = [piece for pieces in come for piece in pieces]
-        self._coming = whole
+        x_MD = self._ordered(tuple(itertools.chain(*hop.gone)))
+        sent, received = (
+            [sum(map(self._size, pieces)) for pieces in every] for every in (hop.gone, hop.come)
+        )
+        self._pieces = tuple(itertools.chain(*hop.come))
+        self._coming = x_MD.new_empty(sum(received), *x_MD.shape[1:])
         self._pending = comm.all_to_all(
-            torch.split(whole, received), torch.split(x_MD, sent), tag=TAG
+            torch.split(self._coming, received), torch.split(x_MD, sent), tag=TAG
         )
 
     def _arrive(self) -> None:
@@ -116,20 +149,12 @@ class Hops:
             self._pending.wait()
             self._pending, self._x_MD = None, self._coming
 
-    def _over(self, hop: int) -> tuple[Comm | None, list[int]]:
+    def _over(self, hop: int) -> Comm | None:
         """The ranks of a hop; none where this rank has nobody to send to or get from."""
         nodes = self._nodes
         comm = nodes.far if hop == 1 else nodes.near
         idle = comm.world == 1 or (hop == 1 and nodes.dispatch == "1dh" and nodes.near.rank > 0)
-        return None if idle else comm, self._peers[hop == 1]
-
-
-def _between(
-    before: NDArray[np.int64], after: NDArray[np.int64], source: int, target: int
-) -> _Pieces:
-    """The pieces that go from rank to rank in a hop, in an order that both know."""
-    found = np.argwhere((before == source) & (after == target))
-    return [(int(a), int(b)) for a, b in found]
+        return None if idle else comm
 
 
 class _Travelled(torch.autograd.Function):
