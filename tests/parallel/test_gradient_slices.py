@@ -42,12 +42,13 @@ def _job(slices: Any, **extra: Any) -> Any:
 
 
 def _agrees(slices: Any, per_node: int | None = None, **extra: Any) -> None:
+    model = {**MOE, **extra.pop("model", {})}
     whole = _job(slices, **extra)
 
     def run(on: Any) -> Any:
         return run_ranks(whole.parallel.world, on, ranks_per_node=per_node)[0]
 
-    found = same_as_one(whole, config(**MOE), steps=2, run=run)
+    found = same_as_one(whole, config(**model), steps=2, run=run)
     assert found.same, str(found)
 
 
@@ -66,8 +67,17 @@ def test_any_slices_equal_one_process(slices):
         {"split": {"dp": 4, "ep": 4, "expert_dispatch": "2dh"}, "per_node": 2},
         {"split": {"dp": 2, "tp": 2, "sp": True, "ep": 2}},
         {"split": {"dp": 1, "cp": 2}},
+        {"model": {"tied": True}},
     ],
-    ids=["zero1, small buckets", "recomputed", "one chunk", "by node", "folded over tp", "cp"],
+    ids=[
+        "zero1, small buckets",
+        "recomputed",
+        "one chunk",
+        "by node",
+        "folded over tp",
+        "cp",
+        "tied",
+    ],
 )
 def test_slices_with_what_else_a_job_may_do(extra):
     _agrees(SLICES, **extra)

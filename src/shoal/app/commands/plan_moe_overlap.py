@@ -126,7 +126,7 @@ def moe_overlap(
         + "}"
     )
     typer.echo(
-        f"gradients: {human_bytes(int(early))} could be summed between nodes during the backward "
+        f"gradients: {human_bytes(int(early))} can be summed between nodes during the backward "
         f"pass in {len(sums.slices)} slices, {human_bytes(int(sums.tail))} after it "
-        f"({1e3 * sums.tail_s:.3g} ms)"
+        f"({1e3 * sums.tail_s:.3g} ms), with gradient_slices: auto"
     )

@@ -87,12 +87,6 @@ class Torchtitan:
             found.append("parallel.ep with shard = replicated: use zero2 or zero3")
         if split.order != "pp-dp-cp-tp":
             found.append(f"parallel.order = {split.order}: use pp-dp-cp-tp")
-        if max(split.chunks) > 1:
-            found.append(f"parallel.expert_chunks = {split.expert_chunks}: use 1")
-        if split.slices:
-            found.append("parallel.gradient_slices: leave them out")
-        if split.expert_dispatch != "flat":
-            found.append(f"parallel.expert_dispatch = {split.expert_dispatch}: use flat")
         if split.overlap != "none":
             found.append(f"parallel.overlap = {split.overlap}: use none")
         if split.stages and split.schedule.name == "zbv":
