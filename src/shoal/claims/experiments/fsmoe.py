@@ -243,7 +243,7 @@ class FsmoeClaim:
 
 
 def _uncut(one: Any) -> float:
-    from shoal.plan.moe_overlap import makespan
+    from shoal.cost.moe_makespan import makespan
 
     return makespan(one, 1)
 

@@ -15,6 +15,7 @@ from shoal.core.parts import Choice, table
 from shoal.cost.rates import ranks_per_host
 from shoal.cost.shapes import shape_of
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob
+from shoal.plan.moe_auto import Chooser
 
 __all__ = [
     "candidates",
@@ -182,6 +183,7 @@ def candidates(
     fixed = job.model_fields_set
     precisions = (job.precision,) if "precision" in fixed else _precisions(machine)
     recomputes = (job.recompute,) if "recompute" in fixed else ("none", "full")
+    chooser = Chooser(shape, machine)
     for parallel in every:
         share = job.global_batch // parallel.dp
         if job.microbatch is not None and share % job.microbatch:
@@ -201,7 +203,7 @@ def candidates(
                     continue
                 for recompute in recomputes:
                     for precision in precisions:
-                        yield job.model_copy(
+                        one = job.model_copy(
                             update={
                                 "parallel": parallel,
                                 "shard": shard,
@@ -210,6 +212,7 @@ def candidates(
                                 "precision": precision,
                             }
                         )
+                        yield chooser.planned(one)
 
 
 def _goes(parallel: Parallel, shard: str, passes: int) -> bool:
