@@ -7,7 +7,9 @@ Overlap, ICLR 2024.
   their gradients and beside rounds of local SGD, in turn, each begun with its link as busy as it
   is in a long run; and beside the same two processes on a link that nobody shapes.
 - A model of 1.3 M parameters trained on bytes by two workers, for three seeds and as many tokens
-  each: held-out loss beside that of summed gradients; of one seed, without penalty and clipping.
+  each: held-out loss beside that of summed gradients; of one seed, beside local SGD and without
+  penalty and clipping. AdamW's first moment decays by 0.5 for all: what is applied a round late
+  overshoots where it is also remembered for ten steps.
 - Workers that are threads beside their simulation one after the other: bits that differ.
 
 The A/A run has summed gradients in the place of CO2 where these are the baseline, and local SGD
@@ -50,13 +52,13 @@ class CO2Claim:
         tau: steps of a round.
         turns: how often each is timed.
         steps: of the runs that learn.
-        seeds: how many of these there are of each kind; without penalty or clipping one.
+        seeds: how many of these there are of CO2 and of summed gradients; of others one.
     """
 
     bandwidth: float = 6.25e6
     tau: int = 12
     turns: int = 6
-    steps: int = 240
+    steps: int = 2400
     seeds: int = 3
 
     rows: ClassVar[tuple[int, ...]] = (13,)
@@ -98,11 +100,15 @@ class CO2Claim:
         ),
     )
     attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(metric="loss_gap", tried="rounds of 16 steps, 240 steps, one seed", value=0.567),
-        Attempt(metric="loss_gap", tried="rounds of 12 steps, 240 steps, one seed", value=0.503),
         Attempt(
             metric="loss_gap",
-            tried="rounds of 4 steps of 24 sequences, 240 steps, one seed",
+            tried="rounds of 16 steps, 240 steps, lr 2e-3, first moment's decay 0.9, one seed",
+            value=0.567,
+        ),
+        Attempt(metric="loss_gap", tried="the same in rounds of 12 steps", value=0.503),
+        Attempt(
+            metric="loss_gap",
+            tried="the same in rounds of 4 steps of 24 sequences",
             value=0.803,
         ),
     )
@@ -129,12 +135,11 @@ class CO2Claim:
         context.progress("training of as many tokens", 0.05)
         losses = context.remember("losses", lambda: self._losses(context))
         summed = losses["every_step"]
-        ours = losses["local_sgd" if as_baseline else "co2"]
+        ours = losses["every_step" if as_baseline else "co2"]
         metrics["loss_gap"] = Paired(method=tuple(a - b for a, b in zip(ours, summed, strict=True)))
         details["heldout_loss"] = losses
         # Rounds as long whose averages are not late lose this much.
-        waited = [a - b for a, b in zip(losses["local_sgd"], summed, strict=True)]
-        bounds = {"loss_gap": sum(waited) / len(waited)}
+        bounds = {"loss_gap": losses["local_sgd"][0] - summed[0]}
         skipped = {}
         why = unavailable()
         if why is not None:
@@ -184,7 +189,7 @@ class CO2Claim:
                 "global_batch": 8,
                 "precision": "fp32",
                 "parallel": {"dp": 2},
-                "optimizer": {"name": "adamw", "lr": 2e-3},
+                "optimizer": {"name": "adamw", "lr": 4e-3, "beta1": 0.5},
                 "sync": sync,
                 "seed": seed,
             }
@@ -199,7 +204,6 @@ class CO2Claim:
             "co2": co2,
             "co2 without penalty": {**co2, "penalty": "none"},
             "co2 without clip": {**co2, "clip": None},
-            "co2 without both": {**co2, "penalty": "none", "clip": None},
         }
 
     def _losses(self, context: Context) -> dict[str, tuple[float, ...]]:
@@ -209,15 +213,14 @@ class CO2Claim:
         syncs = self._syncs()
         seeds = [context.seed + number for number in range(self.seeds)]
         # What is shown beside and not judged has one seed.
-        runs = [
-            (name, seed) for name in syncs for seed in (seeds[:1] if "without" in name else seeds)
-        ]
+        judged = ("every_step", "co2")
+        runs = [(name, seed) for name in syncs for seed in seeds[: None if name in judged else 1]]
         given = {
             "jobs": [self._job(syncs[name], seed) for name, seed in runs],
             "config": _config(),
             "steps": self.steps,
         }
-        losses = run_processes(f"{_RANKS}:learn", 2, given, timeout_s=900.0)[0]
+        losses = run_processes(f"{_RANKS}:learn", 2, given, timeout_s=7200.0)[0]
         found: dict[str, tuple[float, ...]] = dict.fromkeys(syncs, ())
         for (name, _), loss in zip(runs, losses, strict=True):
             found[name] += (loss,)
