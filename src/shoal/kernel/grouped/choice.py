@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["taken"]
 
 # Multiply-adds that a core makes while one product begins, and while Python asks for it.
-_BEGINS = {"fp64": 5e4, "fp32": 1e5, "bf16": 8e5, "fp16": 8e5}
-_ASKED = 2e5
+_BEGINS = {"fp64": 3e4, "fp32": 1e5, "bf16": 8e5, "fp16": 8e5}
+_ASKED = {"fp64": 5e4, "fp32": 1e5, "bf16": 2e5, "fp16": 2e5}
 # While rows are put where the padding wants them, and taken from there.
 _PADS = {"fp64": 1e6, "fp32": 2e6, "bf16": 3.6e6, "fp16": 3.6e6}
 
@@ -60,12 +60,12 @@ def taken(
         return next(iter(able.values()))
     rows, most, one = sum(counts), max(counts, default=0), float(n * k)
     busy = len(counts) - counts.count(0)
-    begins = _BEGINS[dtype]
-    costs = {"loop": busy * (begins + _ASKED) + rows * one}
+    begins, asked = _BEGINS[dtype], _ASKED[dtype]
+    costs = {"loop": busy * (begins + asked) + rows * one}
     if "torch" in able:
-        costs["torch"] = _ASKED + busy * begins + rows * one
+        costs["torch"] = asked + busy * begins + rows * one
     whole = len(counts) * most
-    costs["padded"] = _ASKED + begins + whole * one + (_PADS[dtype] if whole > rows else 0.0)
+    costs["padded"] = asked + begins + whole * one + (_PADS[dtype] if whole > rows else 0.0)
     return able[min(costs, key=costs.__getitem__)]
 
 

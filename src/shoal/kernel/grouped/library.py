@@ -37,7 +37,12 @@ class Library(GroupedKernel):
         if not len(rows_MK):
             return rows_MK.new_empty(0, weight_ENK.shape[1])
         ends_E = _ends(tuple(counts), rows_MK.device)
-        return F.grouped_mm(_aligned(rows_MK), weight_ENK.transpose(1, 2), offs=ends_E)
+        turned_EKN = weight_ENK.transpose(1, 2)
+        if turned_EKN.is_contiguous():
+            turned_EKN = _aligned(turned_EKN)
+        else:
+            turned_EKN = _aligned(weight_ENK).transpose(1, 2)
+        return F.grouped_mm(_aligned(rows_MK), turned_EKN, offs=ends_E)
 
     def gradient(self, grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int]) -> Tensor:
         """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
