@@ -361,6 +361,8 @@ def _later(weight: Tensor, gradient: Callable[[], Tensor]) -> bool:
     return True
 
 
-def grouped(rows_MI: Tensor, weight_EOI: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped(
+    rows_MI: Tensor, weight_EOI: Tensor, counts: Sequence[int], backend: str | None = None
+) -> Tensor:
     """Each expert's matrix with its own rows, which lie behind each other; [M, O]."""
-    return multiply(rows_MI, weight_EOI, counts, later=_later)
+    return multiply(rows_MI, weight_EOI, counts, backend=backend, later=_later)

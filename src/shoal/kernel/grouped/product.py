@@ -66,16 +66,19 @@ def multiply(
 
 
 @torch.no_grad()
-def weight_gradient(grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int]) -> Tensor:
+def weight_gradient(
+    grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int], *, backend: str | None = None
+) -> Tensor:
     """Gradient [E, N, K] of the matrices, for who goes back by itself.
 
     Args:
         grad_MN: of the product.
         rows_MK: that were multiplied, of the same dtype.
         counts: rows of every expert.
+        backend: the kernel that must be taken.
     """
     n, k = grad_MN.shape[1], rows_MK.shape[1]
-    kernel = taken(counts, n, k, name_of(rows_MK.dtype), _device(rows_MK))
+    kernel = taken(counts, n, k, name_of(rows_MK.dtype), _device(rows_MK), backend)
     return kernel.gradient(grad_MN.contiguous(), rows_MK, counts)
 
 

@@ -20,6 +20,7 @@ Source: Pan et al., FSMoE, 2025, section 4; Hwang et al., Tutel, 2023 (one numbe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -172,13 +173,13 @@ class _Chunked(torch.autograd.Function):
         total, width = int(every.sum()), gate_up.shape[1]
         kept = rows_MD.new_empty(total, rows_MD.shape[1], dtype=dtype)
         gates = rows_MD.new_empty(total, width, dtype=dtype)
-        activate = layer.kernel or gate
+        activate, product = layer.kernel or gate, partial(multiply, backend=layer.grouped)
 
         def work(one: _Chunk, x: Tensor) -> Tensor:
             x = x.to(dtype)
-            up = multiply(x, casts[0], one.counts)
+            up = product(x, casts[0], one.counts)
             kept[one.here], gates[one.here] = x, up
-            return multiply(activate(up), casts[1], one.counts)
+            return product(activate(up), casts[1], one.counts)
 
         count = layer.chunks[0]
         cut = [_chunk(to_RX, every, i, count, layer.ranks.etp) for i in range(count)]
@@ -195,7 +196,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
         kept, gates, up_XFD, down_XDF = ctx.saved_tensors
         layer: DispatchedExperts = ctx.layer
-        activate = layer.kernel or gate
+        activate, product = layer.kernel or gate, partial(multiply, backend=layer.grouped)
+        of_weight = partial(weight_gradient, backend=layer.grouped)
         store = WeightGradients.current(grad_MD.device)
         totals: list[Tensor | None] = [None, None]
         # Of each chunk, what its weights' gradients are made of, once its rows are on their way.
@@ -206,10 +208,10 @@ class _Chunked(torch.autograd.Function):
             up = gates[one.here].requires_grad_(True)
             with torch.enable_grad():
                 gated = activate(up)
-            of_gated = multiply(grad, down_XDF.transpose(1, 2), one.counts)
+            of_gated = product(grad, down_XDF.transpose(1, 2), one.counts)
             (of_up,) = torch.autograd.grad(gated, up, of_gated)
             owed.append((one.counts, ((of_up, kept[one.here]), (grad, gated.detach()))))
-            return multiply(of_up, up_XFD.transpose(1, 2), one.counts).to(ctx.dtype)
+            return product(of_up, up_XFD.transpose(1, 2), one.counts).to(ctx.dtype)
 
         def pay() -> None:
             """Add the weights' gradients of the chunk before; later, if they are put off."""
@@ -219,12 +221,14 @@ class _Chunked(torch.autograd.Function):
                     if not ctx.needs_input_grad[1 + number]:
                         continue
                     if store is None:
-                        found, total = weight_gradient(grad, x, counts), totals[number]
+                        found, total = of_weight(grad, x, counts), totals[number]
                         # In the parameter's type, which may be wider than that of the products.
                         found = found.to(ctx.weights[number].dtype)
                         totals[number] = found if total is None else total.add_(found)
                     else:
-                        store.put_off(_put_off(ctx.weights[number], grad, x, counts))
+                        store.put_off(
+                            partial(_owed, ctx.weights[number], of_weight, grad, x, counts)
+                        )
 
         count = layer.chunks[1]
         to_RX, every = ctx.counts
@@ -237,10 +241,14 @@ class _Chunked(torch.autograd.Function):
         return out, *totals, None, None, None
 
 
-def _put_off(
-    weight: Tensor, grad_TO: Tensor, x_TI: Tensor, counts: list[int]
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    return lambda: (weight, weight_gradient(grad_TO, x_TI, counts))
+def _owed(
+    weight: Tensor,
+    gradient: Callable[[Tensor, Tensor, list[int]], Tensor],
+    grad_TO: Tensor,
+    x_TI: Tensor,
+    counts: list[int],
+) -> tuple[Tensor, Tensor]:
+    return weight, gradient(grad_TO, x_TI, counts)
 
 
 def chunked(rows_MD: Tensor, to_RX: Tensor, every: Tensor, layer: DispatchedExperts) -> Tensor:

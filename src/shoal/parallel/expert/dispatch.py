@@ -124,5 +124,5 @@ class DispatchedExperts(Experts):
 
     def _made(self, rows_MD: Tensor, counts: list[int]) -> Tensor:
         """What this rank's slices of its experts make of their rows, which lie by expert."""
-        gated = (self.kernel or gate)(grouped(rows_MD, self.gate_up_proj, counts))
-        return grouped(gated, self.down_proj, counts)
+        gates = grouped(rows_MD, self.gate_up_proj, counts, self.grouped)
+        return grouped((self.kernel or gate)(gates), self.down_proj, counts, self.grouped)

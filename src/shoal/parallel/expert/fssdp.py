@@ -109,8 +109,8 @@ class CopiedExperts(DispatchedExperts):
         order = _order(here_DE, rows_MD.device)
         counts = here_DE.sum(0)[list(copies.experts)].tolist()
         rows = here[order]
-        gated = (self.kernel or gate)(grouped(rows, weights[0], counts))
-        made = grouped(gated, weights[1], counts)
+        gates = grouped(rows, weights[0], counts, self.grouped)
+        made = grouped((self.kernel or gate)(gates), weights[1], counts, self.grouped)
         back = exchanged(torch.empty_like(made).index_copy(0, order, made), received, sent, ep)
         return torch.empty_like(back).index_copy(0, away, back)
 
