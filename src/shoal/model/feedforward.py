@@ -217,9 +217,12 @@ class Experts(nn.Module):
         token_M = order_M // routed.experts.shape[1]
         if not len(token_M):
             return torch.zeros_like(x_ND)
-        gated = (self.kernel or gate)(self.product(x_ND[token_M], self.gate_up_proj, counts))
+        # Unlike an index, it goes back row by row, not number by number.
+        taken_MD = x_ND.index_select(0, token_M)
+        gated = (self.kernel or gate)(self.product(taken_MD, self.gate_up_proj, counts))
         rows = self.product(gated, self.down_proj, counts)
-        weighted = rows * routed.weights.reshape(-1, 1)[order_M].to(rows.dtype)
+        weight_M = routed.weights.reshape(-1).index_select(0, order_M)
+        weighted = rows * weight_M.to(rows.dtype).unsqueeze(1)
         return torch.zeros_like(x_ND).index_add(0, token_M, weighted.to(x_ND.dtype))
 
     def product(self, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:

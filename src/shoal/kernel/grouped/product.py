@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -53,6 +54,8 @@ def multiply(
         KernelError: shapes or counts do not fit together, or the backend refuses.
     """
     _check(rows_MK, weight_ENK, counts)
+    if torch.compiler.is_compiling():
+        return _one_by_one(rows_MK, weight_ENK, counts)
     dtype = compute_dtype(rows_MK)
     if kernel is None:
         _, n, k = weight_ENK.shape
@@ -84,6 +87,15 @@ def weight_gradient(
 
 def _device(x: Tensor) -> Device:
     return "cuda" if x.is_cuda else "cpu"
+
+
+def _one_by_one(rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> Tensor:
+    """The same in operators that a compiler can look into; a kernel and its rule it cannot."""
+    if not len(rows_MK):
+        return rows_MK.new_empty(0, weight_ENK.shape[1])
+    # Unbound in one piece: the gradient of an index is a whole tensor of zeros but for it.
+    parts = zip(torch.split(rows_MK, list(counts)), weight_ENK.unbind(0), strict=True)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in parts if len(rows)])
 
 
 class _Grouped(torch.autograd.Function):

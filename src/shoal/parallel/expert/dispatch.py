@@ -58,13 +58,15 @@ def permute(
         many rows every expert has [E].
     """
     order_M, counts_E = by_expert(expert_NK, experts, keep_NK)
-    return x_ND[order_M // expert_NK.shape[1]], order_M, counts_E
+    # Unlike an index, it goes back row by row, not number by number.
+    return x_ND.index_select(0, order_M // expert_NK.shape[1]), order_M, counts_E
 
 
 def unpermute(rows_MD: Tensor, weight_NK: Tensor, order_M: Tensor) -> Tensor:
     """The weighted sum [N, D] of each token's rows, which lie in the order of :func:`permute`."""
     count, choices = weight_NK.shape
-    weighted = rows_MD * weight_NK.reshape(-1, 1)[order_M].to(rows_MD.dtype)
+    weight_M = weight_NK.reshape(-1).index_select(0, order_M)
+    weighted = rows_MD * weight_M.to(rows_MD.dtype).unsqueeze(1)
     out_ND = rows_MD.new_zeros(count, rows_MD.shape[-1])
     return out_ND.index_add(0, order_M // choices, weighted)
 
