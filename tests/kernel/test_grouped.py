@@ -15,6 +15,7 @@ from shoal.kernel.dispatch import candidates, kernels_of
 from shoal.kernel.grouped import choice
 from shoal.kernel.grouped.call import GroupedLinear
 from shoal.kernel.grouped.choice import taken
+from shoal.kernel.grouped.padded import Padded
 from shoal.kernel.grouped.product import multiply, weight_gradient
 
 BACKENDS = ("loop", "torch", "padded", "triton")
@@ -178,20 +179,43 @@ def of(counts, dtype, n=256, k=128):
 def test_the_rule_pads_small_even_experts_and_no_others():
     many = "torch" if hasattr(F, "grouped_mm") else "loop"
     assert of([8] * 64, "bf16") == of([4, 9] * 32, "bf16") == "padded"
-    # One expert has nearly all: the others would be made as long.
-    assert of([500] + [1] * 63, "bf16") == many
+    # Few and large experts take their time anyway.
+    assert of([300, 2] * 4, "bf16", n=1024, k=512) == many
     # A product begins at once in fp32, so rows that are added are never worth it.
     assert of([4, 9] * 32, "fp32") == many
     assert of([4, 9] * 32, "fp64") == "loop"
     assert of([500] + [1] * 63, "fp32", n=7) == "loop"  # rows that the library cannot take
-    assert of([0] * 64, "bf16") in ("loop", "torch", "padded")
+    assert of([0] * 64, "bf16") == "loop"
+
+
+def test_what_is_above_the_level_is_multiplied_by_itself():
+    zipf = [103 // (rank + 1) for rank in range(64)]
+    found = taken(zipf, 256, 128, "bf16", "cpu")
+    assert found.backend == "padded" and 0 < found.level < 103 // 2
+    # A matrix of its own that takes long to multiply hides how long that takes to begin.
+    assert taken(zipf, 4096, 4096, "bf16", "cpu").backend in ("torch", "loop")
+    with pytest.raises(KernelError, match=r"padded.level = -1: expected rows, or 0"):
+        Padded(level=-1)
+
+
+@pytest.mark.parametrize("level", [1, 3, 7, 50])
+@pytest.mark.parametrize("counts", [[9, 0, 3, 1], [0, 12, 0], [4, 4], [0, 0]])
+def test_any_level_equals_one_after_another(level, counts):
+    rows, grad = torch.randn(sum(counts), 5).double(), torch.randn(sum(counts), 6).double()
+    weight = torch.randn(len(counts), 6, 5).double()
+    found, wanted = (
+        passed(lambda x, w, k=kernel: multiply(x, w, counts, kernel=k), (rows, weight), grad)
+        for kernel in (Padded(level=level), kernels_of("grouped_linear")["loop"])
+    )
+    for mine, right in zip(found, wanted, strict=True):
+        assert torch.allclose(mine, right, rtol=1e-12, atol=1e-12)
 
 
 def test_the_rule_does_without_a_grouped_product(monkeypatch):
     monkeypatch.delattr(F, "grouped_mm", raising=False)
     choice._able.cache_clear()
     try:
-        assert of([500] + [1] * 63, "bf16") == "loop"
+        assert of([300, 2] * 4, "bf16", n=1024, k=512) == "loop"
         assert of([2, 30] * 32, "fp32") == "loop"
     finally:
         choice._able.cache_clear()

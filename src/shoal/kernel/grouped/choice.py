@@ -19,6 +19,7 @@ its.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -26,6 +27,7 @@ from shoal.kernel.calls import Device, Dtype
 from shoal.kernel.dispatch import dispatch, kernels_of
 from shoal.kernel.grouped.base import GroupedKernel
 from shoal.kernel.grouped.call import GroupedLinear
+from shoal.kernel.grouped.padded import Padded
 
 if TYPE_CHECKING:
     from shoal.kernel.protocols import Kernel
@@ -37,6 +39,8 @@ _BEGINS = {"fp64": 3e4, "fp32": 1e5, "bf16": 8e5, "fp16": 8e5}
 _ASKED = {"fp64": 5e4, "fp32": 1e5, "bf16": 2e5, "fp16": 2e5}
 # While rows are put where the padding wants them, and taken from there.
 _PADS = {"fp64": 1e6, "fp32": 2e6, "bf16": 3.6e6, "fp16": 3.6e6}
+# Rows below which a level saves nothing.
+_LEAST = 4
 
 
 def taken(
@@ -56,17 +60,42 @@ def taken(
         KernelError: the wanted backend does not exist or refuses.
     """
     able = _able(len(counts), n, k, dtype, device, wanted)
-    if len(able) == 1:
+    if len(able) == 1 or not sum(counts):
         return next(iter(able.values()))
-    rows, most, one = sum(counts), max(counts, default=0), float(n * k)
+    rows, one = sum(counts), float(n * k)
     busy = len(counts) - counts.count(0)
     begins, asked = _BEGINS[dtype], _ASKED[dtype]
     costs = {"loop": busy * (begins + asked) + rows * one}
     if "torch" in able:
         costs["torch"] = asked + busy * begins + rows * one
-    whole = len(counts) * most
-    costs["padded"] = asked + begins + whole * one + (_PADS[dtype] if whole > rows else 0.0)
-    return able[min(costs, key=costs.__getitem__)]
+    found = min(costs, key=costs.__getitem__)
+    level, cost = _level(counts, one, dtype)
+    return _padded(level) if cost < costs[found] else able[found]
+
+
+def _level(counts: Sequence[int], one: float, dtype: Dtype) -> tuple[int, float]:
+    """Rows of every expert that are best multiplied at once, 0 for all, and what that costs."""
+    begins, asked, pads = _BEGINS[dtype], _ASKED[dtype], _PADS[dtype]
+    rising = sorted(counts)
+    rows, most, whole = sum(rising), rising[-1], len(rising) * rising[-1]
+    best = 0, asked + begins + whole * one + (pads if whole > rows else 0.0)
+    # Where a product begins at once, more of them are no reason to pad.
+    level = _LEAST if begins > asked else most
+    while level < most:
+        over = len(rising) - bisect_right(rising, level)
+        beyond = sum(rising[-over:]) - over * level
+        cost = asked + begins + pads + (len(rising) * level + beyond) * one
+        # Each reads and writes what the batched one did already.
+        cost += over * 2 * (begins + asked)
+        if cost < best[1]:
+            best = level, cost
+        level *= 2
+    return best
+
+
+@functools.cache
+def _padded(level: int) -> GroupedKernel:
+    return Padded(level=level)
 
 
 @functools.lru_cache(maxsize=256)

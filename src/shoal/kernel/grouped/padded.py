@@ -1,11 +1,12 @@
-"""One batched product over all experts, each with as many rows as that which has most."""
+"""One batched product over all experts, each with equally many rows; what is more, one by one."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from shoal.core.errors import KernelError, require
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine
 from shoal.kernel.grouped.base import GroupedKernel
@@ -23,28 +24,55 @@ class Padded(GroupedKernel):
     """``torch.bmm``: pays where a product of its own costs more than the rows that are added.
 
     oneDNN takes a small bf16 matrix some 15 us, whatever its size; one product of all of them has
-    that once. Nothing is copied where all experts have as many rows.
+    that once. A few popular experts need not make all others as long as themselves: what they have
+    above the level is multiplied by itself. Nothing is copied where all have as many rows.
+
+    Args:
+        level: rows of every expert in the batched product; as many as the expert has that has
+            most, if 0.
     """
 
     backend: ClassVar[str] = "padded"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-    launch_s: ClassVar[float] = 0.0
     call_s: ClassVar[float] = 3e-5
+
+    level: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.level >= 0,
+            "kernel.grouped_linear.padded.level",
+            self.level,
+            expected="rows, or 0 for those of the expert that has most",
+            error=KernelError,
+        )
 
     def product(self, rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> Tensor:
         """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         import torch
 
-        rows_EmK, place_M = _spread(rows_MK, counts)
-        every = torch.bmm(rows_EmK, weight_ENK.transpose(1, 2)).view(-1, weight_ENK.shape[1])
-        return every if place_M is None else every[place_M]
+        at = _places(tuple(counts), self.level, rows_MK.device)
+        rows_ElK, turned_EKN = at.level(rows_MK), weight_ENK.transpose(1, 2)
+        made = torch.bmm(rows_ElK, turned_EKN).view(-1, weight_ENK.shape[1])
+        if at.put is None:
+            return made
+        if at.taken is None:
+            return made.index_select(0, at.put)
+        out = made.new_empty(len(rows_MK), made.shape[1])
+        out.index_copy_(0, at.taken, made.index_select(0, at.put))
+        for expert, mine in at.over:
+            torch.mm(rows_MK[mine], turned_EKN[expert], out=out[mine])
+        return out
 
     def gradient(self, grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int]) -> Tensor:
         """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         import torch
 
-        (grad_EmN, _), (rows_EmK, _) = _spread(grad_MN, counts), _spread(rows_MK, counts)
-        return torch.bmm(grad_EmN.transpose(1, 2), rows_EmK)
+        at = _places(tuple(counts), self.level, rows_MK.device)
+        total = torch.bmm(at.level(grad_MN).transpose(1, 2), at.level(rows_MK))
+        for expert, mine in at.over:
+            total[expert].addmm_(grad_MN[mine].T, rows_MK[mine])
+        return total
 
     def estimate(self, call: GroupedLinear, machine: Machine) -> Estimate:
         """Rows that are added cost as much as the others."""
@@ -54,22 +82,52 @@ class Padded(GroupedKernel):
         return super().estimate(whole, machine).model_copy(update={"flops": call.flops})
 
 
-def _spread(x_MI: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """[E, most, I], zero where an expert has fewer; and where each row is, if not where it was."""
-    most = max(counts)
-    if len(x_MI) == len(counts) * most:
-        return x_MI.reshape(len(counts), most, x_MI.shape[1]), None
-    place_M = _places(tuple(counts), x_MI.device)
-    whole = x_MI.new_zeros(len(counts) * most, x_MI.shape[1]).index_copy_(0, place_M, x_MI)
-    return whole.view(len(counts), most, x_MI.shape[1]), place_M
+class _Places(NamedTuple):
+    """Where rows are in the batched product.
+
+    Args:
+        shape: experts, and rows of each.
+        taken: which rows are in it; all, if None.
+        put: where those are in it; where they were, if None.
+        over: experts that have more, and which rows those are.
+    """
+
+    shape: tuple[int, int]
+    taken: Tensor | None
+    put: Tensor | None
+    over: list[tuple[int, slice]]
+
+    def level(self, x_MI: Tensor) -> Tensor:
+        """[E, level, I], zero where an expert has fewer."""
+        experts, rows = self.shape
+        if self.put is not None:
+            some = x_MI if self.taken is None else x_MI.index_select(0, self.taken)
+            x_MI = x_MI.new_zeros(experts * rows, x_MI.shape[1]).index_copy_(0, self.put, some)
+        return x_MI.reshape(experts, rows, x_MI.shape[1])
 
 
 @functools.lru_cache(maxsize=64)
-def _places(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where each row is among those of all experts; asked for six times a layer and step."""
+def _places(counts: tuple[int, ...], level: int, device: torch.device) -> _Places:
+    """Asked for six times a layer and step."""
     import torch
 
+    most = max(counts)
+    level = min(level or most, most)
+    shape = len(counts), level
+    if len(counts) * most == sum(counts) and level == most:
+        return _Places(shape, None, None, [])
     with torch.inference_mode(False):
         count_E = torch.tensor(counts)
-        ahead_E = torch.arange(len(counts)) * max(counts) - (count_E.cumsum(0) - count_E)
-        return (torch.arange(sum(counts)) + ahead_E.repeat_interleave(count_E)).to(device)
+        start_E, held_E = count_E.cumsum(0) - count_E, count_E.clamp(max=level)
+        expert_H = torch.arange(len(counts)).repeat_interleave(held_E)
+        within_H = torch.arange(len(expert_H)) - (held_E.cumsum(0) - held_E)[expert_H]
+        put_H = (expert_H * level + within_H).to(device)
+        if level == most:
+            return _Places(shape, None, put_H, [])
+        taken_H = (start_E[expert_H] + within_H).to(device)
+    over = [
+        (expert, slice(start + level, start + count))
+        for expert, (start, count) in enumerate(zip(start_E.tolist(), counts, strict=True))
+        if count > level
+    ]
+    return _Places(shape, taken_H, put_H, over)
