@@ -121,7 +121,9 @@ def test_bytes_kept_and_sent_are_those_of_the_plan(ratio: float) -> None:
     predicted = predict(plan, price)
     assert max(kept for kept, _, _ in found) <= predicted.kept_bytes + 1
     assert predicted.kept_bytes <= capacity * price.kept_bytes * (1 + 1e-9)
-    assert predicted.host_bytes == pytest.approx(ratio * price.kept_bytes * LENGTH / degree, rel=0.1)
+    assert predicted.host_bytes == pytest.approx(
+        ratio * price.kept_bytes * LENGTH / degree, rel=0.1
+    )
 
 
 def test_what_went_takes_no_room() -> None:
@@ -139,9 +141,7 @@ def test_what_went_takes_no_room() -> None:
         batch = engine.hybrid.microbatch(rows, sequences_of(rows), plan.steps[0], plan)
         found = []
         for ratio in (0.0, 0.5, 1.0):
-            host = HostShare(
-                engine.local, units(engine.local)[0], device="cpu", host_bytes=2**26
-            )
+            host = HostShare(engine.local, units(engine.local)[0], device="cpu", host_bytes=2**26)
             host._opened()
             assert host._tiers is not None
             with host._tiers.scope as scope:

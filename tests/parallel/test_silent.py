@@ -1,11 +1,17 @@
 """Links that carry nothing any more, from tables of sockets as the kernel writes them."""
 
 import os
+import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from shoal.core.errors import RankError
+from shoal.machine.emulate import emulate, unavailable
 from shoal.parallel import silent
+from shoal.parallel.processes import run_processes
 from shoal.parallel.silent import SilentLink, said, silent_links
 
 HEAD = (
@@ -67,3 +73,30 @@ def test_many_links_are_counted() -> None:
     told = said(links, 3.0, "reduce of step 1")
     assert "rank 3 -> rank 4 and 2 more: nothing arrived" in told
     assert "60 bytes" in told
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_the_host_whose_cable_is_pulled_is_in_every_pair(tmp_path: Path) -> None:
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    began = tmp_path / "began"
+    with emulate(3, bandwidth=2e7) as network:
+
+        def pull() -> None:
+            while not began.exists():
+                time.sleep(0.02)
+            network.plug(2, into=False)
+
+        thread = threading.Thread(target=pull, daemon=True)
+        thread.start()
+        ranks = str(Path(__file__).with_name("ranks_processes.py"))
+        with pytest.raises(RankError) as caught:
+            run_processes(
+                f"{ranks}:sums", 3, {"told": str(began)}, start=network.start, timeout_s=16
+            )
+        thread.join()
+    pairs = re.findall(r"rank (\d) -> rank (\d)", str(caught.value))
+    assert pairs and all("2" in pair for pair in pairs)
+    assert "in all_reduce in" in str(caught.value)

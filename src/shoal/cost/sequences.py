@@ -75,7 +75,9 @@ class SequenceCost:
                 (name == "host_s" and value is None) or (math.isfinite(value) and value >= 0.0),
                 f"cost.{name}",
                 value,
-                expected=f"a number of {'bytes' if name == 'kept_bytes' else 'seconds'}, at least 0",
+                expected="a number of "
+                + ("bytes" if name == "kept_bytes" else "seconds")
+                + ", at least 0",
                 hint="fit the cost again, with lengths that differ",
             )
 

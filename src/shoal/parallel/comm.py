@@ -411,8 +411,8 @@ class TorchComm:
             if len(group) > 1:
                 ranks = list(group)
                 made = self.guard(
-                    "new_group", lambda ranks=ranks: dist.new_group(ranks, timeout=limit)
-                )  # type: ignore[misc]
+                    "new_group", functools.partial(dist.new_group, ranks, timeout=limit)
+                )
                 found = made if group == own else found
         return found
 

@@ -51,10 +51,15 @@ def folded(
                 comm,
                 reshard="weights" in shard.divides,
                 whole_matrices=whole_matrices,
-                of=lambda name, which=which: is_expert(name) == which,
+                of=is_expert if which else _of_rest,
             )
         found.append(part)
     return FoldedModel(model, *found)
+
+
+def _of_rest(name: str) -> bool:
+    """The parameter is of none of them."""
+    return not is_expert(name)
 
 
 def _only(model: nn.Module, *, of_experts: bool) -> nn.Module:

@@ -113,8 +113,8 @@ class ByteScale:
         needed = -(-left // capacity)
         raise PlanError(
             f"assigner.bytescale: sequence {number} = '{length} tokens': expected at most "
-            f"{int(ranks * capacity / (1.0 - share))}, which {ranks} ranks hold with {share:.0%} of "
-            f"its activations on the host; the smallest group that could has {needed} ranks of "
+            f"{int(ranks * capacity / (1.0 - share))}, which {ranks} ranks hold with {share:.0%} "
+            f"of its activations on the host; the smallest group that could has {needed} ranks of "
             f"{capacity} tokens; give {needed} ranks, or a capacity of {-(-left // ranks)} tokens"
         )
 
