@@ -17,7 +17,7 @@ from shoal.core.meter import Meter
 from shoal.cost.arithmetic import embedding_parameters
 from shoal.cost.experts import held_parameters
 from shoal.cost.training import Pricer
-from shoal.ir import TrainJob, Work
+from shoal.ir import Parallel, TrainJob, Work
 from shoal.machine.described import load
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh, same_as_one, tokens
@@ -25,6 +25,7 @@ from shoal.parallel.engine import Engine, Rows
 from shoal.parallel.legal import check_split
 from shoal.parallel.shard.cost import sharding_estimate
 from shoal.parallel.thread_comm import run_ranks
+from shoal.plan.strategy.space import sharding_choices
 
 LAYERS = 2
 
@@ -190,3 +191,22 @@ def test_what_cannot_be_divided_is_refused(
 ) -> None:
     with pytest.raises((ConfigError, PlanError), match=told):
         check_split(job(split, microbatch=1, **extra), config().shape())
+
+
+def test_plans_try_them() -> None:
+    machine = load("8xH100")
+    names = {
+        placer: {
+            c.name
+            for c in sharding_choices(
+                TrainJob(model="Mixtral-8x7B-v0.1", steps=1, global_batch=8),
+                Parallel(dp=8, ep=4, placer=placer),
+                machine,
+            )
+        }
+        for placer in ("owners", "fssdp")
+    }
+    assert names == {
+        "owners": {"replicated", "zero1", "zero2", "zero3"},
+        "fssdp": {"replicated", "zero1"},
+    }
