@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.core.errors import RankError
+from shoal.core.errors import MachineError, RankError
 from shoal.machine.emulate import emulate, unavailable
 from shoal.parallel import silent
 from shoal.parallel.processes import run_processes
@@ -83,6 +83,8 @@ def test_the_host_whose_cable_is_pulled_is_in_every_pair(tmp_path: Path) -> None
         pytest.skip(reason)
     began = tmp_path / "began"
     with emulate(3, bandwidth=2e7) as network:
+        with pytest.raises(MachineError, match="host = 3: expected 0 to 2"):
+            network.plug(3, into=False)
 
         def pull() -> None:
             while not began.exists():
