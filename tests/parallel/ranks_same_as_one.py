@@ -23,3 +23,18 @@ def every_split(comm: TorchComm) -> list[dict[str, Any]]:
         )
         found.append({"split": str(parallel), "same": result.same, "said": str(result)})
     return found
+
+
+def experts_by_node(comm: TorchComm) -> list[str]:
+    """What does not equal one process, of tokens that reach experts by node."""
+    mixture = config(family="mixtral", num_experts=4, top_k=2, num_layers=2)
+    found = []
+    for dispatch in ("1dh", "2dh"):
+        split = {"dp": 4, "ep": 4, "expert_dispatch": dispatch, "expert_chunks": [3, 2]}
+        split |= {"gradient_slices": [4000, 1000]}
+        result = same_as_one(
+            job(split, global_batch=4, microbatch=1), mixture, run=lambda on: on(comm)
+        )
+        if not result.same:
+            found.append(f"{dispatch}: {result}")
+    return found

@@ -26,3 +26,10 @@ def test_listed_splits_on_real_ranks(capsys):
             + ", ".join(f"{a} x {b}" for a, b in sorted(covered))
         )
     assert covered == set(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_tokens_reach_experts_by_node_on_real_ranks():
+    target = f"{Path(__file__).with_name('ranks_same_as_one.py')}:experts_by_node"
+    assert run_processes(target, 4, ranks_per_node=2, timeout_s=120) == [[]] * 4

@@ -8,7 +8,8 @@ import pytest
 
 from shoal.core.errors import PlanError
 from shoal.cost.arithmetic import expert_parameters, parameters
-from shoal.cost.experts import exchange, held_parameters, routed
+from shoal.cost.expert_hops import exchange, routed
+from shoal.cost.experts import held_parameters
 from shoal.cost.shapes import find
 from shoal.cost.training import estimate
 from shoal.ir import Parallel, TrainJob, Work

@@ -12,23 +12,27 @@ from typer.testing import CliRunner
 
 from shoal.app.cli import app
 from shoal.core.errors import PlanError
+from shoal.cost.expert_hops import hops
+from shoal.cost.moe_makespan import gained_s, makespan
 from shoal.cost.moe_tasks import Layer, Line, Pass, Task, fitted, layer_of, passes
 from shoal.cost.shapes import find
-from shoal.ir import Parallel
+from shoal.cost.training import Pricer
+from shoal.ir import Parallel, TrainJob, Work
 from shoal.machine.described import load
+from shoal.parallel.legal import check_split
 from shoal.plan.moe_gradients import partition
 from shoal.plan.moe_overlap import (
     STREAMS,
     cases,
     choose,
     exhaustive,
-    makespan,
     room,
     schedule,
     timeline,
 )
 from shoal.plan.moe_overlap_picture import streams
 from shoal.plan.moe_step import planned
+from shoal.plan.strategy.space import candidates
 
 MODEL = "Mixtral-8x7B-v0.1"
 SPLIT = Parallel(dp=64, ep=8, etp=8)
@@ -237,3 +241,87 @@ def test_the_command_tells_and_draws(tmp_path):
     told = json.loads(CliRunner().invoke(app, [*words, "-o", "json"]).output)
     assert told["forward"]["faster"] > 1.0
     assert told["blocks"] == 32
+
+
+def test_small_messages_are_planned_by_node():
+    """Of few tokens what starts a message counts, and by node there are fewer of them."""
+    found = {
+        way: planned("Qwen3-30B-A3B", load("64xH100"), tokens=64, ep=64, etp=1, dispatch=way)
+        for way in ("flat", "1dh", "2dh")
+    }
+    assert (
+        found["2dh"].layer.forward.exchange.alpha < found["flat"].layer.forward.exchange.alpha / 4
+    )
+    assert found["2dh"].seconds < found["flat"].seconds
+    # A node's first rank sends for eight.
+    assert found["1dh"].layer.forward.exchange.work > 7 * found["2dh"].layer.forward.exchange.work
+    told = found["2dh"].told()
+    assert told["dispatch"] == "2dh"
+    with pytest.raises(PlanError, match=r"expert_dispatch = 2dh.*use flat"):
+        hops([(0, 1)], 1.0, 4, None, "2dh")
+
+
+def _auto(machine: str, parallel: dict[str, object]) -> list[TrainJob]:
+    job = TrainJob(
+        model=MODEL, seq_len=1024, global_batch=64, microbatch=1, shard="zero1", precision="bf16",
+        recompute="none", parallel={"dp": 64, "ep": 8, "etp": 8, **parallel},
+    )  # fmt: skip
+    return list(candidates(job, load(machine)))
+
+
+def test_auto_takes_what_the_solver_finds():
+    (found,) = _auto("64xH100", {"expert_chunks": "auto", "gradient_slices": "auto"})
+    shape = find(MODEL)
+    layer = layer_of(shape, load("64xH100"), SPLIT, 1024, 1024)
+    chunks = choose(layer.forward).r, choose(layer.backward).r
+    assert found.parallel.chunks == chunks
+    assert max(chunks) > 1
+    sums = partition([layer] * shape.num_layers)
+    for number, pair in enumerate(found.parallel.slices):
+        for where, size in zip(("experts", "dense"), pair, strict=True):
+            mine = [one.bytes for one in sums.slices if (one.layer, one.where) == (number, where)]
+            assert size == int(sum(mine))
+    assert sum(map(sum, found.parallel.slices)) > 0
+    # A planned job is as it would be if its numbers had been given, and can be checked.
+    assert _auto("64xH100", found.parallel.model_dump()) == [found]
+    check_split(found, shape)
+
+
+def test_only_one_may_be_left_open():
+    (found,) = _auto("64xH100", {"expert_chunks": [3, 2], "gradient_slices": "auto"})
+    assert found.parallel.chunks == (3, 2)
+    assert found.parallel.slices
+    (found,) = _auto("64xH100", {"expert_chunks": "auto"})
+    assert found.parallel.slices == ()
+
+
+def test_auto_without_nodes_experts_or_a_plan_is_refused():
+    with pytest.raises(PlanError, match=r"expert_chunks = auto.*several.*or give numbers"):
+        _auto("8xH100", {"dp": 8, "expert_chunks": "auto", "ep": 8, "etp": 1})
+    with pytest.raises(PlanError, match=r"gradient_slices = auto.*give parallel\.ep"):
+        _auto("64xH100", {"gradient_slices": "auto", "ep": 1, "etp": 1})
+    for name in ("expert_chunks", "gradient_slices"):
+        job = TrainJob(model=MODEL, global_batch=64, parallel={"dp": 64, "ep": 8, name: "auto"})
+        with pytest.raises(PlanError, match=rf"parallel\.{name} = auto.*or plan"):
+            check_split(job, find(MODEL))
+
+
+def test_a_step_is_priced_with_its_chunks():
+    """By what the layer's passes gain; nothing is known of one node."""
+    shape, seconds = find(MODEL), {}
+    for chunks in ([1, 1], "auto", [32, 32]):
+        (job,) = _auto("64xH100", {"expert_chunks": chunks})
+        found = Pricer(load("64xH100")).estimate(Work(job=job, shape=shape))
+        gain = gained_s(job, shape, load("64xH100"), 1)
+        seconds[str(chunks)] = found.terms_s["collective"], gain, max(job.parallel.chunks)
+    one, best, many = seconds["[1, 1]"], seconds["auto"], seconds["[32, 32]"]
+    assert one[1] == 0.0
+    assert best[2] > 1
+    assert best[1] > many[1]
+    assert one[0] - best[0] == pytest.approx(best[1], rel=1e-6)
+    layer = layer_of(shape, load("64xH100"), SPLIT, 1024, 1024)
+    chosen = sum(choose(one).seconds for one in layer[:2])
+    uncut = sum(makespan(one, 1) for one in layer[:2])
+    assert best[1] == pytest.approx(shape.num_layers * (uncut - chosen), rel=1e-6)
+    (job,) = _auto("8xH100", {"dp": 8, "etp": 1, "ep": 8, "expert_chunks": [2, 2]})
+    assert gained_s(job, shape, load("8xH100"), 1) == 0.0

@@ -28,7 +28,7 @@ def steps(run: Path) -> dict[int, dict[str, Any]]:
 def test_a_killed_run_goes_on_with_its_biases(make_plan: Make, tmp_path: Path) -> None:
     plan = make_plan(
         model="shoal-moe-4m",
-        parallel={"dp": 2, "ep": 2},
+        parallel={"dp": 2, "ep": 2, "gradient_slices": [200_000, 50_000]},
         architecture={
             "moe": {
                 "gate": {"name": "sigmoid", "bias_rate": 0.01},
@@ -49,6 +49,9 @@ def test_a_killed_run_goes_on_with_its_biases(make_plan: Make, tmp_path: Path) -
         assert found == {step: event[name] for step, event in whole.items()}
     assert all(1 <= event["imbalance"] <= 8 for event in whole.values())
     assert any(event["dropped"] > 0 for event in whole.values())
+    (hidden,) = {event["gradients_hidden_bytes"] for event in whole.values()}
+    assert hidden > 250_000
+    assert all(event["gradients_after_bytes"] > 0 for event in whole.values())
     exported = [huggingface.read(d / "export", torch.float32) for d in (run, tmp_path / "straight")]
     biases = [one.blocks[1].mlp.router_bias.detach() for one in exported]
     assert torch.equal(*biases)

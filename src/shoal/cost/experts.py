@@ -9,23 +9,17 @@ Source: Liu et al., MoE Parallel Folding, 2025; Lepikhin et al., GShard, 2020.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
-from shoal.core.errors import PlanError, require
 from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
+from shoal.cost.expert_hops import Exchange, hops
 from shoal.cost.ops import stage_share
 from shoal.cost.rates import ranks_per_host
 from shoal.ir import Layout, Machine, ModelShape, Parallel, TrainJob
 
 __all__ = [
-    "Exchange",
     "dispatch",
-    "exchange",
     "exchange_s",
     "held_parameters",
     "ranks_per_node",
-    "routed",
 ]
 
 # Of a layer and micro-batch: rows go there and back, and so do their gradients.
@@ -40,83 +34,6 @@ def held_parameters(shape: ModelShape, split: Parallel) -> tuple[float, float]:
     experts = expert_parameters(shape)
     rest = (parameters(shape) - experts) * share / split.tp
     return experts * share / (split.ep * split.etp), rest
-
-
-class Exchange(NamedTuple):
-    """Bytes that the busiest rank sends in one direction of one layer and micro-batch.
-
-    Args:
-        near: to ranks of its own node.
-        far: to ranks of other nodes.
-        peers: ranks that it sends to.
-    """
-
-    near: float
-    far: float
-    peers: int
-
-
-def exchange(
-    groups: Sequence[Sequence[int]], row_bytes: float, rows: float, per_node: int | None
-) -> Exchange:
-    """What ranks send that spread their rows evenly over their group.
-
-    Args:
-        groups: of ranks, each a partition's.
-        row_bytes: of one row.
-        rows: of a rank, before it is known where they go.
-        per_node: ranks of a node; None for one node.
-    """
-    most = Exchange(0.0, 0.0, 0)
-    for group in groups:
-        size = len(group)
-        for rank in group:
-            node = None if per_node is None else rank // per_node
-            far = sum(per_node is not None and other // per_node != node for other in group)
-            each = rows * row_bytes / size
-            found = Exchange(each * (size - 1 - far), each * far, size - 1)
-            most = max(most, found, key=lambda one: (one.far, one.near))
-    return most
-
-
-def routed(
-    groups: Sequence[Sequence[int]],
-    counts: Sequence[Sequence[int]],
-    row_bytes: float,
-    per_node: int | None,
-) -> tuple[float, float]:
-    """Bytes (near, far) that all ranks together send to experts of a known routing, one way.
-
-    Args:
-        groups: of ranks that share out the experts, in the order of the experts.
-        counts: rank -> expert -> rows.
-        row_bytes: of one row.
-        per_node: ranks of a node; None for one node.
-
-    Raises:
-        PlanError: a group that the experts cannot be shared by.
-    """
-    near = far = 0.0
-    for group in groups:
-        for rank in group:
-            own = counts[rank]
-            require(
-                len(own) % len(group) == 0,
-                "ep",
-                len(group),
-                expected=f"a divisor of {len(own)} experts",
-                error=PlanError,
-            )
-            each = len(own) // len(group)
-            for place, other in enumerate(group):
-                if other == rank:
-                    continue
-                sent = row_bytes * sum(own[place * each : (place + 1) * each])
-                if per_node is None or other // per_node == rank // per_node:
-                    near += sent
-                else:
-                    far += sent
-    return near, far
 
 
 def exchange_s(sent: Exchange, machine: Machine) -> float:
@@ -166,11 +83,13 @@ def dispatch(
         if size == 1:
             continue
         every = rows * (size if axis == "etp" else 1)
-        sent = exchange(grid.groups(axis)[: max(1, per_node or 1)], width, every, per_node)
-        seconds += times * exchange_s(sent, machine)
-        for scope, count in (("device", sent.near), ("node", sent.far)):
-            if count:
-                link = machine.link(scope) or machine.link("loopback")
-                name = link.scope if link is not None else scope
-                wire[name] = wire.get(name, 0.0) + times * passes * count
+        groups = grid.groups(axis)[: max(1, per_node or 1)]
+        way = split.expert_dispatch if axis == "ep" else "flat"
+        for sent in hops(groups, width, every, per_node, way):
+            seconds += times * exchange_s(sent, machine)
+            for scope, count in (("device", sent.near), ("node", sent.far)):
+                if count:
+                    link = machine.link(scope) or machine.link("loopback")
+                    name = link.scope if link is not None else scope
+                    wire[name] = wire.get(name, 0.0) + times * passes * count
     return seconds

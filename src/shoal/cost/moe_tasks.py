@@ -20,7 +20,8 @@ import numpy as np
 from shoal.core.errors import PlanError, require
 from shoal.cost.arithmetic import linears, mixture_layers
 from shoal.cost.collectives import all_reduce_s, gather_s
-from shoal.cost.experts import exchange, exchange_s
+from shoal.cost.expert_hops import hops
+from shoal.cost.experts import exchange_s
 from shoal.cost.gpu.device import CALIBRATED
 from shoal.cost.gpu.kernels import gemm_s
 from shoal.cost.rates import Kernels, Rates
@@ -204,7 +205,9 @@ def layer_of(
     rows, width = tokens * shape.top_k, 2.0
 
     def sent(size: float) -> float:
-        return exchange_s(exchange(groups, 1.0, size, per_node), machine)
+        # Hops wait for one another.
+        every = hops(groups, 1.0, size, per_node, split.expert_dispatch)
+        return sum(exchange_s(one, machine) for one in every)
 
     def gathered(size: float) -> float:
         return gather_s(size * split.etp, split.etp, near)
@@ -242,7 +245,7 @@ def layer_of(
     keys = 2.0 * tokens * shape.num_heads * shape.head_dim * seq_len
     dense += keys / curve(2048.0)
     weights = sum(x.parameters / x.layers for x in linears(shape) if x.name in names)
-    gradient = 4.0 * weights
+    gradient = 4.0 * weights / split.tp
 
     def summed(bytes_: float) -> float:
         # A node's ranks share out what they have summed among themselves.

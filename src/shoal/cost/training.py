@@ -25,6 +25,8 @@ from shoal.cost.arithmetic import (
     parameters,
 )
 from shoal.cost.experts import dispatch, held_parameters
+from shoal.cost.gradient_slices import hidden_share
+from shoal.cost.moe_makespan import gained_s
 from shoal.cost.ops import Style, ledger
 from shoal.cost.passes import Pass, op_pass
 from shoal.cost.pipeline import simulate
@@ -224,6 +226,7 @@ class Pricer:
         tensor_s = tensor_parallel_s(work, machine, microbatch, wire)
         tensor_s = not_hidden_s(job, machine, tensor_s, both.matmul)
         tensor_s += dispatch(job, shape, machine, microbatch, wire)
+        tensor_s = max(0.0, tensor_s - gained_s(job, shape, machine, microbatch))
         pipe_s = self._pipeline(work, wire) / passes
         schedule = self._part("schedule", job.parallel.schedule)
         if pp > 1 and rates.is_cpu:
@@ -258,7 +261,13 @@ class Pricer:
         if work.job.finetune is not None:
             # No product for the gradient of weights that stand still.
             both = replace(both, matmul=forward.matmul + (both.matmul - forward.matmul) / 2)
-        if not rates.is_cpu:
+        if job.parallel.slices:
+            # What no slice takes travels when nothing else does; so do new parameters, a third of
+            # what ranks send that divide the optimizer.
+            summed = 4.0 * (rest + (experts if job.parallel.edp > 1 else 0.0))
+            gradients = 2.0 / 3.0 if "optimizer" in divides else 1.0
+            collective *= 1.0 - gradients * hidden_share(job, shape, summed)
+        elif not rates.is_cpu:
             hidden = OVERLAP * backward.device * passes
             collective = max(collective - hidden, 0.05 * collective)
         collective += add_wire(self._part("sync", job.sync).estimate(work, machine), wire)

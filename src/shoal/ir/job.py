@@ -6,7 +6,7 @@ kind; reading a job checks every name and option.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     Field,
@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from shoal.core.config import Kind, Value
-from shoal.core.errors import ConfigError, require
+from shoal.core.errors import ConfigError, PlanError, require
 from shoal.core.parts import Choice
 from shoal.ir.architecture import Architecture
 from shoal.ir.layout import Layout
@@ -39,6 +39,15 @@ __all__ = [
 
 TILES = 4
 """Row tiles of one rank's share of the tokens; N ranks cut a product in N times as many."""
+
+
+_T = TypeVar("_T")
+
+
+def _planned(name: str, value: _T | Literal["auto"]) -> _T:
+    if value == "auto":
+        raise PlanError(f"parallel.{name} = auto: the planner chooses it; give numbers, or plan")
+    return value
 
 
 class Parallel(Value):
@@ -66,7 +75,14 @@ class Parallel(Value):
         overlap: what of tensor parallelism's communication travels while the products around
             it are computed; tile cuts every split linear layer in row tiles, none does not.
         expert_chunks: parts in which a layer's tokens travel to experts and back, forward and
-            backward (or one number for both): while one is computed the next ones travel.
+            backward (or one number for both): while one is computed the next ones travel. Auto
+            takes what the planner finds best on the machine's links.
+        expert_dispatch: the way of a layer's tokens to experts: flat, from rank to rank; 2dh, in
+            the node to the rank with the target's place, then between such ranks; 1dh, over the
+            first rank of every node. The last two take as many ranks of an ep group on each node.
+        gradient_slices: bytes of later blocks' gradients whose sum travels beside a block's
+            experts and beside the rest of its backward pass, for each block or one pair for all;
+            nothing: gradients travel as they fill buckets. Auto takes what the planner finds.
         order: axes from slowest to fastest; neighbours differ in the last.
         stages: blocks of each stage, in order; if not given, the blocks are cut so that the
             slowest stage is as fast as it can be.
@@ -88,7 +104,9 @@ class Parallel(Value):
     schedule: Annotated[Choice, Kind("schedule")] = Choice(name="1f1b")
     context: Annotated[Choice, Kind("context")] = Choice(name="zigzag")
     overlap: Literal["none", "tile"] = "none"
-    expert_chunks: tuple[PositiveInt, PositiveInt] = (1, 1)
+    expert_chunks: tuple[PositiveInt, PositiveInt] | Literal["auto"] = (1, 1)
+    expert_dispatch: Literal["flat", "1dh", "2dh"] = "flat"
+    gradient_slices: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] | Literal["auto"] = ()
     order: str = "pp-dp-cp-tp"
     stages: tuple[PositiveInt, ...] = ()
 
@@ -96,6 +114,13 @@ class Parallel(Value):
     @classmethod
     def _both_passes(cls, value: Any) -> Any:
         return (value, value) if isinstance(value, int) else value
+
+    @field_validator("gradient_slices", mode="before")
+    @classmethod
+    def _all_blocks(cls, value: Any) -> Any:
+        """One pair, which serves all blocks."""
+        pair = isinstance(value, list | tuple) and all(isinstance(one, int) for one in value)
+        return (tuple(value),) if pair and value else value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -136,6 +161,16 @@ class Parallel(Value):
     def world(self) -> int:
         """Number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """``expert_chunks``, forward and backward, of a planned job."""
+        return _planned("expert_chunks", self.expert_chunks)
+
+    @property
+    def slices(self) -> tuple[tuple[int, int], ...]:
+        """``gradient_slices`` of a planned job."""
+        return _planned("gradient_slices", self.gradient_slices)
 
     @property
     def vocab_split(self) -> Literal["none", "tp", "pp"]:

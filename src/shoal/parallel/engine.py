@@ -31,11 +31,13 @@ from shoal.model.initialise import empty
 from shoal.model.routing import StepRouting
 from shoal.model.trained import train_with
 from shoal.parallel.expert.balance import Routers
+from shoal.parallel.expert.gradients import slice_gradients
 from shoal.parallel.hdp.offload import host_share
 from shoal.parallel.hdp.runtime import HybridRuntime
 from shoal.parallel.pipeline import Boundary, Runtime
 from shoal.parallel.protocols import Held, MicroBatch
 from shoal.parallel.ranks import ranks_of
+from shoal.parallel.shard.folded import FoldedModel, folded
 from shoal.parallel.slices import Slices, is_expert
 from shoal.parallel.stages import HintedStage, WholeStage
 
@@ -201,15 +203,16 @@ class Engine:
                 )
             )
         elif self.ranks.experts is not None:
-            from shoal.parallel.shard.folded import folded
-
-            self.sharded = folded(
+            self.sharded = both = folded(
                 shard,
                 self.local,
                 self.ranks.data,
                 self.ranks.experts.edp,
                 whole_matrices=optimizer.whole_matrices,
             )
+            if parallel.slices:
+                layers = self.config.num_layers
+                slice_gradients(self.local, both, parallel.slices, layers)
         else:
             self.sharded = shard.apply(
                 self.local, self.ranks.data, whole_matrices=optimizer.whole_matrices
@@ -484,6 +487,15 @@ class Engine:
                     parameter.grad.mul_(self._shares[cell])
         if self.offloaded is not None:
             self.offloaded.take_back(here)
+
+    def sent_gradients(self) -> tuple[int, int] | None:
+        """Bytes that travelled in the last step's backward passes, and after; None unless sliced.
+
+        Of all gradients that this rank sums with others.
+        """
+        if isinstance(self.sharded, FoldedModel) and self.job.parallel.slices:
+            return self.sharded.sent
+        return None
 
     @staticmethod
     def _sum(parameters: list[Tensor], comm: Comm) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "ExpertRanks",
     "Held",
     "MicroBatch",
+    "Nodes",
     "Pending",
     "Ranks",
     "Rounds",
@@ -33,6 +34,20 @@ __all__ = [
     "Sharded",
     "Sync",
 ]
+
+
+class Nodes(NamedTuple):
+    """The ranks that share out experts, by the nodes on which they stand.
+
+    Args:
+        dispatch: 1dh or 2dh: by which way rows travel between them.
+        near: those on the node of this rank.
+        far: those with the place of this rank, one of each node.
+    """
+
+    dispatch: str
+    near: Comm
+    far: Comm
 
 
 class ExpertRanks(NamedTuple):
@@ -43,12 +58,14 @@ class ExpertRanks(NamedTuple):
         etp: ranks with slices of the same experts.
         edp: ranks that hold the same slices of the same experts.
         model: ranks that hold one copy of all experts: pp x ep x etp.
+        nodes: the ranks of ep by node, where rows travel by node; None where they go straight.
     """
 
     ep: Comm
     etp: Comm
     edp: Comm
     model: Comm
+    nodes: Nodes | None = None
 
 
 class Ranks(NamedTuple):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.core.errors import PlanError, require
-from shoal.parallel.protocols import ExpertRanks, Ranks
+from shoal.cost.expert_hops import by_node
+from shoal.parallel.protocols import ExpertRanks, Nodes, Ranks
 
 if TYPE_CHECKING:
     from shoal.ir import Layout, Parallel
@@ -80,7 +81,11 @@ def ranks_of(world: Comm, parallel: Parallel, workers: int | None = None) -> Ran
         return ranks
     layout = parallel.experts()
     experts = {name: along(layout, axes) for name, axes in _EXPERT_AXES.items()}
-    return ranks._replace(experts=ExpertRanks(**experts))
+    nodes = None
+    if parallel.expert_dispatch != "flat":
+        near, far = by_node(layout.groups("ep"), world.ranks_per_node, parallel.expert_dispatch)
+        nodes = Nodes(parallel.expert_dispatch, of(near), of(far))
+    return ranks._replace(experts=ExpertRanks(**experts, nodes=nodes))
 
 
 class _Groups(NamedTuple):

@@ -104,7 +104,7 @@ class Stage(nn.Module):
                         overlap=parallel.overlap,
                         experts=ranks.experts,
                         placer=parallel.placer,
-                        expert_chunks=parallel.expert_chunks,
+                        expert_chunks=parallel.chunks,
                     )
                     for layer in layers
                 }

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.core.errors import PlanError, require
+from shoal.cost.moe_makespan import makespan
 from shoal.cost.moe_tasks import Layer, Line
-from shoal.plan.moe_overlap import MOST, choose, makespan, room
+from shoal.plan.moe_overlap import MOST, choose, room
 
 __all__ = ["Partition", "Slice", "partition"]
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.core.errors import PlanError, require
+from shoal.cost.moe_makespan import aheads, check_chunks, makespan, two_links
 from shoal.cost.moe_tasks import Pass
 from shoal.cost.pipeline import Timeline, simulate
 from shoal.ir.schedule import Op, OpCosts, Schedule
@@ -43,7 +43,6 @@ __all__ = [
     "cases",
     "choose",
     "exhaustive",
-    "makespan",
     "relaxed",
     "room",
     "schedule",
@@ -77,16 +76,6 @@ class Chunks(NamedTuple):
     seconds: float
     bound: str
     relaxed: float
-
-
-def _legal(r: float, tokens: int) -> None:
-    require(
-        1 <= r <= tokens,
-        "chunks r",
-        r,
-        expected=f"from 1 to {tokens}, the tokens that a rank has",
-        error=PlanError,
-    )
 
 
 def schedule(r: int, ahead: int = 1, *, slice_: bool = False, one_link: bool = False) -> Schedule:
@@ -142,64 +131,16 @@ def timeline(
     Raises:
         PlanError: more chunks than tokens.
     """
-    _legal(r, pass_.tokens)
+    check_chunks(r, pass_.tokens)
     there, beside, work = pass_.at(r)
     cost = OpCosts(seconds={"F": (there, beside, work, beside, there, slice_s)})
     return min(
         (
             simulate(schedule(r, far, slice_=slice_s > 0, one_link=one_link), cost)
-            for far in (_ahead(r) if ahead is None else (ahead,))
+            for far in (aheads(r) if ahead is None else (ahead,))
         ),
         key=lambda one: one.makespan,
     )
-
-
-def _ahead(r: int) -> tuple[int, ...]:
-    """How far ahead chunks may be gathered."""
-    return tuple(sorted({0, min(1, r - 1), min(2, r - 1)}))
-
-
-def makespan(pass_: Pass, r: int, slice_s: float = 0.0, *, one_link: bool = False) -> float:
-    """Seconds of :func:`timeline`, task by task; what searches ask for thousands of times.
-
-    Raises:
-        PlanError: more chunks than tokens.
-    """
-    _legal(r, pass_.tokens)
-    run = _one_link if one_link else _two_links
-    return min(run(*pass_.at(r), r, ahead, slice_s) for ahead in _ahead(r))
-
-
-def _two_links(
-    there: float, beside: float, work: float, r: int, ahead: int, slice_s: float
-) -> float:
-    inside = device = 0.0
-    between = r * there + slice_s
-    gathered = []
-    for step in range(r + ahead):
-        if step < r:
-            inside = max(inside, (step + 1) * there) + beside
-            gathered.append(inside)
-        if step >= ahead:
-            device = max(device, gathered[step - ahead]) + work
-            inside = max(inside, device) + beside
-            between = max(between, inside) + there
-    return between
-
-
-def _one_link(
-    there: float, beside: float, work: float, r: int, ahead: int, slice_s: float
-) -> float:
-    link = device = 0.0
-    gathered = []
-    for step in range(r + ahead):
-        if step < r:
-            link += there + beside
-            gathered.append(link)
-        if step >= ahead:
-            device = max(device, gathered[step - ahead]) + work
-            link = max(link, device) + beside + there
-    return link + slice_s
 
 
 def cases(pass_: Pass, r: float, slice_s: float = 0.0, ahead: int = 1) -> dict[str, float]:
@@ -272,14 +213,14 @@ def choose(pass_: Pass, slice_s: float = 0.0, *, most: int = MOST) -> Chunks:
     Raises:
         PlanError: no tokens.
     """
-    _legal(1, pass_.tokens)
+    check_chunks(1, pass_.tokens)
     top = min(most, pass_.tokens)
-    reals = [relaxed(pass_, slice_s, ahead, most=most) for ahead in _ahead(top)]
+    reals = [relaxed(pass_, slice_s, ahead, most=most) for ahead in aheads(top)]
     tried: dict[int, tuple[float, int]] = {}
 
     def simulated(r: int) -> float:
         if r not in tried:
-            times = {far: _two_links(*pass_.at(r), r, far, slice_s) for far in _ahead(r)}
+            times = {far: two_links(*pass_.at(r), r, far, slice_s) for far in aheads(r)}
             ahead = min(times, key=lambda far: times[far])
             tried[r] = timeline(pass_, r, slice_s, ahead=ahead).makespan, ahead
         return tried[r][0]

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from shoal.core.errors import PlanError, require
 from shoal.cost.arithmetic import mixture_layers
+from shoal.cost.moe_makespan import makespan
 from shoal.cost.moe_tasks import Layer, layer_of
 from shoal.cost.shapes import resolve
 from shoal.ir import Machine, Parallel
 from shoal.plan.moe_gradients import Partition, partition
-from shoal.plan.moe_overlap import MOST, Chunks, choose, makespan
+from shoal.plan.moe_overlap import MOST, Chunks, choose
 
 __all__ = ["Planned", "planned"]
 
@@ -62,6 +63,7 @@ class Planned(NamedTuple):
         return {
             "ep": self.parallel.ep,
             "etp": self.parallel.etp,
+            "dispatch": self.parallel.expert_dispatch,
             "blocks": self.blocks,
             **{
                 name: {**one._asdict(), "uncut_s": uncut, "faster": uncut / one.seconds}
@@ -90,6 +92,7 @@ def planned(
     seq_len: int = 4096,
     ep: int | None = None,
     etp: int | None = None,
+    dispatch: str = "flat",
     most: int = MOST,
 ) -> Planned:
     """Choose the chunks of a model's layers of experts.
@@ -101,6 +104,7 @@ def planned(
         seq_len: of a sequence.
         ep: ranks that share out the experts; None for as many nodes as divide them.
         etp: ranks that share an expert; None for all of a node that divide its width.
+        dispatch: the way of rows between nodes: flat, 1dh or 2dh.
         most: chunks to look at.
 
     Raises:
@@ -136,7 +140,9 @@ def planned(
         error=PlanError,
     )
     # Who shares attention does not matter here: a rank has its tokens either way.
-    split = Parallel(dp=machine.num_devices, ep=ep, etp=etp)
+    split = Parallel.model_validate(
+        {"dp": machine.num_devices, "ep": ep, "etp": etp, "expert_dispatch": dispatch}
+    )
     layer = layer_of(shape, machine, split, tokens, seq_len)
     blocks = mixture_layers(shape)
     return Planned(

@@ -70,6 +70,12 @@ def spell(plan: Plan) -> str:
         words.append(f"cp{split.cp}({split.context.name})")
     if split.folded:
         words.append(f"ep{split.ep}" + f" etp{split.etp}" * (split.etp > 1))
+        if split.expert_dispatch != "flat":
+            words.append(split.expert_dispatch)
+        if max(split.chunks) > 1:
+            words.append(f"chunks{split.chunks[0]}/{split.chunks[1]}")
+        if split.slices:
+            words.append("slices")
     if split.vocab == "pp":
         words.append("vocab-pp")
     words += [job.shard.name, f"mb{job.microbatch}"]

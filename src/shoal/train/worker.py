@@ -314,6 +314,7 @@ def _train(rank: _Rank, first: int, asked: Callable[[], bool]) -> bool:
                 **({"tier_bytes": tiers} if (tiers := rank.trainer.tier_bytes()) else {}),
                 **_outer(rank.trainer, result),
                 **_balance(result),
+                **_gradients(rank.trainer),
                 **_dealt(rank.trainer),
             )
         if rank.chief and result.round_loss is not None:
@@ -354,6 +355,14 @@ def _balance(result: StepResult) -> dict[str, float]:
         return {}
     loss = {} if found.loss is None else {"balance": found.loss}
     return {"imbalance": found.imbalance, "dropped": found.dropped, **loss}
+
+
+def _gradients(trainer: Trainer) -> dict[str, int]:
+    """What a step event says of gradients that travelled in slices, and of the rest."""
+    found = trainer.engine.sent_gradients()
+    if found is None:
+        return {}
+    return {"gradients_hidden_bytes": found[0], "gradients_after_bytes": found[1]}
 
 
 def _outer(trainer: Trainer, result: StepResult) -> dict[str, float]:

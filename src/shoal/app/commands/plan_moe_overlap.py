@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,15 @@ import typer
 
 from shoal.app.show import Format
 
-__all__ = ["moe_overlap"]
+__all__ = ["Dispatch", "moe_overlap"]
+
+
+class Dispatch(StrEnum):
+    """Ways of tokens to experts; see ``parallel.expert_dispatch``."""
+
+    flat = "flat"
+    over_first = "1dh"
+    by_place = "2dh"
 
 
 def moe_overlap(
@@ -25,6 +34,9 @@ def moe_overlap(
     etp: Annotated[
         int | None, typer.Option(help="Ranks that share an expert; all of a node.", min=1)
     ] = None,
+    dispatch: Annotated[
+        Dispatch, typer.Option(help="Way of tokens between nodes.")
+    ] = Dispatch.flat,
     most: Annotated[int, typer.Option(help="Chunks to look at.", min=1)] = 32,
     svg: Annotated[
         Path | None, typer.Option(help="Draw one layer's streams, uncut and as chosen.")
@@ -42,6 +54,8 @@ def moe_overlap(
         shoal plan moe-overlap Qwen3-30B-A3B -m 32xA100 --tokens 2048 --svg streams.svg
 
         shoal plan moe-overlap Mixtral-8x22B-v0.1 --ep 8 --etp 4 -o json
+
+        shoal plan moe-overlap Qwen3-30B-A3B --ep 64 --etp 1 --dispatch 2dh
     """
     from shoal.app.show import as_json, table
     from shoal.core.files import write_atomic
@@ -51,7 +65,10 @@ def moe_overlap(
     from shoal.plan.moe_step import planned
 
     target = load(machine)
-    found = planned(model, target, tokens=tokens, seq_len=seq_len, ep=ep, etp=etp, most=most)
+    found = planned(
+        model, target, tokens=tokens, seq_len=seq_len, ep=ep, etp=etp,
+        dispatch=dispatch.value, most=most,
+    )  # fmt: skip
     layer = found.layer
     if svg is not None:
         write_atomic(svg, streams(layer.forward, layer.backward))
@@ -104,10 +121,12 @@ def moe_overlap(
     split = found.parallel
     typer.echo(
         f"parallel: {{ep: {split.ep}, etp: {split.etp}, "
-        f"expert_chunks: [{found.forward.r}, {found.backward.r}]}}"
+        f"expert_chunks: [{found.forward.r}, {found.backward.r}]"
+        + (f", expert_dispatch: {split.expert_dispatch}" if dispatch is not Dispatch.flat else "")
+        + "}"
     )
     typer.echo(
-        f"gradients: {human_bytes(int(early))} could be summed between nodes during the backward "
+        f"gradients: {human_bytes(int(early))} can be summed between nodes during the backward "
         f"pass in {len(sums.slices)} slices, {human_bytes(int(sums.tail))} after it "
-        f"({1e3 * sums.tail_s:.3g} ms)"
+        f"({1e3 * sums.tail_s:.3g} ms), with gradient_slices: auto"
     )

@@ -5,9 +5,11 @@ Overlap, ICLR 2024.
 
 - Two processes in network namespaces, 50 Mbit/s between them: rounds of CO2 beside steps that sum
   their gradients and beside rounds of local SGD, in turn, each begun with its link as busy as it
-  is in a long run; and the same two processes on a link that nobody shapes.
+  is in a long run; and beside the same two processes on a link that nobody shapes.
 - A model of 1.3 M parameters trained on bytes by two workers, for three seeds and as many tokens
-  each: held-out loss beside that of summed gradients; of one seed, without penalty and clipping.
+  each: held-out loss beside that of summed gradients; of one seed, beside local SGD and without
+  penalty and clipping. AdamW's first moment decays by 0.5 for all: what is applied a round late
+  overshoots where it is also remembered for ten steps.
 - Workers that are threads beside their simulation one after the other: bits that differ.
 
 The A/A run has summed gradients in the place of CO2 where these are the baseline, and local SGD
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
@@ -32,8 +34,13 @@ if TYPE_CHECKING:
 __all__ = ["CO2Claim"]
 
 _RANKS = "shoal.claims.experiments.co2_ranks"
-_TIMED = ("over_summed", "over_local_sgd", "exposed")
+_TIMED = ("over_summed", "over_local_sgd", "exposed", "kept")
 _SUMMED_STEPS = 3
+_VISITS = 2
+
+
+# By kind of steps, seconds of one and the share of it in which a rank waited, turn by turn.
+_Times = dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
 
 
 @part
@@ -45,13 +52,13 @@ class CO2Claim:
         tau: steps of a round.
         turns: how often each is timed.
         steps: of the runs that learn.
-        seeds: how many of these there are of each kind; without penalty or clipping one.
+        seeds: how many of these there are of CO2 and of summed gradients; of others one.
     """
 
     bandwidth: float = 6.25e6
     tau: int = 12
     turns: int = 6
-    steps: int = 240
+    steps: int = 2400
     seeds: int = 3
 
     rows: ClassVar[tuple[int, ...]] = (13,)
@@ -76,6 +83,7 @@ class CO2Claim:
             evidence="mechanism",
             timing=True,
         ),
+        Metric.speedup("kept", 0.9, "CO2 on a link that nobody shapes", evidence="mechanism"),
         Metric.counted(
             "loss_gap",
             "<=",
@@ -92,11 +100,15 @@ class CO2Claim:
         ),
     )
     attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(metric="loss_gap", tried="rounds of 16 steps, 240 steps, one seed", value=0.567),
-        Attempt(metric="loss_gap", tried="rounds of 12 steps, 240 steps, one seed", value=0.503),
         Attempt(
             metric="loss_gap",
-            tried="rounds of 4 steps of 24 sequences, 240 steps, one seed",
+            tried="rounds of 16 steps, 240 steps, lr 2e-3, first moment's decay 0.9, one seed",
+            value=0.567,
+        ),
+        Attempt(metric="loss_gap", tried="the same in rounds of 12 steps", value=0.503),
+        Attempt(
+            metric="loss_gap",
+            tried="the same in rounds of 4 steps of 24 sequences",
             value=0.803,
         ),
     )
@@ -123,34 +135,48 @@ class CO2Claim:
         context.progress("training of as many tokens", 0.05)
         losses = context.remember("losses", lambda: self._losses(context))
         summed = losses["every_step"]
-        ours = losses["local_sgd" if as_baseline else "co2"]
+        ours = losses["every_step" if as_baseline else "co2"]
         metrics["loss_gap"] = Paired(method=tuple(a - b for a, b in zip(ours, summed, strict=True)))
         details["heldout_loss"] = losses
         # Rounds as long whose averages are not late lose this much.
-        waited = [a - b for a, b in zip(losses["local_sgd"], summed, strict=True)]
-        bounds = {"loss_gap": sum(waited) / len(waited)}
+        bounds = {"loss_gap": losses["local_sgd"][0] - summed[0]}
         skipped = {}
         why = unavailable()
         if why is not None:
             skipped = dict.fromkeys(_TIMED, why)
             return Samples(metrics=metrics, skipped=skipped, details=details, bounds=bounds)
-        context.progress("rounds over a slow link", 0.5)
-        timed = self._timed(self.bandwidth, self.turns, as_baseline=as_baseline)
+        shaped = {"every_step": "every_step", "local_sgd": "local_sgd", "co2": "co2"}
+        unshaped = dict(shaped)
+        over_summed, over_local, kept = "co2", "co2", "co2"
+        if as_baseline:
+            over_summed, over_local, kept = (
+                "instead of summed",
+                "instead of local",
+                "instead of co2",
+            )
+            shaped = {**shaped, over_summed: "every_step", over_local: "local_sgd"}
+            unshaped = {"co2": "co2", kept: "co2"}
+        timed: _Times = {}
+        free: _Times = {}
+        # On one link and on the other, more than once: what drifts is in both.
+        for visit in range(_VISITS):
+            context.progress("rounds over a slow link", 0.5 + 0.5 * visit / _VISITS)
+            turns = -(-self.turns // _VISITS)
+            _extend(timed, self._timed(self.bandwidth, turns, shaped))
+            context.progress("the same on a link that nobody shapes", 0.7 + 0.5 * visit / _VISITS)
+            _extend(free, self._timed(None, turns, unshaped))
+        seconds = {name: both[0] for name, both in timed.items()}
         metrics |= {
-            "over_summed": Paired(
-                method=timed["instead of summed"][0], baseline=timed["every_step"][0]
+            "over_summed": Paired(method=seconds[over_summed], baseline=seconds["every_step"]),
+            "over_local_sgd": Paired(method=seconds[over_local], baseline=seconds["local_sgd"]),
+            "exposed": Paired(method=timed[over_local][1]),
+            "kept": Paired(
+                method=free[kept][0] if as_baseline else seconds["co2"], baseline=free["co2"][0]
             ),
-            "over_local_sgd": Paired(
-                method=timed["instead of local"][0], baseline=timed["local_sgd"][0]
-            ),
-            "exposed": Paired(method=timed["instead of local"][1]),
         }
         details["step_s"] = {name: list(both[0]) for name, both in timed.items()}
         details["exposed"] = {name: list(both[1]) for name, both in timed.items()}
-        if not as_baseline:
-            context.progress("the same on a link that nobody shapes", 0.9)
-            free = self._timed(None, 3, as_baseline=False)
-            details["unshaped_step_s"] = {name: list(both[0]) for name, both in free.items()}
+        details["unshaped_step_s"] = {name: list(both[0]) for name, both in free.items()}
         return Samples(metrics=metrics, details=details, profile=_profile(timed), bounds=bounds)
 
     def _job(self, sync: Any, seed: int = 0) -> dict[str, Any]:
@@ -163,7 +189,7 @@ class CO2Claim:
                 "global_batch": 8,
                 "precision": "fp32",
                 "parallel": {"dp": 2},
-                "optimizer": {"name": "adamw", "lr": 2e-3},
+                "optimizer": {"name": "adamw", "lr": 4e-3, "beta1": 0.5},
                 "sync": sync,
                 "seed": seed,
             }
@@ -178,7 +204,6 @@ class CO2Claim:
             "co2": co2,
             "co2 without penalty": {**co2, "penalty": "none"},
             "co2 without clip": {**co2, "clip": None},
-            "co2 without both": {**co2, "penalty": "none", "clip": None},
         }
 
     def _losses(self, context: Context) -> dict[str, tuple[float, ...]]:
@@ -188,32 +213,24 @@ class CO2Claim:
         syncs = self._syncs()
         seeds = [context.seed + number for number in range(self.seeds)]
         # What is shown beside and not judged has one seed.
-        runs = [
-            (name, seed) for name in syncs for seed in (seeds[:1] if "without" in name else seeds)
-        ]
+        judged = ("every_step", "co2")
+        runs = [(name, seed) for name in syncs for seed in seeds[: None if name in judged else 1]]
         given = {
             "jobs": [self._job(syncs[name], seed) for name, seed in runs],
             "config": _config(),
             "steps": self.steps,
         }
-        losses = run_processes(f"{_RANKS}:learn", 2, given, timeout_s=900.0)[0]
+        losses = run_processes(f"{_RANKS}:learn", 2, given, timeout_s=7200.0)[0]
         found: dict[str, tuple[float, ...]] = dict.fromkeys(syncs, ())
         for (name, _), loss in zip(runs, losses, strict=True):
             found[name] += (loss,)
         return found
 
-    def _timed(
-        self, bandwidth: float | None, turns: int, *, as_baseline: bool
-    ) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
-        """By kind, seconds of a step and share of them spent waiting: of the slower rank."""
+    def _timed(self, bandwidth: float | None, turns: int, names: Mapping[str, str]) -> _Times:
+        """Every name's kind of steps, on a link of so many byte/s; of the slower rank."""
         from shoal.parallel.processes import run_processes
 
         syncs = self._syncs()
-        names = {"every_step": "every_step", "local_sgd": "local_sgd"}
-        if as_baseline:
-            names |= {"instead of summed": "every_step", "instead of local": "local_sgd"}
-        else:
-            names |= {"instead of summed": "co2"}
         given = {
             "jobs": [self._job(syncs[kind]) for kind in names.values()],
             "config": _config(),
@@ -237,8 +254,13 @@ class CO2Claim:
                 tuple(max(rank[0] for rank in both) for both in turned),
                 tuple(max(rank[1] for rank in both) for both in turned),
             )
-        found.setdefault("instead of local", found["instead of summed"])
         return found
+
+
+def _extend(known: _Times, more: _Times) -> None:
+    for name, (seconds, waited) in more.items():
+        before = known.get(name, ((), ()))
+        known[name] = (before[0] + seconds, before[1] + waited)
 
 
 def _config() -> dict[str, Any]:
@@ -247,7 +269,7 @@ def _config() -> dict[str, Any]:
     return mini(128, 6).model_dump(mode="json")
 
 
-def _profile(timed: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> str:
+def _profile(timed: _Times) -> str:
     middle = {name: sorted(both[0])[len(both[0]) // 2] for name, both in timed.items()}
     return ", ".join(f"{name} {1e3 * seconds:.0f} ms a step" for name, seconds in middle.items())
 

@@ -77,7 +77,7 @@ class FsmoeClaim:
     hidden: int = 512
     width: int = 1024
     tokens: int = 1024
-    repeats: int = 8
+    repeats: int = 24
 
     rows: ClassVar[tuple[int, ...]] = (35,)
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -243,7 +243,7 @@ class FsmoeClaim:
 
 
 def _uncut(one: Any) -> float:
-    from shoal.plan.moe_overlap import makespan
+    from shoal.cost.moe_makespan import makespan
 
     return makespan(one, 1)
 

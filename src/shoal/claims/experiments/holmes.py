@@ -55,7 +55,7 @@ class HolmesClaim:
     microbatch: int = 1
     bandwidth: float = 6.25e6
     steps: int = 3
-    turns: int = 5
+    turns: int = 14
 
     rows: ClassVar[tuple[int, ...]] = (12,)
     metrics: ClassVar[tuple[Metric, ...]] = (

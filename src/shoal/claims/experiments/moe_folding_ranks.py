@@ -55,7 +55,7 @@ def routed_bytes(seed: int, *, fold: bool) -> Sent:
     import torch
 
     from shoal.core.meter import Meter
-    from shoal.cost.experts import routed
+    from shoal.cost.expert_hops import routed
     from shoal.ir import Parallel
     from shoal.parallel.expert.dispatch import DispatchedExperts
     from shoal.parallel.expert.exchange import TAG

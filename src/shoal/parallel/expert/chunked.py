@@ -19,6 +19,7 @@ Source: Pan et al., FSMoE, 2025, section 4; Hwang et al., Tutel, 2023 (one numbe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,9 +29,13 @@ from torch.autograd.function import once_differentiable
 
 from shoal.model.feedforward import gate
 from shoal.parallel.expert.exchange import TAG
+from shoal.parallel.expert.hierarchy import Hops
 from shoal.parallel.linear import WeightGradients, compute_dtype
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from shoal.parallel.expert.dispatch import DispatchedExperts
     from shoal.parallel.protocols import Comm, ExpertRanks, Pending
 
@@ -63,6 +68,7 @@ class _Chunk(NamedTuple):
         order: the rows that came, by expert.
         here: where those lie among the rows of all chunks.
         counts: rows of each expert.
+        across: rows that each rank of ep has for each, where they travel by node.
     """
 
     own: Tensor
@@ -72,10 +78,25 @@ class _Chunk(NamedTuple):
     order: Tensor
     here: Tensor
     counts: list[int]
+    across: NDArray[np.int64] | None
 
 
-def _chunk(to_RX: Tensor, every: Tensor, chunk: int, chunks: int, etp: Comm) -> _Chunk:
-    """Of rows to the experts [ep, X] of each rank, and of rows [etp, ep, X] that come here."""
+class _Counts(NamedTuple):
+    """How many rows there are.
+
+    Args:
+        sent: [ep, X] of this rank, to the experts of each rank of ep.
+        every: [etp, ep, X] that come to each expert of this rank, by who brings and sent them.
+        every_rank: [ep, ep, X] of each rank of ep, where rows travel by node.
+    """
+
+    sent: Tensor
+    every: Tensor
+    every_rank: Tensor | None
+
+
+def _chunk(counts: _Counts, chunk: int, chunks: int, etp: Comm) -> _Chunk:
+    to_RX, every, all_RRX = counts
     come = parts(every, chunk, chunks)
     experts = torch.arange(come.shape[-1]).repeat(come.shape[0] * come.shape[1])
     return _Chunk(
@@ -86,11 +107,14 @@ def _chunk(to_RX: Tensor, every: Tensor, chunk: int, chunks: int, etp: Comm) -> 
         order=torch.argsort(experts.repeat_interleave(come.view(-1)), stable=True).to(etp.device),
         here=places(every.permute(2, 0, 1).reshape(-1), chunk, chunks).to(etp.device),
         counts=come.sum((0, 1)).tolist(),
+        across=None if all_RRX is None else parts(all_RRX, chunk, chunks).sum(-1).numpy(),
     )
 
 
 class _Coming:
     """Rows on their way: of the ranks of ``comm`` behind each other, or their sum."""
+
+    count = 1
 
     def __init__(self, xs: list[Tensor], rows: list[int], comm: Comm, *, summed: bool = False):
         self._summed = comm.world if summed and comm.world > 1 else 0
@@ -100,6 +124,9 @@ class _Coming:
             return
         self._whole = xs[0].new_empty(sum(rows), *xs[0].shape[1:])
         self._pending = comm.all_to_all(torch.split(self._whole, rows), xs, tag=TAG)
+
+    def go_on(self, hop: int) -> None:
+        """They are on their only way already; see :meth:`Hops.go_on`."""
 
     def rows(self) -> Tensor:
         """The rows, when they are there."""
@@ -113,28 +140,51 @@ class _Coming:
         return self._whole
 
 
-def _travel(rows_MD: Tensor, cut: list[_Chunk], ranks: ExpertRanks, work: _Work) -> list[Tensor]:
+_Rows = _Coming | Hops
+
+
+def _across(x_MD: Tensor, one: _Chunk, ranks: ExpertRanks, *, home: bool) -> _Rows:
+    """Send a chunk to the ranks of its experts, or home, straight or by node."""
+    sent, received = (one.received, one.sent) if home else (one.sent, one.received)
+    if one.across is None or ranks.nodes is None:
+        return _Coming(list(torch.split(x_MD, sent)), received, ranks.ep)
+    rows_RR = one.across.T if home else one.across
+    return Hops(x_MD.contiguous(), rows_RR, ranks.nodes, ranks.ep.rank)
+
+
+def _travel(
+    rows_MD: Tensor,
+    cut: list[_Chunk],
+    ranks: ExpertRanks,
+    work: _Work,
+    sent: Callable[[], None] | None = None,
+) -> list[Tensor]:
     """What ``work`` makes of each chunk where its experts are; [rows of the chunk, D] each.
 
     Every rank of ep sends all chunks, then gets them back in order; ranks of etp gather a chunk
-    before they sum the one before it.
+    before they sum the one before it. ``sent`` is called once all chunks are on their way.
     """
-    ep, etp = ranks.ep, ranks.etp
-    coming = [
-        _Coming(list(torch.split(rows_MD[one.own], one.sent)), one.received, ep) for one in cut
-    ]
+    etp = ranks.etp
+    coming = [_across(rows_MD[one.own], one, ranks, home=False) for one in cut]
+    if sent is not None:
+        sent()
     ahead = 1 if etp.world > 1 else 0
     gathered: list[_Coming] = []
     summed: list[tuple[_Chunk, _Coming]] = []
-    back: list[_Coming] = []
+    back: list[_Rows] = []
 
     def home() -> None:
         """Send the oldest chunk that was summed back to where its rows came from."""
         one, sums = summed.pop(0)
-        back.append(_Coming(list(torch.split(sums.rows(), one.received)), one.sent, ep))
+        back.append(_across(sums.rows(), one, ranks, home=True))
+        for older, chunk in enumerate(reversed(back)):
+            chunk.go_on(1 + older)
 
     for step in range(len(cut) + ahead):
         if step < len(cut):
+            # While a chunk is computed, the next one is in its last hop, or on its only way.
+            for later, chunk in enumerate(coming[step : step + 3]):
+                chunk.go_on(chunk.count + 1 - max(1, later))
             found = coming[step].rows()
             gathered.append(_Coming([found] * etp.world, cut[step].each, etp))
         if step < ahead:
@@ -178,13 +228,12 @@ class _Chunked(torch.autograd.Function):
         rows_MD: Tensor,
         gate_up: Tensor,
         down: Tensor,
-        to_RX: Tensor,
-        every: Tensor,
+        counts: _Counts,
         layer: DispatchedExperts,
     ) -> Tensor:
         dtype = compute_dtype(rows_MD)
         casts = gate_up.to(dtype), down.to(dtype)
-        total, width = int(every.sum()), gate_up.shape[1]
+        total, width = int(counts.every.sum()), gate_up.shape[1]
         kept = rows_MD.new_empty(total, rows_MD.shape[1], dtype=dtype)
         gates = rows_MD.new_empty(total, width, dtype=dtype)
         activate = layer.kernel or gate
@@ -196,12 +245,12 @@ class _Chunked(torch.autograd.Function):
             return _product(activate(up), casts[1].transpose(1, 2), one.counts)
 
         count = layer.chunks[0]
-        cut = [_chunk(to_RX, every, i, count, layer.ranks.etp) for i in range(count)]
+        cut = [_chunk(counts, i, count, layer.ranks.etp) for i in range(count)]
         out = rows_MD.new_empty(rows_MD.shape, dtype=dtype)
         for one, made in zip(cut, _travel(rows_MD, cut, layer.ranks, work), strict=True):
             out[one.own] = made
         ctx.save_for_backward(kept, gates, *casts)
-        ctx.layer, ctx.counts, ctx.weights = layer, (to_RX, every), (gate_up, down)
+        ctx.layer, ctx.counts, ctx.weights = layer, counts, (gate_up, down)
         ctx.dtype = rows_MD.dtype
         return out
 
@@ -239,10 +288,12 @@ class _Chunked(torch.autograd.Function):
                         store.put_off(_put_off(ctx.weights[number], grad, x, counts))
 
         count = layer.chunks[1]
-        to_RX, every = ctx.counts
-        cut = [_chunk(to_RX, every, i, count, layer.ranks.etp) for i in range(count)]
+        cut = [_chunk(ctx.counts, i, count, layer.ranks.etp) for i in range(count)]
         out = torch.empty_like(grad_MD, dtype=ctx.dtype)
-        found = _travel(grad_MD.contiguous(), cut, layer.ranks, work)
+        hole = None if layer.holes is None else functools.partial(layer.holes, 0)
+        found = _travel(grad_MD.contiguous(), cut, layer.ranks, work, hole)
+        if layer.holes is not None:
+            layer.holes(1)
         pay()
         for one, made in zip(cut, found, strict=True):
             out[one.own] = made
@@ -250,7 +301,7 @@ class _Chunked(torch.autograd.Function):
             total if store is None and needed else None
             for total, needed in zip(totals, ctx.needs_input_grad[1:3], strict=True)
         ]
-        return out, *given, None, None, None
+        return out, *given, None, None
 
 
 def _add(total: Tensor, grad_TO: Tensor, x_TI: Tensor, counts: list[int]) -> None:
@@ -269,7 +320,13 @@ def _put_off(
     return gradient
 
 
-def chunked(rows_MD: Tensor, to_RX: Tensor, every: Tensor, layer: DispatchedExperts) -> Tensor:
+def chunked(
+    rows_MD: Tensor,
+    to_RX: Tensor,
+    every: Tensor,
+    all_RRX: Tensor | None,
+    layer: DispatchedExperts,
+) -> Tensor:
     """What the experts make of rows that are sorted by expert, in the same order.
 
     Args:
@@ -277,9 +334,10 @@ def chunked(rows_MD: Tensor, to_RX: Tensor, every: Tensor, layer: DispatchedExpe
         to_RX: how many of them go to each expert of each rank of ep.
         every: [etp, ep, X] how many come to each expert of this rank, by who brings and who sent
             them.
+        all_RRX: of each rank of ep, where rows travel by node.
         layer: whose chunks, ranks, matrices and activation these are.
     """
     out: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
-        rows_MD, layer.gate_up_proj, layer.down_proj, to_RX, every, layer
+        rows_MD, layer.gate_up_proj, layer.down_proj, _Counts(to_RX, every, all_RRX), layer
     )
     return out

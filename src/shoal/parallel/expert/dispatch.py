@@ -7,7 +7,8 @@ expert's matrices it holds a slice of the width, 1 / etp of it, and of the exper
 1. Route this rank's tokens; sort their (token, choice) pairs by expert. Where an expert has a
    capacity, ranks that share a sequence tell each other their scores, and what there is no room
    for is left out.
-2. Tell the ranks of the ep group how many rows come to them, and send the rows.
+2. Tell the ranks of the ep group how many rows come to them, and send the rows, straight or node by
+   node (:mod:`~shoal.parallel.expert.hierarchy`).
 3. Gather the rows of the etp group, whose ranks have the other slices of the same experts.
 4. Sort by expert, and multiply each expert's matrices with its rows.
 5. Back: sum over the etp group, send home, weigh and add up the choices of each token.
@@ -23,6 +24,7 @@ Source: Liu et al., MoE Parallel Folding, 2025, section 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,9 +34,13 @@ from shoal.model.feedforward import Experts, gate
 from shoal.model.routing import by_expert
 from shoal.parallel.expert.chunked import chunked
 from shoal.parallel.expert.exchange import combined, counts_of, exchanged, spread
+from shoal.parallel.expert.hierarchy import travelled
 from shoal.parallel.linear import Linear, grouped
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from shoal.model.config import ModelConfig
     from shoal.model.routing import Routed, Tokens
     from shoal.parallel.protocols import ExpertRanks
@@ -81,6 +87,8 @@ class DispatchedExperts(Experts):
     checked = True
     # Parts in which rows travel, forward and backward; see shoal.parallel.expert.chunked.
     chunks: tuple[int, int] = (1, 1)
+    # Called in backward passes with the number of a hole; see shoal.parallel.expert.gradients.
+    holes: Callable[[int], None] | None = None
 
     def __init__(self, config: ModelConfig, ranks: ExpertRanks, layer: int) -> None:
         super().__init__(
@@ -106,13 +114,20 @@ class DispatchedExperts(Experts):
         """What the experts make of rows that are sorted by expert, in the same order."""
         ep, etp = self.ranks.ep, self.ranks.etp
         to_RX = counts_E.view(ep.world, -1)
-        from_RX = counts_of(to_RX, ep, per_rank=True)
+        # Whoever passes rows on has to know of how many all others tell each other.
+        all_RRX: Tensor | None = None
+        if self.ranks.nodes is None:
+            from_RX = counts_of(to_RX, ep, per_rank=True)
+        else:
+            all_RRX = counts_of(counts_E, ep, per_rank=False).view(ep.world, *to_RX.shape)
+            from_RX = all_RRX[:, ep.rank].contiguous()
         # [etp, ep, X] rows of every expert, by who sent them over which rank.
         every = counts_of(from_RX.view(-1), etp, per_rank=False).view(etp.world, *from_RX.shape)
-        if max(self.chunks) > 1:
-            return chunked(rows_MD, to_RX.cpu(), every, self)
+        if max(self.chunks) > 1 or self.holes is not None:
+            return chunked(rows_MD, to_RX.cpu(), every, all_RRX, self)
+        rows_RR = None if all_RRX is None else all_RRX.sum(-1).numpy()
         sent, received = to_RX.sum(-1).tolist(), from_RX.sum(-1).tolist()
-        here = exchanged(rows_MD, sent, received, ep)
+        here = self._across(rows_MD, sent, received, rows_RR)
         each = every.sum((1, 2)).tolist()
         gathered = spread(here, each, etp)
         experts = torch.arange(every.shape[-1]).repeat(etp.world * ep.world)
@@ -120,7 +135,21 @@ class DispatchedExperts(Experts):
         order = order.to(gathered.device)
         made = self._made(gathered[order], every.sum((0, 1)).tolist())
         unsorted = torch.empty_like(made).index_copy(0, order, made)
-        return exchanged(combined(unsorted, each, etp), received, sent, ep)
+        back = None if rows_RR is None else rows_RR.T
+        return self._across(combined(unsorted, each, etp), received, sent, back)
+
+    def _across(
+        self,
+        rows_MD: Tensor,
+        sent: list[int],
+        received: list[int],
+        rows_RR: NDArray[np.int64] | None,
+    ) -> Tensor:
+        """Rows to the ranks of ep, straight or by node, and theirs, by source."""
+        ep, nodes = self.ranks.ep, self.ranks.nodes
+        if nodes is None or rows_RR is None:
+            return exchanged(rows_MD, sent, received, ep)
+        return travelled(rows_MD, rows_RR, nodes, ep.rank)
 
     def _made(self, rows_MD: Tensor, counts: list[int]) -> Tensor:
         """What this rank's slices of its experts make of their rows, which lie by expert."""

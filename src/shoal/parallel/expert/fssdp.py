@@ -24,7 +24,7 @@ from shoal.core.parts import table
 from shoal.model.feedforward import gate
 from shoal.parallel.expert.copies import copies_of, gathered
 from shoal.parallel.expert.dispatch import DispatchedExperts
-from shoal.parallel.expert.exchange import counts_of, exchanged
+from shoal.parallel.expert.exchange import counts_of
 from shoal.parallel.linear import grouped
 from shoal.plan.placement.owners import in_order
 from shoal.plan.placement.protocols import Devices, Expected
@@ -105,13 +105,15 @@ class CopiedExperts(DispatchedExperts):
         mine_EN, here_DE = table_DEN[ep.rank], table_DEN[:, :, ep.rank]
         sent, received = mine_EN.sum(0).tolist(), here_DE.sum(1).tolist()
         away = _order(mine_EN, rows_MD.device)
-        here = exchanged(rows_MD[away], sent, received, ep)
+        rows_RR = table_DEN.sum(1)
+        here = self._across(rows_MD[away], sent, received, rows_RR)
         order = _order(here_DE, rows_MD.device)
         counts = here_DE.sum(0)[list(copies.experts)].tolist()
         rows = here[order]
         gated = (self.kernel or gate)(grouped(rows, weights[0], counts))
         made = grouped(gated, weights[1], counts)
-        back = exchanged(torch.empty_like(made).index_copy(0, order, made), received, sent, ep)
+        unsorted = torch.empty_like(made).index_copy(0, order, made)
+        back = self._across(unsorted, received, sent, rows_RR.T)
         return torch.empty_like(back).index_copy(0, away, back)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shoal.parallel.expert.fssdp import CopiedExperts
 from shoal.parallel.shard.gathered import GatheredModel
-from shoal.parallel.shard.replicated import Replicated
+from shoal.parallel.shard.replicated import Replicated, ReplicatedModel
 from shoal.parallel.shard.units import check_divided
 from shoal.parallel.slices import is_expert
 
@@ -98,6 +98,17 @@ class FoldedModel:
     @overlap.setter
     def overlap(self, value: bool) -> None:
         self._rest.overlap = self._experts.overlap = value
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Bytes of gradients that travelled in the last step's backward passes, and after them."""
+        both = [one for one in (self._rest, self._experts) if isinstance(one, ReplicatedModel)]
+        return sum(one.hidden_bytes for one in both), sum(one.after_bytes for one in both)
+
+    def sliced(self) -> ReplicatedModel:
+        """What sums the gradients beside the experts', in slices if it is told to."""
+        assert isinstance(self._rest, ReplicatedModel)
+        return self._rest
 
     def _of(self, name: str) -> Sharded:
         return self._experts if is_expert(name) else self._rest

@@ -93,7 +93,18 @@ class _Bucket:
             self.views.append(view)
             start += parameter.numel()
         self.missing = len(parameters)
-        self.pending: Pending | None = None
+        # So many elements are on their way, in these messages.
+        self.sent = 0
+        self.pending: list[Pending] = []
+
+    def send(self, comm: Comm, end: int) -> int:
+        """Start summing up to element ``end``; returns the bytes of that."""
+        piece = self.flat[self.sent : end]
+        if not len(piece) or comm.world == 1:
+            return 0
+        self.pending.append(comm.all_reduce(piece, tag="gradients"))
+        self.sent = end
+        return piece.nbytes
 
     def attach(self) -> None:
         """Zero the gradients and point the parameters at them."""
@@ -101,7 +112,8 @@ class _Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
         self.missing = len(self.parameters)
-        self.pending = None
+        self.sent = 0
+        self.pending.clear()
 
 
 class ReplicatedModel:
@@ -111,9 +123,12 @@ class ReplicatedModel:
         overlap: a bucket travels as soon as the last backward pass has filled it. Off, all
             travel in :meth:`finish`: for passes that write gradients outside of autograd,
             and for parameters that several last passes add to.
+        hidden_bytes: of gradients that began to travel in the last step's backward passes.
+        after_bytes: of those that travelled after them.
     """
 
     overlap = True
+    hidden_bytes = after_bytes = 0
 
     def __init__(self, model: nn.Module, comm: Comm, *, bucket_bytes: int) -> None:
         self.model = model
@@ -121,13 +136,24 @@ class ReplicatedModel:
         self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._sync = False
         self._fresh = True
-        self._buckets: list[_Bucket] = []
+        self._bucket_bytes = bucket_bytes
+        # In slices: when each parameter's gradient is done, and those that are.
+        self._order: dict[nn.Parameter, int] | None = None
+        self._done: set[Tensor] = set()
         # Backward reaches the last parameters first, so buckets fill from the end.
+        self._pack(list(reversed(self._names.values())))
+        if comm.world > 1:
+            for parameter in self._names.values():
+                parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+
+    def _pack(self, parameters: list[nn.Parameter]) -> None:
+        """Buckets of parameters in this order."""
+        self._buckets: list[_Bucket] = []
         waiting: list[nn.Parameter] = []
         size = 0
-        for parameter in reversed(list(self._names.values())):
+        for parameter in parameters:
             if waiting and (
-                size + parameter.nbytes > bucket_bytes or parameter.dtype != waiting[0].dtype
+                size + parameter.nbytes > self._bucket_bytes or parameter.dtype != waiting[0].dtype
             ):
                 self._buckets.append(_Bucket(waiting))
                 waiting, size = [], 0
@@ -138,22 +164,61 @@ class ReplicatedModel:
         self._home = {
             parameter: bucket for bucket in self._buckets for parameter in bucket.parameters
         }
-        if comm.world > 1:
-            for parameter in self._names.values():
-                parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+
+    def slice_in(self, order: Callable[[str], int]) -> None:
+        """From now on gradients travel when :meth:`send` says so, and what is left in the end.
+
+        Args:
+            order: name of a parameter -> a number that grows with when its gradient is done.
+        """
+        places = {parameter: order(name) for name, parameter in self._names.items()}
+        self._order = places
+        self._pack(sorted(self._names.values(), key=lambda one: places[one]))
+
+    def send(self, nbytes: int, before: int) -> None:
+        """Start summing a slice of the gradients that are done, in the last backward pass.
+
+        Args:
+            nbytes: bytes of the slice; less, if less waits.
+            before: gradients whose place in the order is below this are done.
+
+        Raises:
+            RankError: one of them is not.
+        """
+        if not self._sync or not self.overlap or self.comm.world == 1:
+            return
+        assert self._order is not None
+        for bucket in self._buckets:
+            end = 0
+            for parameter in bucket.parameters:
+                if self._order[parameter] >= before:
+                    break
+                if parameter not in self._done:
+                    raise RankError(
+                        "a slice would carry a gradient that is not done: a parameter gets "
+                        "gradients from several last passes; set parallel.gradient_slices = []"
+                    )
+                end += parameter.numel()
+            most = bucket.sent + nbytes // bucket.flat.itemsize
+            size = bucket.send(self.comm, max(bucket.sent, min(end, most)))
+            self.hidden_bytes += size
+            nbytes -= size
 
     def _ready(self, parameter: Tensor) -> None:
         if not self._sync or not self.overlap:
             return
         bucket = self._home[parameter]  # type: ignore[index]
-        if bucket.pending is not None:
+        if parameter in self._done or (bucket.sent and self._order is None):
             raise RankError(
                 "a gradient came after its bucket was sent: a parameter gets gradients from "
                 "several last passes; set overlap = False"
             )
+        if self._order is not None:
+            self._done.add(parameter)
+            return
         bucket.missing -= 1
         if bucket.missing == 0:
-            bucket.pending = self.comm.all_reduce(bucket.flat, tag="gradients")
+            self.hidden_bytes += bucket.send(self.comm, len(bucket.flat))
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
@@ -161,6 +226,8 @@ class ReplicatedModel:
         if self._fresh:
             for bucket in self._buckets:
                 bucket.attach()
+            self._done.clear()
+            self.hidden_bytes = self.after_bytes = 0
             self._fresh = False
         self._sync = last
         yield
@@ -170,11 +237,11 @@ class ReplicatedModel:
         self._sync = False
         self._fresh = True
         for bucket in self._buckets:
-            if bucket.pending is None:
-                bucket.pending = self.comm.all_reduce(bucket.flat, tag="gradients")
+            self.after_bytes += bucket.send(self.comm, len(bucket.flat))
         for bucket in self._buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
+            for piece in bucket.pending:
+                piece.wait()
+            bucket.pending.clear()
 
     def owned(self) -> dict[str, Tensor]:
         """All parameters."""

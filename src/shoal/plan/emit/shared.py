@@ -83,6 +83,12 @@ def refuses_train(plan: Plan, name: str, *, contexts: Sequence[str] = ()) -> lis
         found.append(f"parallel.context = {split.context.name}: use {others}")
     if job.optimizer.name != "adamw":
         found.append(f"optimizer = {job.optimizer.name}: use adamw")
+    if max(split.chunks) > 1:
+        found.append(f"parallel.expert_chunks = {split.chunks}: use 1")
+    if split.expert_dispatch != "flat":
+        found.append(f"parallel.expert_dispatch = {split.expert_dispatch}: use flat")
+    if split.slices:
+        found.append("parallel.gradient_slices: leave them out")
     if split.tp > 1 and split.vocab_split != "tp":
         found.append("parallel.vocab = none with tp > 1: use tp")
     return found

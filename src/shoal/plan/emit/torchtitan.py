@@ -87,8 +87,6 @@ class Torchtitan:
             found.append("parallel.ep with shard = replicated: use zero2 or zero3")
         if split.order != "pp-dp-cp-tp":
             found.append(f"parallel.order = {split.order}: use pp-dp-cp-tp")
-        if max(split.expert_chunks) > 1:
-            found.append(f"parallel.expert_chunks = {split.expert_chunks}: use 1")
         if split.overlap != "none":
             found.append(f"parallel.overlap = {split.overlap}: use none")
         if split.stages and split.schedule.name == "zbv":

@@ -7,7 +7,8 @@ to be used, and copies to be waited for.
 from __future__ import annotations
 
 from shoal.cost.arithmetic import expert_parameters, mixture_layers
-from shoal.cost.experts import Exchange, exchange_s
+from shoal.cost.expert_hops import Exchange
+from shoal.cost.experts import exchange_s
 from shoal.cost.ops import stage_share
 from shoal.cost.rates import data_link
 from shoal.cost.training import microbatch_of

@@ -30,6 +30,7 @@ from shoal.cost.layerwise import Layer, LayerPricer, Strategy, layers_of
 from shoal.cost.rates import Rates
 from shoal.cost.shapes import shape_of
 from shoal.ir import LayerGroup, Machine, ModelShape, Parallel, Plan, TrainJob, Work
+from shoal.plan.moe_auto import Chooser
 from shoal.plan.strategy.judge import FILL, describe, to_plan
 from shoal.plan.strategy.layer_search import Found, StageSearch
 from shoal.plan.strategy.search import Search
@@ -352,9 +353,10 @@ class Galvatron:
         profile: LayerProfile | None,
     ) -> list[Plan]:
         priced = []
+        chooser = Chooser(shape, machine)
         for option in options[: 2 * self.keep]:
             assert option.found.plan is not None
-            concrete = to_job(job, option.found.plan, option.precision)
+            concrete = chooser.planned(to_job(job, option.found.plan, option.precision))
             work = Work.model_construct(shape=shape, job=concrete)
             pricer = LayerPricer(concrete, machine, shape, profile)
             cost = estimate_layers(work, machine, pricer=pricer, layers=layers)

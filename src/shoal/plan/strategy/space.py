@@ -15,6 +15,7 @@ from shoal.core.parts import Choice, table
 from shoal.cost.rates import ranks_per_host
 from shoal.cost.shapes import shape_of
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob
+from shoal.plan.moe_auto import Chooser
 
 __all__ = [
     "candidates",
@@ -128,9 +129,9 @@ def sharding_choices(job: TrainJob, parallel: Parallel, machine: Machine) -> tup
     if parallel.dp == 1 or job.offload is not None or job.sync.name != "every_step":
         return (Choice(name="replicated"),)
     known = table("shard")
-    # Copies of experts that others own are made of whole ones; batching has ranks pass alone.
-    copied = parallel.folded and parallel.placer.name != "owners"
-    whole = needs_whole_matrices(job) or copied or job.batching is not None
+    # Copies of experts and slices of gradients are of whole ones; batching has ranks pass alone.
+    cut = parallel.folded and (parallel.placer.name != "owners" or bool(parallel.slices))
+    whole = needs_whole_matrices(job) or cut or job.batching is not None
     plain = tuple(
         Choice(name=name)
         for name in SHARDS
@@ -185,6 +186,7 @@ def candidates(
     fixed = job.model_fields_set
     precisions = (job.precision,) if "precision" in fixed else _precisions(machine)
     recomputes = (job.recompute,) if "recompute" in fixed else ("none", "full")
+    chooser = Chooser(shape, machine)
     for parallel in every:
         share = job.global_batch // parallel.dp
         if job.microbatch is not None and share % job.microbatch:
@@ -204,7 +206,7 @@ def candidates(
                     continue
                 for recompute in recomputes:
                     for precision in precisions:
-                        yield job.model_copy(
+                        one = job.model_copy(
                             update={
                                 "parallel": parallel,
                                 "shard": shard,
@@ -213,6 +215,7 @@ def candidates(
                                 "precision": precision,
                             }
                         )
+                        yield chooser.planned(one)
 
 
 def _goes(parallel: Parallel, shard: str, passes: int) -> bool:

@@ -1,0 +1,143 @@
+"""Whether experts can have the grid that a job gives them, and their tokens travel as it says.
+
+Torch-free, as :mod:`shoal.parallel.legal`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shoal.core.errors import PlanError, require
+from shoal.cost.training import microbatch_of
+from shoal.ir import ModelShape, TrainJob
+
+__all__ = ["check_experts", "divisors_text"]
+
+_MOST_LISTED = 12
+
+
+def divisors_text(number: int, *others: int) -> str:
+    """Divisors that all the numbers share, as text."""
+    shared = math.gcd(number, *others)
+    small = [n for n in range(1, math.isqrt(shared) + 1) if shared % n == 0]
+    found = sorted({*small, *(shared // n for n in small)})
+    shown = ", ".join(map(str, found[:_MOST_LISTED]))
+    return shown + (" ..." if len(found) > _MOST_LISTED else "")
+
+
+def check_experts(job: TrainJob, shape: ModelShape) -> None:
+    """Refuse a grid of experts that cannot run, and ways of their tokens.
+
+    Raises:
+        PlanError: names the option, and what would do.
+    """
+    p = job.parallel
+    require(
+        p.placer.name == "owners" or (p.ep > 1 and p.etp == 1 and max(p.chunks) == 1),
+        "parallel.placer",
+        p.placer.name,
+        expected="owners, or ep above 1, etp = 1 and one chunk: whole experts are copied, from "
+        "rank to rank",
+        error=PlanError,
+    )
+    tokens = microbatch_of(job) * job.seq_len // p.cp // p.tp
+    require(
+        max(p.chunks) == 1 or (p.folded and max(p.chunks) <= tokens),
+        "parallel.expert_chunks",
+        p.expert_chunks,
+        expected=f"1 to {tokens}, the tokens of a rank, forward and backward"
+        if p.folded
+        else "1 without experts on a grid of their own; give parallel.ep",
+        error=PlanError,
+    )
+    require(
+        p.expert_dispatch == "flat" or p.ep > 1,
+        "parallel.expert_dispatch",
+        p.expert_dispatch,
+        expected="flat where no ranks share out experts; give parallel.ep",
+        error=PlanError,
+    )
+    _check_slices(job, shape)
+    if not p.folded:
+        return
+    experts = shape.num_experts
+    require(
+        experts > 0,
+        "parallel.ep, parallel.etp",
+        f"{p.ep}, {p.etp}",
+        expected=f"1: {shape.name} has no experts",
+        error=PlanError,
+    )
+    shared = {
+        "ep": (p.ep, experts, f"{experts} experts"),
+        "etp": (p.etp, shape.expert_hidden, f"the experts' width {shape.expert_hidden}"),
+    }
+    for axis, (ranks, number, what) in shared.items():
+        require(
+            number % ranks == 0,
+            f"parallel.{axis}",
+            ranks,
+            expected=f"a divisor of {what}: {divisors_text(number)}",
+            error=PlanError,
+        )
+    require(
+        p.tp == 1 or p.sp,
+        "parallel.sp",
+        p.sp,
+        expected="true with tp above 1 and experts on a grid of their own: every rank then has "
+        "tokens of its own to send",
+        error=PlanError,
+    )
+    require(
+        p.order.startswith("pp"),
+        "parallel.order",
+        p.order,
+        expected="pp first: both grids have the same stages",
+        error=PlanError,
+    )
+    # What is borrowed for a step must be whole, and so must gradients that are cut in slices.
+    divided = ("zero2", "zero3") if p.placer.name == "owners" and not p.slices else ()
+    shards = ("replicated", "zero1", *divided)
+    require(
+        job.shard.name in shards and job.offload is None,
+        "shard",
+        job.shard.name,
+        expected=f"{', '.join(shards)}, without offload, where experts have a grid of their own"
+        f"{'' if divided else ' and copies, or gradients in slices'}",
+        error=PlanError,
+    )
+    require(
+        not job.compile,
+        "compile",
+        job.compile,
+        expected="false where experts have a grid of their own: their tokens travel",
+        error=PlanError,
+    )
+
+
+def _check_slices(job: TrainJob, shape: ModelShape) -> None:
+    """Refuse slices of gradients that have no hole to travel in, or nothing to sum."""
+    p = job.parallel
+    if not p.slices:
+        return
+    blocks = len(p.slices)
+    rules: tuple[tuple[bool, str], ...] = (
+        (p.folded, "without experts on a grid of their own, whose tokens travel; give parallel.ep"),
+        (p.dp * p.cp > 1, "where dp * cp = 1: nobody has gradients to sum with"),
+        # Stages end their backward passes at different times.
+        (p.pp == 1, f"with pp = {p.pp}, whose stages are done at different times; use pp = 1"),
+        (p.schedule.name in ("1f1b", "gpipe"), f"with schedule {p.schedule.name}; use 1f1b"),
+        (p.placer.name == "owners", f"with placer {p.placer.name}; use owners"),
+        (
+            blocks in (1, shape.num_layers),
+            f"for {blocks} blocks; give a pair for each of {shape.num_layers}, or one for all",
+        ),
+    )
+    for legal, why in rules:
+        require(
+            legal,
+            "parallel.gradient_slices",
+            p.slices[0] if blocks == 1 else f"{blocks} pairs",
+            expected=f"nothing {why}",
+            error=PlanError,
+        )
