@@ -23,6 +23,7 @@ from shoal.ir import Device, Machine, MemoryTier
 from shoal.kernel.calls import Linear, LinearLowbit, MatmulPlanes, PagedAttention, Pointwise
 from shoal.kernel.dispatch import candidates, dispatch, kernels_of
 from shoal.kernel.formats import weight_format
+from shoal.kernel.grouped.call import GroupedLinear
 from shoal.kernel.kv import kv_format
 from shoal.kernel.planes.layout import pack
 from shoal.kernel.rnn.call import Recurrence
@@ -265,6 +266,7 @@ LARGE = (
     Pointwise("rms_norm", 10**9, 10**4, 10**4, "fp32"),
     Recurrence("lstm", 10**5, 10**5, 64, 64),
     Pack(canonical(named(10**15))),
+    GroupedLinear(10**6, 8, 10**5, 10**5, dtype="fp32"),
 )
 
 

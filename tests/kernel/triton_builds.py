@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from shoal.kernel.fused import triton_code as fused
 from shoal.kernel.fused import triton_training_code as training
+from shoal.kernel.grouped import triton_code as grouped
 from shoal.kernel.linear import triton_code as linear
 from shoal.kernel.lowbit import marlin_triton_kernel as marlin
 from shoal.kernel.paged import triton_code as paged
@@ -50,6 +51,12 @@ def main(*, small: bool) -> None:
             linear.product, f"{kind} {kind} *fp32 {kind} i32 i32 i32",
             HAS_BIAS=True, WIDEN=False, BLOCK_M=16, BLOCK_N=64, BLOCK_K=wide,
         )  # fmt: skip
+        tile = {"WIDEN": False, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": min(64, wide)}
+        three = f"{kind} {kind} {kind} *i32 i32 i32"
+        # As they lie, and for the gradient of rows, whose matrices are read the other way.
+        build(grouped.product, f"{three} i32 i32 1", **tile)
+        build(grouped.product, f"{three} i32 1 i32", **tile)
+        build(grouped.gradient, three, **tile)
         codes = f"{kind} *u8 *fp16 *fp32 i32 i32 i32 i32 1 i32"
         build(marlin.w4a16, codes, WIDEN=False, GROUP=max(32, wide), BLOCK_N=64)
     turned = "*bf16 *fp32 *fp32 *i64 *bf16 *bf16 i32 i32 i32 fp32"

@@ -76,6 +76,16 @@ def test_wanted_backends_are_taken_and_equal():
     assert torch.allclose(logits(slow), logits(plain), atol=1e-4)
 
 
+@torch.inference_mode()
+def test_the_experts_products_are_those_that_are_wanted():
+    plain = model("mixtral")
+    fast = accelerate(copy.deepcopy(plain), {"grouped_linear": "reference"})
+    assert fast.blocks[0].mlp.grouped == "reference"
+    assert torch.allclose(logits(fast), logits(plain), atol=1e-4)
+    with pytest.raises(KernelError, match=r"grouped_linear = 'loop': it gives a row other bits"):
+        accelerate(copy.deepcopy(plain), {"grouped_linear": "loop"}, exact=True)
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_gates_are_computed_with_their_products_where_one_kernel_does_both(family):
     if kernels_of("linear")["amx"].refuses(Linear(1, 8, 8)):

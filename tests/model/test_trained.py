@@ -92,3 +92,17 @@ def test_every_operator_gets_a_backend():
 def test_what_cannot_be_is_named(wanted, options, message):
     with pytest.raises(KernelError, match=message):
         choose(wanted, model("llama").config.shape(), "fp32", **options)
+
+
+def test_the_experts_products_are_those_that_are_wanted():
+    plain = model("mixtral")
+    found = gradients(copy.deepcopy(plain), "fp32")
+    slow = copy.deepcopy(plain)
+    train_with(slow, plain.config, {"grouped_linear": "reference"}, "fp32")
+    assert slow.blocks[0].mlp.grouped == "reference"
+    for name, right in gradients(slow, "fp32").items():
+        assert (found[name] - right).norm() < 1e-5 * right.norm().clamp(min=1e-3), name
+    taken = choose({"grouped_linear": "loop"}, plain.config.shape(), "fp32")
+    assert taken["grouped_linear"] == "loop"
+    with pytest.raises(KernelError, match=r"training takes kernels of rms_norm, rope, swiglu$"):
+        choose({"grouped_linear": "loop"}, model("llama").config.shape(), "fp32")

@@ -370,7 +370,8 @@ class TrainJob(Value):
         dropout: share of the outputs of attention and feed-forward that is dropped.
         compile: compile the model with ``torch.compile``.
         kernel: operator -> backend that must compute it, of rms_norm, rope and swiglu; dispatch
-            takes the fastest for others, and the plan keeps what it took.
+            takes the fastest for others, and the plan keeps what it took. Of a mixture also
+            grouped_linear, for which counts of tokens choose in every step if nothing is said.
         threads: threads of one rank; 0 shares the cores among the ranks of a host.
         seed: seed of everything random.
         finetune: how a trained model is fine-tuned; None trains all of its weights.

@@ -8,7 +8,7 @@ from torch import Tensor
 from shoal.core.errors import KernelError, require
 from shoal.kernel.calls import Dtype
 
-__all__ = ["constant", "dtype_of", "finite", "name_of"]
+__all__ = ["compute_dtype", "constant", "dtype_of", "finite", "name_of"]
 
 _DTYPES: dict[Dtype, torch.dtype] = {
     "fp64": torch.float64,
@@ -33,6 +33,14 @@ def name_of(dtype: torch.dtype) -> Dtype:
         if known == dtype:
             return name
     raise KernelError(f"dtype {dtype}: expected one of {', '.join(map(str, _DTYPES.values()))}")
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a matrix is multiplied with ``x``: its own, or that of autocast."""
+    kind = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
 
 
 def constant(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

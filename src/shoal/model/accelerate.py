@@ -14,6 +14,7 @@ from torch import nn
 from shoal.core.errors import KernelError
 from shoal.kernel.calls import Pointwise
 from shoal.kernel.dispatch import dispatch, operators
+from shoal.kernel.grouped.call import GroupedLinear
 from shoal.kernel.protocols import Ready
 from shoal.kernel.tensors import name_of
 from shoal.model.attention import Attention
@@ -83,10 +84,12 @@ def _dispatch(layers: nn.Module, pieces: _Pieces, gates: bool) -> None:
             else:
                 module.gate_up_proj = gated  # type: ignore[assignment]
                 module.kernel = _as_it_is
-        elif pieces.exact and isinstance(module, Experts):
-            # The library's sums depend on how many tokens visit an expert.
-            module.kernel = pieces.swiglu(2 * pieces.config.ffn_hidden)
-            module.use(lambda weight: pieces.linear(weight, None), release=pieces.pack)
+        elif isinstance(module, Experts):
+            module.grouped = pieces.grouped()
+            if pieces.exact:
+                # The library's sums depend on how many tokens visit an expert.
+                module.kernel = pieces.swiglu(2 * pieces.config.ffn_hidden)
+                module.use(lambda weight: pieces.linear(weight, None), release=pieces.pack)
         elif isinstance(module, Attention):
             module.kernel = pieces.rope(module)
         for name, child in list(module.named_children()):
@@ -146,6 +149,18 @@ class _Pieces:
         return DispatchedLinear(
             inner.weight, inner.bias, wanted=kernel.backend, exact=self.exact, gated=True
         )
+
+    def grouped(self) -> str | None:
+        """The backend that was asked for; without, counts decide in every step."""
+        wanted = self.wanted.get("grouped_linear")
+        if wanted is None:
+            return None
+        config = self.config
+        call = GroupedLinear(
+            config.num_experts, config.num_experts, config.ffn_hidden, config.hidden,
+            dtype=self._dtype, device=self._device,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return dispatch(call, wanted=wanted, exact=self.exact).backend
 
     def swiglu(self, width: int) -> Ready:
         return self._ready("swiglu", width, width // 2)

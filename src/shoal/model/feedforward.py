@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.core.errors import ModelError
 from shoal.core.parts import table
 from shoal.kernel.fused.torch_training import gate
+from shoal.kernel.grouped.product import multiply
 from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
 from shoal.model.desync import own, shared
@@ -83,6 +83,8 @@ class Experts(nn.Module):
     kernel: Ready | None = None  # see shoal.model.accelerate and shoal.model.trained
     # By parameter: who multiplies with each expert's part of it, where that is not the library.
     multiply: Mapping[nn.Parameter, Sequence[Callable[[Tensor], Tensor]]] = {}
+    # The kernel of grouped_linear that must be taken, where one is wanted.
+    grouped: str | None = None
     peers: Sequence[Comm] = ()
     copies = 1
     checked = False
@@ -215,21 +217,23 @@ class Experts(nn.Module):
         token_M = order_M // routed.experts.shape[1]
         if not len(token_M):
             return torch.zeros_like(x_ND)
-        gated = (self.kernel or gate)(self.product(x_ND[token_M], self.gate_up_proj, counts))
+        # Unlike an index, it goes back row by row, not number by number.
+        taken_MD = x_ND.index_select(0, token_M)
+        gated = (self.kernel or gate)(self.product(taken_MD, self.gate_up_proj, counts))
         rows = self.product(gated, self.down_proj, counts)
-        weighted = rows * routed.weights.reshape(-1, 1)[order_M].to(rows.dtype)
+        weight_M = routed.weights.reshape(-1).index_select(0, order_M)
+        weighted = rows * weight_M.to(rows.dtype).unsqueeze(1)
         return torch.zeros_like(x_ND).index_add(0, token_M, weighted.to(x_ND.dtype))
 
     def product(self, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
         """Each expert's matrix with its own rows, which lie behind each other; [M, O]."""
         every = self.multiply.get(weight_EOI) if isinstance(weight_EOI, nn.Parameter) else None
         if every is None:
-            # Unbound in one piece: the gradient of an index is a whole tensor of zeros but for it.
-            every = [partial(F.linear, weight=weight) for weight in weight_EOI.unbind(0)]
+            return multiply(rows_MI, weight_EOI, counts, backend=self.grouped)
         return torch.cat(
             [
-                multiply(rows)
-                for rows, multiply in zip(torch.split(rows_MI, counts), every, strict=True)
+                linear(rows)
+                for rows, linear in zip(torch.split(rows_MI, counts), every, strict=True)
                 if len(rows)
             ]
         )

@@ -59,5 +59,7 @@ def train_with(
             part.trained = ready("rms_norm", part.eps)
         elif isinstance(part, SwiGLU | Experts):
             part.kernel = gate
+            if isinstance(part, Experts):
+                part.grouped = taken.get("grouped_linear")
         elif isinstance(part, Attention):
             part.trained = ready("rope", part.num_heads, part.num_kv_heads, config.rms_norm_eps)

@@ -78,7 +78,7 @@ class _Experts(Experts):
 
     def product(self, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
         """Each expert's matrix with its own rows; the weight gradient can be put off."""
-        return grouped(rows_MI, weight_EOI, counts)
+        return grouped(rows_MI, weight_EOI, counts, self.grouped)
 
 
 class WholeBlock(Block):

@@ -15,7 +15,7 @@ Source: Shoeybi et al., Megatron-LM, 2019; Qi et al., Zero Bubble Pipeline Paral
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shoal.kernel.grouped.product import multiply
+from shoal.kernel.tensors import compute_dtype
 from shoal.parallel.operators import TAG, gathered, local_tokens, reduced, scattered
 from shoal.parallel.overlap.tile import gathered_product, reduced_product, scattered_product
 
@@ -36,7 +38,6 @@ __all__ = [
     "Linear",
     "RowLinear",
     "WeightGradients",
-    "compute_dtype",
     "grouped",
 ]
 
@@ -88,14 +89,6 @@ class WeightGradients:
             # one from the list, so that activations are freed on the way.
             parameter, gradient = waiting.pop()()
             torch.autograd.backward([parameter], [gradient])
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matrix is multiplied with ``x``."""
-    kind = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
 
 
 def _of_parameters(
@@ -360,58 +353,16 @@ class LateRowLinear(RowLinear):
         return landed
 
 
-class _Grouped(torch.autograd.Function):
-    """Each expert's matrix with its own rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
-        dtype = compute_dtype(rows_MI)
-        x = rows_MI.to(dtype)
-        cast = weight_EOI.to(dtype)
-        out = x.new_empty(len(x), weight_EOI.shape[1])
-        for e, part in _groups(counts):
-            torch.mm(x[part], cast[e].T, out=out[part])
-        ctx.save_for_backward(x, cast)
-        ctx.weight, ctx.counts = weight_EOI, counts
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, cast = ctx.saved_tensors
-        weight, counts = ctx.weight, ctx.counts
-        out: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            out = torch.empty_like(x)
-            for e, part in _groups(counts):
-                torch.mm(grad_MO[part], cast[e], out=out[part])
-        if not ctx.needs_input_grad[1]:
-            return out, None, None
-
-        def of_weight() -> Tensor:
-            total = torch.zeros_like(weight)
-            for e, part in _groups(counts):
-                total[e] = grad_MO[part].T @ x[part]
-            return total
-
-        store = WeightGradients.current(grad_MO.device)
-        if store is not None:
-            store.put_off(lambda: (weight, of_weight()))
-            return out, None, None
-        return out, of_weight(), None
+def _later(weight: Tensor, gradient: Callable[[], Tensor]) -> bool:
+    store = WeightGradients.current(weight.device)
+    if store is None:
+        return False
+    store.put_off(lambda: (weight, gradient()))
+    return True
 
 
-def _groups(counts: list[int]) -> list[tuple[int, slice]]:
-    """(expert, its rows) of the experts that have some."""
-    found, start = [], 0
-    for e, count in enumerate(counts):
-        if count:
-            found.append((e, slice(start, start + count)))
-        start += count
-    return found
-
-
-def grouped(rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
+def grouped(
+    rows_MI: Tensor, weight_EOI: Tensor, counts: Sequence[int], backend: str | None = None
+) -> Tensor:
     """Each expert's matrix with its own rows, which lie behind each other; [M, O]."""
-    out: Tensor = _Grouped.apply(rows_MI, weight_EOI, counts)  # type: ignore[no-untyped-call]
-    return out
+    return multiply(rows_MI, weight_EOI, counts, backend=backend, later=_later)

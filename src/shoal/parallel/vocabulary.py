@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.core.errors import DataError, require
+from shoal.kernel.tensors import compute_dtype
 from shoal.model.loss import IGNORE
-from shoal.parallel.linear import compute_dtype
 from shoal.parallel.operators import leave
 from shoal.parallel.slices import vocabulary_rows
 

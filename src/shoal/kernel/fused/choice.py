@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shoal.core.errors import KernelError, nearest
 from shoal.kernel.calls import Device, Dtype, Pointwise
 from shoal.kernel.dispatch import dispatch
+from shoal.kernel.grouped.call import GroupedLinear
 
 if TYPE_CHECKING:
     from shoal.ir import Machine
@@ -17,6 +18,9 @@ __all__ = ["OPERATORS", "call_of", "choose"]
 
 OPERATORS = ("rms_norm", "rope", "swiglu")
 """What lies between the products of a decoder."""
+
+# Of a mixture, the products of its experts; a rule chooses by counts where none is named.
+_EXPERTS = "grouped_linear"
 
 # These a compiler can look into.
 _PLAIN = ("torch", "reference")
@@ -58,11 +62,12 @@ def choose(
     Raises:
         KernelError: an operator or backend does not exist, or refuses.
     """
+    known = (*OPERATORS, _EXPERTS) if shape.num_experts else OPERATORS
     for op, backend in wanted.items():
-        if op not in OPERATORS:
-            hint = nearest(op, OPERATORS)
+        if op not in known:
+            hint = nearest(op, known)
             raise KernelError(
-                f"kernel.{op}: training takes kernels of {', '.join(OPERATORS)}"
+                f"kernel.{op}: training takes kernels of {', '.join(known)}"
                 + (f"; {hint}" if hint else "")
             )
         if compiled and backend not in _PLAIN:
@@ -75,4 +80,8 @@ def choose(
         asked = wanted.get(op, "torch" if compiled else None)
         call = call_of(op, shape, rows, dtype, device)
         found[op] = dispatch(call, wanted=asked, machine=machine).backend
+    if _EXPERTS in wanted:
+        of = GroupedLinear(rows, shape.num_experts, shape.expert_hidden, shape.hidden, dtype=dtype,
+                           device=device)  # fmt: skip
+        found[_EXPERTS] = dispatch(of, wanted=wanted[_EXPERTS], machine=machine).backend
     return found

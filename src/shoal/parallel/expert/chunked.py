@@ -19,18 +19,20 @@ Source: Pan et al., FSMoE, 2025, section 4; Hwang et al., Tutel, 2023 (one numbe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shoal.kernel.grouped.product import multiply, weight_gradient
+from shoal.kernel.tensors import compute_dtype
 from shoal.model.feedforward import gate
 from shoal.parallel.expert.exchange import TAG
 from shoal.parallel.expert.hierarchy import Hops
-from shoal.parallel.linear import WeightGradients, compute_dtype
+from shoal.parallel.linear import WeightGradients
 
 if TYPE_CHECKING:
     import numpy as np
@@ -202,23 +204,6 @@ def _travel(
     return [one.rows() for one in back]
 
 
-def _groups(counts: list[int]) -> list[tuple[int, slice]]:
-    found, start = [], 0
-    for expert, count in enumerate(counts):
-        if count:
-            found.append((expert, slice(start, start + count)))
-        start += count
-    return found
-
-
-def _product(rows_TI: Tensor, weight_XIO: Tensor, counts: list[int]) -> Tensor:
-    """Each expert's matrix with its own rows; [T, O]."""
-    out = rows_TI.new_empty(len(rows_TI), weight_XIO.shape[2])
-    for expert, mine in _groups(counts):
-        torch.mm(rows_TI[mine], weight_XIO[expert], out=out[mine])
-    return out
-
-
 class _Chunked(torch.autograd.Function):
     """Out and back in chunks; see the file's docstring."""
 
@@ -236,13 +221,13 @@ class _Chunked(torch.autograd.Function):
         total, width = int(counts.every.sum()), gate_up.shape[1]
         kept = rows_MD.new_empty(total, rows_MD.shape[1], dtype=dtype)
         gates = rows_MD.new_empty(total, width, dtype=dtype)
-        activate = layer.kernel or gate
+        activate, product = layer.kernel or gate, partial(multiply, backend=layer.grouped)
 
         def work(one: _Chunk, x: Tensor) -> Tensor:
             x = x.to(dtype)
-            up = _product(x, casts[0].transpose(1, 2), one.counts)
+            up = product(x, casts[0], one.counts)
             kept[one.here], gates[one.here] = x, up
-            return _product(activate(up), casts[1].transpose(1, 2), one.counts)
+            return product(activate(up), casts[1], one.counts)
 
         count = layer.chunks[0]
         cut = [_chunk(counts, i, count, layer.ranks.etp) for i in range(count)]
@@ -259,9 +244,10 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
         kept, gates, up_XFD, down_XDF = ctx.saved_tensors
         layer: DispatchedExperts = ctx.layer
-        activate = layer.kernel or gate
+        activate, product = layer.kernel or gate, partial(multiply, backend=layer.grouped)
+        of_weight = partial(weight_gradient, backend=layer.grouped)
         store = WeightGradients.current(grad_MD.device)
-        totals = tuple(torch.zeros_like(weight) for weight in ctx.weights)
+        totals: list[Tensor | None] = [None, None]
         # Of each chunk, what its weights' gradients are made of, once its rows are on their way.
         owed: list[tuple[list[int], tuple[tuple[Tensor, Tensor], ...]]] = []
 
@@ -270,10 +256,10 @@ class _Chunked(torch.autograd.Function):
             up = gates[one.here].requires_grad_(True)
             with torch.enable_grad():
                 gated = activate(up)
-            of_gated = _product(grad, down_XDF, one.counts)
+            of_gated = product(grad, down_XDF.transpose(1, 2), one.counts)
             (of_up,) = torch.autograd.grad(gated, up, of_gated)
             owed.append((one.counts, ((of_up, kept[one.here]), (grad, gated.detach()))))
-            return _product(of_up, up_XFD, one.counts).to(ctx.dtype)
+            return product(of_up, up_XFD.transpose(1, 2), one.counts).to(ctx.dtype)
 
         def pay() -> None:
             """Add the weights' gradients of the chunk before; later, if they are put off."""
@@ -283,41 +269,36 @@ class _Chunked(torch.autograd.Function):
                     if not ctx.needs_input_grad[1 + number]:
                         continue
                     if store is None:
-                        _add(totals[number], grad, x, counts)
+                        found, total = of_weight(grad, x, counts), totals[number]
+                        # In the parameter's type, which may be wider than that of the products.
+                        found = found.to(ctx.weights[number].dtype)
+                        totals[number] = found if total is None else total.add_(found)
                     else:
-                        store.put_off(_put_off(ctx.weights[number], grad, x, counts))
+                        store.put_off(
+                            partial(_owed, ctx.weights[number], of_weight, grad, x, counts)
+                        )
 
         count = layer.chunks[1]
         cut = [_chunk(ctx.counts, i, count, layer.ranks.etp) for i in range(count)]
         out = torch.empty_like(grad_MD, dtype=ctx.dtype)
-        hole = None if layer.holes is None else functools.partial(layer.holes, 0)
+        hole = None if layer.holes is None else partial(layer.holes, 0)
         found = _travel(grad_MD.contiguous(), cut, layer.ranks, work, hole)
         if layer.holes is not None:
             layer.holes(1)
         pay()
         for one, made in zip(cut, found, strict=True):
             out[one.own] = made
-        given = [
-            total if store is None and needed else None
-            for total, needed in zip(totals, ctx.needs_input_grad[1:3], strict=True)
-        ]
-        return out, *given, None, None
+        return out, *totals, None, None
 
 
-def _add(total: Tensor, grad_TO: Tensor, x_TI: Tensor, counts: list[int]) -> None:
-    for expert, mine in _groups(counts):
-        total[expert] += grad_TO[mine].T @ x_TI[mine]
-
-
-def _put_off(
-    weight: Tensor, grad_TO: Tensor, x_TI: Tensor, counts: list[int]
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    def gradient() -> tuple[Tensor, Tensor]:
-        total = torch.zeros_like(weight)
-        _add(total, grad_TO, x_TI, counts)
-        return weight, total
-
-    return gradient
+def _owed(
+    weight: Tensor,
+    gradient: Callable[[Tensor, Tensor, list[int]], Tensor],
+    grad_TO: Tensor,
+    x_TI: Tensor,
+    counts: list[int],
+) -> tuple[Tensor, Tensor]:
+    return weight, gradient(grad_TO, x_TI, counts)
 
 
 def chunked(

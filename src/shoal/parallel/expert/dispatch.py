@@ -64,13 +64,15 @@ def permute(
         many rows every expert has [E].
     """
     order_M, counts_E = by_expert(expert_NK, experts, keep_NK)
-    return x_ND[order_M // expert_NK.shape[1]], order_M, counts_E
+    # Unlike an index, it goes back row by row, not number by number.
+    return x_ND.index_select(0, order_M // expert_NK.shape[1]), order_M, counts_E
 
 
 def unpermute(rows_MD: Tensor, weight_NK: Tensor, order_M: Tensor) -> Tensor:
     """The weighted sum [N, D] of each token's rows, which lie in the order of :func:`permute`."""
     count, choices = weight_NK.shape
-    weighted = rows_MD * weight_NK.reshape(-1, 1)[order_M].to(rows_MD.dtype)
+    weight_M = weight_NK.reshape(-1).index_select(0, order_M)
+    weighted = rows_MD * weight_M.to(rows_MD.dtype).unsqueeze(1)
     out_ND = rows_MD.new_zeros(count, rows_MD.shape[-1])
     return out_ND.index_add(0, order_M // choices, weighted)
 
@@ -153,5 +155,5 @@ class DispatchedExperts(Experts):
 
     def _made(self, rows_MD: Tensor, counts: list[int]) -> Tensor:
         """What this rank's slices of its experts make of their rows, which lie by expert."""
-        gated = (self.kernel or gate)(grouped(rows_MD, self.gate_up_proj, counts))
-        return grouped(gated, self.down_proj, counts)
+        gates = grouped(rows_MD, self.gate_up_proj, counts, self.grouped)
+        return grouped((self.kernel or gate)(gates), self.down_proj, counts, self.grouped)

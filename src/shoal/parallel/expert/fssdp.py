@@ -110,8 +110,8 @@ class CopiedExperts(DispatchedExperts):
         order = _order(here_DE, rows_MD.device)
         counts = here_DE.sum(0)[list(copies.experts)].tolist()
         rows = here[order]
-        gated = (self.kernel or gate)(grouped(rows, weights[0], counts))
-        made = grouped(gated, weights[1], counts)
+        gates = grouped(rows, weights[0], counts, self.grouped)
+        made = grouped((self.kernel or gate)(gates), weights[1], counts, self.grouped)
         unsorted = torch.empty_like(made).index_copy(0, order, made)
         back = self._across(unsorted, received, sent, rows_RR.T)
         return torch.empty_like(back).index_copy(0, away, back)

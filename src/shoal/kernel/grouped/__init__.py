@@ -1,0 +1,1 @@
+"""grouped: each expert's matrix with its own rows, which lie by expert; forward and backward."""

@@ -1,0 +1,80 @@
+"""PyTorch's own grouped product: the loop over experts without Python, CUTLASS on a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.kernel.calls import BYTES
+from shoal.kernel.grouped.base import GroupedKernel
+from shoal.kernel.grouped.call import GroupedLinear
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["Library"]
+
+# It wants rows of matrices at addresses that are multiples of this.
+_BYTES = 16
+
+
+@part
+class Library(GroupedKernel):
+    """``torch.nn.functional.grouped_mm``, which older versions of PyTorch lack."""
+
+    backend: ClassVar[str] = "torch"
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
+    launch_s: ClassVar[float] = 6e-6
+
+    def product(self, rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> Tensor:
+        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
+        import torch.nn.functional as F
+
+        if not len(rows_MK):
+            return rows_MK.new_empty(0, weight_ENK.shape[1])
+        ends_E = _ends(tuple(counts), rows_MK.device)
+        turned_EKN = weight_ENK.transpose(1, 2)
+        if turned_EKN.is_contiguous():
+            turned_EKN = _aligned(turned_EKN)
+        else:
+            turned_EKN = _aligned(weight_ENK).transpose(1, 2)
+        return F.grouped_mm(_aligned(rows_MK), turned_EKN, offs=ends_E)
+
+    def gradient(self, grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int]) -> Tensor:
+        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
+        import torch.nn.functional as F
+
+        if not len(rows_MK):
+            return rows_MK.new_zeros(len(counts), grad_MN.shape[1], rows_MK.shape[1])
+        ends_E = _ends(tuple(counts), rows_MK.device)
+        return F.grouped_mm(_aligned(grad_MN).T, _aligned(rows_MK), offs=ends_E)
+
+    def _refuses(self, call: GroupedLinear) -> str | None:
+        import torch.nn.functional as F
+
+        if not hasattr(F, "grouped_mm"):
+            return "needs torch.nn.functional.grouped_mm, which this version of PyTorch lacks"
+        if call.device == "cuda" and call.dtype != "bf16":
+            return "takes bf16 alone on a GPU"
+        size = BYTES[call.dtype]
+        if call.n * size % _BYTES or call.k * size % _BYTES:
+            return f"takes rows of a multiple of {_BYTES} bytes"
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where the rows of each expert end; asked for six times a layer and step."""
+    import torch
+
+    with torch.inference_mode(False):
+        return torch.tensor(counts).cumsum(0).to(device, torch.int32)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x if x.data_ptr() % _BYTES == 0 else x.clone()

@@ -1,0 +1,133 @@
+"""One batched product over all experts, each with equally many rows; what is more, one by one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from shoal.core.errors import KernelError, require
+from shoal.core.parts import part
+from shoal.ir import Estimate, Machine
+from shoal.kernel.grouped.base import GroupedKernel
+from shoal.kernel.grouped.call import GroupedLinear
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["Padded"]
+
+
+@part
+class Padded(GroupedKernel):
+    """``torch.bmm``: pays where a product of its own costs more than the rows that are added.
+
+    oneDNN takes a small bf16 matrix some 15 us, whatever its size; one product of all of them has
+    that once. A few popular experts need not make all others as long as themselves: what they have
+    above the level is multiplied by itself. Nothing is copied where all have as many rows.
+
+    Args:
+        level: rows of every expert in the batched product; as many as the expert has that has
+            most, if 0.
+    """
+
+    backend: ClassVar[str] = "padded"
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    call_s: ClassVar[float] = 3e-5
+
+    level: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.level >= 0,
+            "kernel.grouped_linear.padded.level",
+            self.level,
+            expected="rows, or 0 for those of the expert that has most",
+            error=KernelError,
+        )
+
+    def product(self, rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> Tensor:
+        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
+        import torch
+
+        at = _places(tuple(counts), self.level, rows_MK.device)
+        rows_ElK, turned_EKN = at.level(rows_MK), weight_ENK.transpose(1, 2)
+        made = torch.bmm(rows_ElK, turned_EKN).view(-1, weight_ENK.shape[1])
+        if at.put is None:
+            return made
+        if at.taken is None:
+            return made.index_select(0, at.put)
+        out = made.new_empty(len(rows_MK), made.shape[1])
+        out.index_copy_(0, at.taken, made.index_select(0, at.put))
+        for expert, mine in at.over:
+            torch.mm(rows_MK[mine], turned_EKN[expert], out=out[mine])
+        return out
+
+    def gradient(self, grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int]) -> Tensor:
+        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
+        import torch
+
+        at = _places(tuple(counts), self.level, rows_MK.device)
+        total = torch.bmm(at.level(grad_MN).transpose(1, 2), at.level(rows_MK))
+        for expert, mine in at.over:
+            total[expert].addmm_(grad_MN[mine].T, rows_MK[mine])
+        return total
+
+    def estimate(self, call: GroupedLinear, machine: Machine) -> Estimate:
+        """Rows that are added cost as much as the others."""
+        whole = GroupedLinear(
+            call.padded, call.experts, call.n, call.k, dtype=call.dtype, device=call.device
+        )
+        return super().estimate(whole, machine).model_copy(update={"flops": call.flops})
+
+
+class _Places(NamedTuple):
+    """Where rows are in the batched product.
+
+    Args:
+        shape: experts, and rows of each.
+        taken: which rows are in it; all, if None.
+        put: where those are in it; where they were, if None.
+        over: experts that have more, and which rows those are.
+    """
+
+    shape: tuple[int, int]
+    taken: Tensor | None
+    put: Tensor | None
+    over: list[tuple[int, slice]]
+
+    def level(self, x_MI: Tensor) -> Tensor:
+        """[E, level, I], zero where an expert has fewer."""
+        experts, rows = self.shape
+        if self.put is not None:
+            some = x_MI if self.taken is None else x_MI.index_select(0, self.taken)
+            x_MI = x_MI.new_zeros(experts * rows, x_MI.shape[1]).index_copy_(0, self.put, some)
+        return x_MI.reshape(experts, rows, x_MI.shape[1])
+
+
+@functools.lru_cache(maxsize=64)
+def _places(counts: tuple[int, ...], level: int, device: torch.device) -> _Places:
+    """Asked for six times a layer and step."""
+    import torch
+
+    most = max(counts)
+    level = min(level or most, most)
+    shape = len(counts), level
+    if len(counts) * most == sum(counts) and level == most:
+        return _Places(shape, None, None, [])
+    with torch.inference_mode(False):
+        count_E = torch.tensor(counts)
+        start_E, held_E = count_E.cumsum(0) - count_E, count_E.clamp(max=level)
+        expert_H = torch.arange(len(counts)).repeat_interleave(held_E)
+        within_H = torch.arange(len(expert_H)) - (held_E.cumsum(0) - held_E)[expert_H]
+        put_H = (expert_H * level + within_H).to(device)
+        if level == most:
+            return _Places(shape, None, put_H, [])
+        taken_H = (start_E[expert_H] + within_H).to(device)
+    over = [
+        (expert, slice(start + level, start + count))
+        for expert, (start, count) in enumerate(zip(start_E.tolist(), counts, strict=True))
+        if count > level
+    ]
+    return _Places(shape, taken_H, put_H, over)

@@ -1,0 +1,156 @@
+"""The door of ``grouped_linear``: a product with gradients, by the kernel that its counts want.
+
+Shapes: M rows, which lie by expert, E experts, N outputs, K inputs.
+
+Source: Gale et al., MegaBlocks: Efficient Sparse Training with Mixture-of-Experts, 2022, which
+names the three products; Liu et al., MoE Parallel Folding, 2025, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shoal.core.errors import KernelError
+from shoal.kernel.calls import Device
+from shoal.kernel.grouped.choice import taken
+from shoal.kernel.tensors import compute_dtype, name_of
+
+if TYPE_CHECKING:
+    from shoal.kernel.grouped.base import GroupedKernel
+
+__all__ = ["Later", "multiply", "weight_gradient"]
+
+Later = Callable[[Tensor, Callable[[], Tensor]], bool]
+"""Given a parameter and what computes its gradient: whether it will be computed later."""
+
+
+def multiply(
+    rows_MK: Tensor,
+    weight_ENK: Tensor,
+    counts: Sequence[int],
+    *,
+    backend: str | None = None,
+    kernel: GroupedKernel | None = None,
+    later: Later | None = None,
+) -> Tensor:
+    """Each expert's matrix with its own rows [M, N]; differentiable once.
+
+    Args:
+        rows_MK: floating, by expert.
+        weight_ENK: of each expert, as ``nn.Linear`` has it; computed in the dtype of the rows, or
+            of autocast.
+        counts: rows of every expert; an expert may have none.
+        backend: the kernel that must be taken; a rule on counts chooses, if not given.
+        kernel: the same, at hand.
+        later: may put the gradient of the matrices off.
+
+    Raises:
+        KernelError: shapes or counts do not fit together, or the backend refuses.
+    """
+    _check(rows_MK, weight_ENK, counts)
+    if torch.compiler.is_compiling():
+        return _one_by_one(rows_MK, weight_ENK, counts)
+    dtype = compute_dtype(rows_MK)
+    if kernel is None:
+        _, n, k = weight_ENK.shape
+        kernel = taken(counts, n, k, name_of(dtype), _device(rows_MK), backend)
+    if not (torch.is_grad_enabled() and (rows_MK.requires_grad or weight_ENK.requires_grad)):
+        return kernel.product(rows_MK.to(dtype), weight_ENK.to(dtype), counts)
+    out: Tensor = _Grouped.apply(  # type: ignore[no-untyped-call]
+        rows_MK, weight_ENK, counts, kernel, dtype, later
+    )
+    return out
+
+
+@torch.no_grad()
+def weight_gradient(
+    grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int], *, backend: str | None = None
+) -> Tensor:
+    """Gradient [E, N, K] of the matrices, for who goes back by itself.
+
+    Args:
+        grad_MN: of the product.
+        rows_MK: that were multiplied, of the same dtype.
+        counts: rows of every expert.
+        backend: the kernel that must be taken.
+    """
+    n, k = grad_MN.shape[1], rows_MK.shape[1]
+    kernel = taken(counts, n, k, name_of(rows_MK.dtype), _device(rows_MK), backend)
+    return kernel.gradient(grad_MN.contiguous(), rows_MK, counts)
+
+
+def _device(x: Tensor) -> Device:
+    return "cuda" if x.is_cuda else "cpu"
+
+
+def _one_by_one(rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> Tensor:
+    """The same in operators that a compiler can look into; a kernel and its rule it cannot."""
+    if not len(rows_MK):
+        return rows_MK.new_empty(0, weight_ENK.shape[1])
+    # Unbound in one piece: the gradient of an index is a whole tensor of zeros but for it.
+    parts = zip(torch.split(rows_MK, list(counts)), weight_ENK.unbind(0), strict=True)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in parts if len(rows)])
+
+
+class _Grouped(torch.autograd.Function):
+    """Forward a product, back a product with the matrices transposed and a sum by expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_MK: Tensor,
+        weight_ENK: Tensor,
+        counts: Sequence[int],
+        kernel: GroupedKernel,
+        dtype: torch.dtype,
+        later: Later | None,
+    ) -> Tensor:
+        x, cast = rows_MK.to(dtype), weight_ENK.to(dtype)
+        ctx.save_for_backward(x, cast)
+        ctx.weight, ctx.counts, ctx.kernel, ctx.later = weight_ENK, counts, kernel, later
+        return kernel.product(x, cast, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
+        x, cast = ctx.saved_tensors
+        counts, kernel = ctx.counts, ctx.kernel
+        grad = grad_MN.contiguous()
+        out: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            out = kernel.product(grad, cast.transpose(1, 2), counts)
+
+        def of_weight() -> Tensor:
+            with torch.no_grad():  # it may be asked for later, outside of this pass
+                found: Tensor = kernel.gradient(grad, x, counts)
+            return found
+
+        if not ctx.needs_input_grad[1] or (
+            ctx.later is not None and ctx.later(ctx.weight, of_weight)
+        ):
+            return out, None, None, None, None, None
+        return out, of_weight(), None, None, None, None
+
+
+def _check(rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> None:
+    if weight_ENK.ndim != 3 or rows_MK.ndim != 2 or rows_MK.shape[1] != weight_ENK.shape[2]:
+        raise KernelError(
+            f"kernel.grouped_linear: rows {list(rows_MK.shape)} and matrices "
+            f"{list(weight_ENK.shape)}; expected [M, K] and [E, N, K]"
+        )
+    if len(counts) != len(weight_ENK):
+        raise KernelError(
+            f"kernel.grouped_linear counts: {len(counts)} of them for {len(weight_ENK)} experts; "
+            "give one for each, 0 where it has no rows"
+        )
+    if sum(counts) != len(rows_MK) or min(counts, default=0) < 0:
+        raise KernelError(
+            f"kernel.grouped_linear counts = {list(counts)}: their sum is {sum(counts)}, and "
+            f"there are {len(rows_MK)} rows; give the rows of each expert, none below 0"
+        )
