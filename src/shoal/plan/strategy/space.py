@@ -130,7 +130,7 @@ def sharding_choices(job: TrainJob, parallel: Parallel, machine: Machine) -> tup
         return (Choice(name="replicated"),)
     known = table("shard")
     # Copies of experts and slices of gradients are of whole ones; batching has ranks pass alone.
-    cut = parallel.folded and (parallel.placer.name != "owners" or bool(parallel.slices))
+    cut = parallel.folded and (parallel.placer.name != "owners" or bool(parallel.gradient_slices))
     whole = needs_whole_matrices(job) or cut or job.batching is not None
     plain = tuple(
         Choice(name=name)
