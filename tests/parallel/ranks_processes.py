@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,3 +34,13 @@ def go_wrong(comm: Any, *, how: str) -> None:
 def unreadable(comm: Any) -> object:
     """Returns what is no JSON."""
     return torch.ones(1)
+
+
+def sums(comm: Any, *, told: str) -> None:
+    """Sums without end; the first rank tells in a file that they have begun."""
+    x = torch.ones(2**16)
+    while True:
+        comm.all_reduce(x, tag="test").wait()
+        x.fill_(1.0)
+        if comm.rank == 0:
+            Path(told).touch()

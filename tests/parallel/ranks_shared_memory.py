@@ -209,9 +209,9 @@ def main() -> None:
 
         comm.shared.timeout_s = 0.3
         if RANK == 0:
-            comm.guard(comm.shared.barrier)
+            comm.guard("barrier", comm.shared.barrier)
             try:
-                comm.guard(comm.shared.barrier)  # rank 1 sleeps
+                comm.guard("barrier", comm.shared.barrier)  # rank 1 sleeps
             except RankError as late:
                 assert "did not come in 0.3 s" in str(late), late
             comm.shared.timeout_s = 60.0
@@ -234,7 +234,7 @@ def main() -> None:
                 assert "rank 1 has ended" in str(gone), gone
                 assert "waiting for rank" in str(gone), gone
         else:
-            comm.guard(comm.shared.barrier)
+            comm.guard("barrier", comm.shared.barrier)
             while RANK == 1 and not (out / "told").exists():
                 time.sleep(0.01)
         (out / f"done-{RANK}").touch()

@@ -201,8 +201,8 @@ def test_widths_and_models_that_do_not_go_are_refused():
         check_split(job({"dp": 3, "etp": 3}, global_batch=12), config(**MOE).shape())
     with pytest.raises(PlanError, match="has no experts"):
         check_split(job({"dp": 2, "ep": 2}), config().shape())
-    with pytest.raises(PlanError, match="replicated or zero1"):
-        check_split(job({"dp": 2, "ep": 2}, shard="zero3"), config(**MOE).shape())
+    with pytest.raises(PlanError, match="zero2, zero3, without"):
+        check_split(job({"dp": 2, "ep": 2}, shard="hybrid"), config(**MOE).shape())
 
 
 def test_a_router_that_gives_no_numbers_is_named():

@@ -148,7 +148,10 @@ def test_plans_of_other_batches_are_refused() -> None:
         ({"parallel": {"dp": 2, "tp": 2}}, "parallel"),
         ({"recompute": "stage"}, "recompute"),
         ({"sync": {"name": "local_sgd", "tau": 2}}, "sync"),
-        ({"batching": {"name": "bytescale", "offload": "auto"}}, "batching"),
+        (
+            {"batching": {"name": "bytescale", "offload": "auto"}, "recompute": "full"},
+            "recompute",
+        ),
         ({"batching": {"name": "bytescale", "capacity_tokens": 7}}, "16 tokens"),
         ({"batching": {"name": "flexsp", "capacity_tokens": 1}}, "16 ranks"),
     ],

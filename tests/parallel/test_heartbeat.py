@@ -14,11 +14,11 @@ def test_a_reader_sees_what_the_rank_wrote(tmp_path: Path) -> None:
     assert beat is not None
     assert (beat.rank, beat.step, beat.collective, beat.inside) == (3, 7, 1, True)
     heart.leave()
-    heart.enter()
+    heart.enter("all_reduce")
     heart.leave()
     beat = Heartbeat.read(path, 3)
     assert beat is not None
-    assert (beat.collective, beat.inside) == (2, False)
+    assert (beat.collective, beat.inside, beat.op) == (2, False, "all_reduce")
 
 
 def test_the_one_that_the_others_wait_for_is_blamed() -> None:

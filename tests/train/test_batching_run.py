@@ -35,3 +35,16 @@ def test_dealt_out_documents_give_the_same_run(make_plan: Make, tmp_path: Path) 
     assert any(e["shared_sequences"] for e in events), "some document needs two ranks"
     assert all(e["sequences"] >= e["shared_sequences"] and e["micro_steps"] for e in events)
     assert all(0 <= e["idle_share"] < 1 for e in events)
+
+
+def test_activations_of_long_documents_go_to_the_host(make_plan: Make, tmp_path: Path) -> None:
+    common = {"packing": "document", "shard": "zero1", "steps": 3, "parallel": {"dp": 2}}
+    batching = {"name": "bytescale", "capacity_tokens": 24, "offload": "auto"}
+    execute(make_plan(**common), tmp_path / "plain")
+    execute(make_plan(batching=batching, **common), tmp_path / "run")
+    ours, theirs = losses(tmp_path / "run"), losses(tmp_path / "plain")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[step] == pytest.approx(theirs[step], rel=1e-5) for step in ours)
+    events = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["kind"] == "step"]
+    assert sum(e["offloaded_bytes"] for e in events) > 0
+    assert all(e["kept_bytes"] > 0 for e in events)

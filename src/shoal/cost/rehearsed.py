@@ -59,9 +59,11 @@ def events(job: TrainJob, shape: ModelShape) -> dict[str, float]:
     if split.pp > 1:
         found["pp"] = float(passes * split.vpp)
     if split.dp > 1 and job.shard.name in ("zero2", "zero3"):
-        from shoal.cost.arithmetic import parameters
+        from shoal.cost.arithmetic import expert_parameters, parameters
 
-        local = parameters(shape) / split.tp / split.pp
+        experts = expert_parameters(shape) if split.folded else 0
+        local = (parameters(shape) - experts) / split.tp / split.pp
+        local += experts / (split.ep * split.etp * split.pp)
         found["zero3"] = (3.0 if job.shard.name == "zero3" else 2.0) * passes * 4.0 * local
     return found
 

@@ -49,6 +49,7 @@ class SequenceCost:
             reaches all ranks.
         latency_s: s of a message.
         host_s: s that the activations of a token take to the host; None where nobody knows.
+        kept_bytes: that the blocks keep of a token for the backward pass.
 
     Raises:
         ConfigError: a coefficient that is below 0 or no number.
@@ -65,15 +66,18 @@ class SequenceCost:
     links: tuple[tuple[int, float], ...] = ((1, math.inf),)
     latency_s: float = 0.0
     host_s: float | None = None
+    kept_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("quadratic_s", "linear_s", "fixed_s", "latency_s"):
+        for name in ("quadratic_s", "linear_s", "fixed_s", "latency_s", "host_s", "kept_bytes"):
             value = getattr(self, name)
             require(
-                math.isfinite(value) and value >= 0.0,
+                (name == "host_s" and value is None) or (math.isfinite(value) and value >= 0.0),
                 f"cost.{name}",
                 value,
-                expected="a number of seconds, at least 0",
+                expected="a number of "
+                + ("bytes" if name == "kept_bytes" else "seconds")
+                + ", at least 0",
                 hint="fit the cost again, with lengths that differ",
             )
 
@@ -115,6 +119,7 @@ class SequenceCost:
             links=tuple(links),
             latency_s=latency_s,
             host_s=None if host_bytes_per_s is None else kept / host_bytes_per_s,
+            kept_bytes=kept,
         )
 
     @classmethod
@@ -183,6 +188,8 @@ class SequenceCost:
         """Share of a sequence's activations that goes to the host while its layers compute."""
         if self.host_s is None:
             return 0.0
+        if self.host_s == 0.0:
+            return 1.0
         forward = float(self.compute_s(np.asarray(float(length)))) / degree / 3
         return min(1.0, forward / (self.host_s * length / degree))
 

@@ -245,11 +245,10 @@ class Pricer:
         own = self._update(work)
         experts, rest = held_parameters(shape, job.parallel)
         update = own.terms_s.get("optimizer", 0.0) * rates.sharing
-        moments = experts + rest
-        if "optimizer" in divides:
-            moments = rest / held_by + experts / job.parallel.edp
+        whole, mine = experts + rest, rest / held_by + experts / job.parallel.edp
+        moments = mine if "optimizer" in divides else whole
         update *= moments / parameters(shape)
-        local = (experts + rest) / (held_by if "gradients" in divides else 1)
+        local = mine if "gradients" in divides else whole
         # Zero the gradients, take their norm, scale them.
         stream = self._curves[job.precision, rates.used, rates.sharing][1]
         update += 16.0 * local / stream(4.0 * local)

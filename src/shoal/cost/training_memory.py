@@ -89,23 +89,29 @@ def memory_of(
     dp = sharers(job)
     experts, rest = held_parameters(shape, job.parallel)
     local = experts + rest
-    block = local / max(1.0, stage_share(shape, pp) * shape.num_layers)
+    blocks = max(1.0, stage_share(shape, pp) * shape.num_layers)
+    block = local / blocks
+    # Experts are divided over ranks of their own, and whole where there is one of these.
+    edp = job.parallel.edp
+    mine = rest / dp + experts / edp
+    whole = experts if edp == 1 else 0.0
+    passing = (local - whole) / blocks
     weights = 4.0 * local
     if "weights" in divides:
         # Two blocks are whole at a time: the one at work and the next.
-        weights = weights / dp + 2 * 4.0 * block
+        weights = 4.0 * mine + 2 * 4.0 * passing
     if levels is not None:
         weights = levels(local, block)["weights"]
     if job.precision == "bf16":
-        weights += 2.0 * (2 * block if "weights" in divides else local)
+        weights += 2.0 * (2 * passing + whole if "weights" in divides else local)
     gradients = 4.0 * local
     if "gradients" in divides:
-        gradients = gradients / dp + 4.0 * block
+        gradients = 4.0 * mine + 4.0 * passing
     if levels is not None:
         gradients = levels(local, block)["gradients"]
     moments = local
     if "optimizer" in divides:
-        moments = rest / dp + experts / job.parallel.edp
+        moments = mine
     layers = math.ceil(stage_share(shape, pp) * shape.num_layers)
     kept = activation_bytes(
         shape,

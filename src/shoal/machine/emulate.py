@@ -159,6 +159,26 @@ class Network:
         Raises:
             MachineError: no such host, or it cannot be done.
         """
+        name, interface = self._port(host)
+        if sends:
+            name, interface = self.names[host], INTERFACE
+        _shape(name, interface, bandwidth, verb="replace")
+
+    def plug(self, host: int, *, into: bool) -> None:
+        """Pull the cable of a host, or plug it in again; those who use it are told nothing.
+
+        Args:
+            host: number of the host.
+            into: it is plugged in.
+
+        Raises:
+            MachineError: no such host, or it cannot be done.
+        """
+        switch, port = self._port(host)
+        _ip("-n", switch, "link", "set", port, "up" if into else "down")
+
+    def _port(self, host: int) -> tuple[str, str]:
+        """Switch and interface there at which a host hangs."""
         require(
             0 <= host < len(self.names),
             "host",
@@ -166,10 +186,7 @@ class Network:
             expected=f"0 to {len(self.names) - 1}",
             error=MachineError,
         )
-        name, interface = self.names[host], INTERFACE
-        if not sends:
-            name, interface = f"{name.rpartition('-')[0]}-switch", f"port{host}"
-        _shape(name, interface, bandwidth, verb="replace")
+        return f"{self.names[host].rpartition('-')[0]}-switch", f"port{host}"
 
     def run(
         self, commands: Sequence[Sequence[str]], *, timeout_s: float = 60.0

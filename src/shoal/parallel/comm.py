@@ -52,17 +52,20 @@ class _Guarded:
 
     Args:
         comm: whose heartbeat is kept.
+        op: what is under way, by name.
         work: what is under way.
         then: done once it has ended.
     """
 
-    def __init__(self, comm: TorchComm, work: Any, then: Callable[[], None] | None = None) -> None:
-        self._comm = comm
+    def __init__(
+        self, comm: TorchComm, op: str, work: Any, then: Callable[[], None] | None = None
+    ) -> None:
+        self._comm, self._op = comm, op
         self._work = work
         self._then = then
 
     def wait(self) -> None:
-        self._comm.guard(self._work.wait)
+        self._comm.guard(self._op, self._work.wait)
         if self._then is not None:
             self._then()
             self._then = None
@@ -71,11 +74,11 @@ class _Guarded:
 class _Beside:
     """What is under way in memory of the communicator's own; see :meth:`TorchComm._beside`."""
 
-    def __init__(self, comm: TorchComm, call: Callable[[], None]) -> None:
-        self._comm, self._call = comm, call
+    def __init__(self, comm: TorchComm, op: str, call: Callable[[], None]) -> None:
+        self._comm, self._op, self._call = comm, op, call
 
     def wait(self) -> None:
-        self._comm._beside(self._call)
+        self._comm._beside(self._op, self._call)
 
 
 class TorchComm:
@@ -208,13 +211,15 @@ class TorchComm:
         shared = self._shared() if op == "sum" and x.is_contiguous() else None
         if shared is not None:
             with _undisturbed():
-                posted = self._start(lambda: shared.post(x))
+                posted = self._start("all_reduce", lambda: shared.post(x))
             if posted is not None:
-                return _Beside(self, posted.wait)
-            self._beside(lambda: shared.all_reduce(x))
+                return _Beside(self, "all_reduce", posted.wait)
+            self._beside("all_reduce", lambda: shared.all_reduce(x))
             return _Done()
         how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        return self._issue(lambda: dist.all_reduce(x, how, group=self.group, async_op=True))
+        return self._issue(
+            "all_reduce", lambda: dist.all_reduce(x, how, group=self.group, async_op=True)
+        )
 
     def broadcast(self, x: Tensor, root: int, *, tag: str) -> Pending:
         """Start copying ``x`` from rank ``root``, in place."""
@@ -227,10 +232,12 @@ class TorchComm:
         self.wire.ring("broadcast", ring_gather_bytes(x.nbytes, self.world), tag)
         shared = self._shared() if x.is_contiguous() else None
         if shared is not None:
-            self._beside(lambda: shared.broadcast(x, root))
+            self._beside("broadcast", lambda: shared.broadcast(x, root))
             return _Done()
         source = self.ranks[root]
-        return self._issue(lambda: dist.broadcast(x, source, group=self.group, async_op=True))
+        return self._issue(
+            "broadcast", lambda: dist.broadcast(x, source, group=self.group, async_op=True)
+        )
 
     def reduce(self, x: Tensor, root: int, *, tag: str) -> Pending:
         """Start summing ``x`` over all ranks into rank ``root``; elsewhere it is spoilt."""
@@ -242,7 +249,9 @@ class TorchComm:
         x = x.detach()
         self.wire.ring("reduce", ring_gather_bytes(x.nbytes, self.world), tag)
         target = self.ranks[root]
-        return self._issue(lambda: dist.reduce(x, target, group=self.group, async_op=True))
+        return self._issue(
+            "reduce", lambda: dist.reduce(x, target, group=self.group, async_op=True)
+        )
 
     def all_gather(self, out: Tensor, x: Tensor, *, tag: str) -> Pending:
         """``out`` [world * n, ...] becomes every rank's ``x`` [n, ...], in rank order."""
@@ -256,10 +265,11 @@ class TorchComm:
         self.wire.ring("all_gather", ring_gather_bytes(out.nbytes, self.world), tag)
         shared = self._shared()
         if shared is not None:
-            self._beside(lambda: shared.all_gather(out, x))
+            self._beside("all_gather", lambda: shared.all_gather(out, x))
             return _Done()
         return self._issue(
-            lambda: dist.all_gather_into_tensor(out, x, group=self.group, async_op=True)
+            "all_gather",
+            lambda: dist.all_gather_into_tensor(out, x, group=self.group, async_op=True),
         )
 
     def reduce_scatter(self, out: Tensor, x: Tensor, *, tag: str) -> Pending:
@@ -274,10 +284,11 @@ class TorchComm:
         self.wire.ring("reduce_scatter", ring_gather_bytes(x.nbytes, self.world), tag)
         shared = self._shared()
         if shared is not None:
-            self._beside(lambda: shared.reduce_scatter(out, x))
+            self._beside("reduce_scatter", lambda: shared.reduce_scatter(out, x))
             return _Done()
         return self._issue(
-            lambda: dist.reduce_scatter_tensor(out, x, group=self.group, async_op=True)
+            "reduce_scatter",
+            lambda: dist.reduce_scatter_tensor(out, x, group=self.group, async_op=True),
         )
 
     def all_to_all(self, outs: Sequence[Tensor], xs: Sequence[Tensor], *, tag: str) -> Pending:
@@ -303,6 +314,7 @@ class TorchComm:
                 start += out.numel()
 
         work = self._start(
+            "all_to_all",
             lambda: dist.all_to_all_single(
                 received,
                 packed,
@@ -310,9 +322,9 @@ class TorchComm:
                 [x.numel() for x in xs],
                 group=self.group,
                 async_op=True,
-            )
+            ),
         )
-        return _Guarded(self, work, unpack)
+        return _Guarded(self, "all_to_all", work, unpack)
 
     def send(self, x: Tensor, target: int, *, tag: str) -> Pending:
         """Send ``x`` to rank ``target``."""
@@ -323,8 +335,8 @@ class TorchComm:
         x, peer, number = x.detach(), self.ranks[target], self._number(tag)
         if (boxes := self.mailboxes) is not None:
             start = functools.partial(dist.isend, x, peer, group=self.group, tag=number)
-            return self._issue(lambda: boxes.send(x, peer, _stream(self._path, tag), start))
-        return self._issue(lambda: dist.isend(x, peer, group=self.group, tag=number))
+            return self._issue("send", lambda: boxes.send(x, peer, _stream(self._path, tag), start))
+        return self._issue("send", lambda: dist.isend(x, peer, group=self.group, tag=number))
 
     def receive(self, out: Tensor, source: int, *, tag: str) -> Pending:
         """Receive into ``out`` what rank ``source`` sends with this tag."""
@@ -334,8 +346,10 @@ class TorchComm:
         out, peer, number = out.detach(), self.ranks[source], self._number(tag)
         if (boxes := self.mailboxes) is not None:
             start = functools.partial(dist.irecv, out, peer, group=self.group, tag=number)
-            return self._issue(lambda: boxes.receive(out, peer, _stream(self._path, tag), start))
-        return self._issue(lambda: dist.irecv(out, peer, group=self.group, tag=number))
+            return self._issue(
+                "receive", lambda: boxes.receive(out, peer, _stream(self._path, tag), start)
+            )
+        return self._issue("receive", lambda: dist.irecv(out, peer, group=self.group, tag=number))
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
@@ -345,9 +359,9 @@ class TorchComm:
 
         # Over the network's own road even where memory is shared: a rank that goes on to
         # close its connections must know that nobody uses them any more.
-        self.guard(lambda: dist.barrier(group=self.group))
+        self.guard("barrier", lambda: dist.barrier(group=self.group))
 
-    def guard(self, call: Callable[[], _T]) -> _T:
+    def guard(self, op: str, call: Callable[[], _T]) -> _T:
         """Run a blocking collective call, heartbeat around it, and name who failed it.
 
         Raises:
@@ -356,19 +370,19 @@ class TorchComm:
         if self.beat is not None:
             # Ranks of different stages make different numbers of calls in their groups;
             # only those that all ranks make tell who is behind.
-            self.beat.enter(counted=self._parent is None)
-        result = self._start(call)
+            self.beat.enter(op, counted=self._parent is None)
+        result = self._start(op, call)
         if self.beat is not None:
             self.beat.leave()
         return result
 
-    def _beside(self, call: Callable[[], None]) -> None:
+    def _beside(self, op: str, call: Callable[[], None]) -> None:
         """The same, in memory of the communicator's own.
 
         It belongs to no device, so whoever counts what operators use of one does not see it.
         """
         with _undisturbed():
-            self.guard(call)
+            self.guard(op, call)
 
     def close(self) -> None:
         """Leave the group of all ranks, and with it every other one."""
@@ -388,7 +402,7 @@ class TorchComm:
             row = torch.full((dist.get_world_size(),), -1, device=self.device)
             row[: len(own)] = torch.tensor(own)
             rows = row.new_empty(len(row) ** 2)
-            self.guard(lambda: dist.all_gather_into_tensor(rows, row))
+            self.guard("all_gather", lambda: dist.all_gather_into_tensor(rows, row))
             listed = rows.view(len(row), -1).tolist()
             groups = sorted({tuple(rank for rank in one if rank >= 0) for one in listed})
         found: ProcessGroup | None = None
@@ -396,7 +410,9 @@ class TorchComm:
         for group in groups:
             if len(group) > 1:
                 ranks = list(group)
-                made = self.guard(lambda ranks=ranks: dist.new_group(ranks, timeout=limit))  # type: ignore[misc]
+                made = self.guard(
+                    "new_group", functools.partial(dist.new_group, ranks, timeout=limit)
+                )
                 found = made if group == own else found
         return found
 
@@ -406,22 +422,22 @@ class TorchComm:
             self._joins = False
             wait_s = self.timeout_s + 30
             self.shared = self._start(
-                lambda: SharedMemory.join(self.rank, self.world, wait_s, self.group)
+                "join", lambda: SharedMemory.join(self.rank, self.world, wait_s, self.group)
             )
         return self.shared
 
-    def _issue(self, call: Callable[[], Any]) -> Pending:
-        return _Guarded(self, self._start(call))
+    def _issue(self, op: str, call: Callable[[], Any]) -> Pending:
+        return _Guarded(self, op, self._start(op, call))
 
     def _number(self, tag: str) -> int:
         return zlib.crc32(tag.encode()) & 0x7FFFFFFF if self.device == "cpu" else 0
 
-    def _start(self, call: Callable[[], _T]) -> _T:
+    def _start(self, op: str, call: Callable[[], _T]) -> _T:
         try:
             return call()
         except RuntimeError as cause:
             raise RankError(
-                f"rank {self.ranks[self.rank]}: a collective failed{self._suspect()}: "
+                f"rank {self.ranks[self.rank]}: {op} failed{self._suspect()}: "
                 f"{str(cause).splitlines()[0]}; the run can be resumed from its last checkpoint"
             ) from cause
 
@@ -435,7 +451,8 @@ class TorchComm:
         ]
         present = [beat for beat in found if beat is not None]
         if not present:
-            return ""
+            # Ranks of another host keep their hearts there.
+            return f" waiting for rank {self.ranks[1 - self.rank]}" if self.world == 2 else ""
         worst = blame(present)
         return f" waiting for rank {worst.rank} (step {worst.step}, silent {worst.age_s:.0f} s)"
 

@@ -32,6 +32,7 @@ from shoal.model.routing import StepRouting
 from shoal.model.trained import train_with
 from shoal.parallel.expert.balance import Routers
 from shoal.parallel.expert.gradients import slice_gradients
+from shoal.parallel.hdp.offload import host_share
 from shoal.parallel.hdp.runtime import HybridRuntime
 from shoal.parallel.pipeline import Boundary, Runtime
 from shoal.parallel.protocols import Held, MicroBatch
@@ -252,14 +253,17 @@ class Engine:
         )
         self.hybrid: HybridRuntime | None = None
         if job.batching is not None:
+            cost = cost or SequenceCost.of(self.config.shape(), 1e12, [(world.world, 1e10)])
+            assigner = table("assigner").build(job.batching)
             self.hybrid = HybridRuntime(
-                table("assigner").build(job.batching),
-                cost or SequenceCost.of(self.config.shape(), 1e12, [(world.world, 1e10)]),
+                assigner,
+                cost,
                 world,
                 stages[0],
                 around=lambda last: self.sharded.accumulate(last=last),
                 autocast=self.autocast,
                 recompute=job.recompute == "full" and not job.layers,
+                host=host_share(assigner, cost, self.local, job.seq_len, world.world, self.device),
             )
 
     def _build(self, weights: Weights, dropout: Dropout | None) -> Mapping[int, Any]:

@@ -17,7 +17,8 @@ from shoal.core.files import write_atomic
 
 __all__ = ["Beat", "Heartbeat", "blame"]
 
-_LAYOUT = struct.Struct("<qqqq")  # step, collective, inside, nanoseconds
+# Step, collective, inside, nanoseconds, and the name of the collective.
+_LAYOUT = struct.Struct("<qqqq16s")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Beat:
         collective: how many collectives it has entered.
         inside: it has entered that one and not left it.
         age_s: seconds since it last wrote.
+        op: name of that collective.
     """
 
     rank: int
@@ -37,6 +39,7 @@ class Beat:
     collective: int
     inside: bool
     age_s: float
+    op: str = ""
 
 
 class Heartbeat:
@@ -50,11 +53,12 @@ class Heartbeat:
     def __init__(self, path: Path, rank: int) -> None:
         self.path = path
         self.rank = rank
-        write_atomic(path, _LAYOUT.pack(-1, 0, 0, time.time_ns()))
+        write_atomic(path, _LAYOUT.pack(-1, 0, 0, time.time_ns(), b""))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
         self._step = -1
         self._collective = 0
+        self._op = b""
 
     def step(self, step: int) -> None:
         """The rank works on ``step`` now."""
@@ -65,8 +69,9 @@ class Heartbeat:
         """The rank makes progress in something long that is no step."""
         self._write(inside=False)
 
-    def enter(self, *, counted: bool = True) -> None:
-        """The rank enters its next collective; ``counted`` if all ranks of the job do."""
+    def enter(self, op: str = "", *, counted: bool = True) -> None:
+        """The rank enters its next collective, ``op``; ``counted`` if all ranks of the job do."""
+        self._op = op.encode()
         self._collective += counted
         self._write(inside=True)
 
@@ -75,7 +80,8 @@ class Heartbeat:
         self._write(inside=False)
 
     def _write(self, *, inside: bool) -> None:
-        _LAYOUT.pack_into(self._map, 0, self._step, self._collective, inside, time.time_ns())
+        now = time.time_ns()
+        _LAYOUT.pack_into(self._map, 0, self._step, self._collective, inside, now, self._op)
 
     @staticmethod
     def read(path: Path, rank: int) -> Beat | None:
@@ -86,9 +92,9 @@ class Heartbeat:
             return None
         if len(raw) < _LAYOUT.size:
             return None
-        step, collective, inside, stamp = _LAYOUT.unpack_from(raw)
+        step, collective, inside, stamp, op = _LAYOUT.unpack_from(raw)
         age = max(0.0, (time.time_ns() - stamp) / 1e9)
-        return Beat(rank, step, collective, bool(inside), age)
+        return Beat(rank, step, collective, bool(inside), age, op.rstrip(b"\0").decode())
 
 
 def blame(beats: list[Beat]) -> Beat:

@@ -95,11 +95,15 @@ def check_experts(job: TrainJob, shape: ModelShape) -> None:
         expected="pp first: both grids have the same stages",
         error=PlanError,
     )
+    # What is borrowed for a step must be whole, and so must gradients that are cut in slices.
+    divided = ("zero2", "zero3") if p.placer.name == "owners" and not p.slices else ()
+    shards = ("replicated", "zero1", *divided)
     require(
-        job.shard.name in ("replicated", "zero1") and job.offload is None,
+        job.shard.name in shards and job.offload is None,
         "shard",
         job.shard.name,
-        expected="replicated or zero1, without offload, where experts have a grid of their own",
+        expected=f"{', '.join(shards)}, without offload, where experts have a grid of their own"
+        f"{'' if divided else ' and copies, or gradients in slices'}",
         error=PlanError,
     )
     require(

@@ -31,6 +31,7 @@ from shoal.core import errors
 from shoal.core.errors import ConfigError, RankError, ShoalError, require
 from shoal.core.files import write_json
 from shoal.parallel.heartbeat import Heartbeat, blame
+from shoal.parallel.silent import said, silent_links
 
 __all__ = ["Start", "end_with_parent", "run_processes"]
 
@@ -270,6 +271,11 @@ class _Processes:
         time.sleep(_GRACE_S / 4)
         beats = [Heartbeat.read(self.folder / f"rank-{rank}.beat", rank) for rank in running]
         present = [beat for beat in beats if beat is not None]
+        silent = silent_links({rank: self.processes[rank].pid for rank in running})
+        if silent and present:
+            where = f"{blame(present).op or 'a collective'} in {self.target}"
+            age_s = min(beat.age_s for beat in present)
+            raise RankError(f"{said(silent, age_s, where)}; all ranks were ended")
         rank = blame(present).rank if present else running[0]
         stack = _read(self.folder / f"stack-{rank}").rpartition("Current thread")[2]
         lines = [line for line in stack.splitlines() if line.startswith("  File")][:8]

@@ -323,9 +323,13 @@ def _size(world: int) -> int:
 
 
 def _namespace() -> str:
-    """Which process numbers are ours: ranks of another container cannot be watched."""
+    """Which processes and which network are ours.
+
+    Ranks of another container cannot be watched, and those with a network of their own, such as
+    emulated hosts, are to be reached over it.
+    """
     try:
-        return str(Path("/proc/self/ns/pid").readlink())
+        return " ".join(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "net"))
     except OSError:
         return ""
 

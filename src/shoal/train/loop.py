@@ -344,6 +344,8 @@ class Trainer:
             self.engine.saved.close()
         if self.engine.offloaded is not None:
             self.engine.offloaded.close()
+        if self.engine.hybrid is not None:
+            self.engine.hybrid.close()
 
     def _ahead(self, step: int) -> Rows:
         """The rows of a step; on the first rank with the plan that all of them will go by."""

@@ -3,7 +3,8 @@
 A rank that dies is named with its signal, step and collective. A rank that makes no
 progress for ``timeout_s`` is found by the heartbeats: it is behind in collectives, or
 outside of one while the others wait; every rank is asked for its stacks before all
-are ended.
+are ended. Where the link between two ranks carries nothing any more, no rank is to blame,
+and the pair is named.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.checkpoint.store import Store
 from shoal.core import errors
-from shoal.core.errors import RankError, ShoalError
+from shoal.core.errors import CheckpointError, RankError, ShoalError
+from shoal.ir import Plan
 from shoal.parallel.heartbeat import Beat, Heartbeat, blame
+from shoal.parallel.silent import said, silent_links
 from shoal.train.layout import RunDir
 
 if TYPE_CHECKING:
@@ -246,8 +250,18 @@ class Supervisor:
             f"rank {rank} of {self.ranks} (pid {self.processes[rank].pid}, host "
             f"{socket.gethostname()}) {how}{where}; its output is in {self.directory.log(rank)}"
             + (f"; its stack:\n{stack}\n" if stack else "; ")
-            + "continue with --resume"
+            + self._onward()
         )
+
+    def _onward(self) -> str:
+        """Where the run begins when it is continued."""
+        job = Plan.load(self.directory.plan).job
+        steps: set[int] = set()
+        for place in self.directory.levels_of(job):
+            with contextlib.suppress(OSError, CheckpointError):  # a place that is away has none
+                steps.update(Store(place).steps())
+        last = f"last checkpoint: step {max(steps)}" if steps else "there is no checkpoint yet"
+        return f"{last}; continue with --resume"
 
     def _explain_hang(self, beats: list[Beat]) -> None:
         self._signal(signal.SIGUSR1)
@@ -259,6 +273,13 @@ class Supervisor:
             )
         worst = blame(beats)
         self.lost = worst.rank
+        silent = silent_links({beat.rank: self.processes[beat.rank].pid for beat in beats})
+        if silent:
+            where = f"{worst.op or 'a collective'} of step {worst.step}"
+            raise RankError(
+                f"{said(silent, min(beat.age_s for beat in beats), where)}; all ranks were ended; "
+                + self._onward()
+            )
         process = self.processes[worst.rank]
         stack = _tail(self.directory.stack(worst.rank), 30)
         if not stack:
@@ -267,7 +288,7 @@ class Supervisor:
             f"rank {worst.rank} of {self.ranks} (pid {process.pid}, host {socket.gethostname()}) "
             f"hangs in step {worst.step}, {'inside' if worst.inside else 'before'} collective "
             f"{worst.collective + (0 if worst.inside else 1)}, silent for {worst.age_s:.0f} s; "
-            f"its stack:\n{stack}\nall ranks were ended; continue with --resume"
+            f"its stack:\n{stack}\nall ranks were ended; {self._onward()}"
         )
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
     from shoal.ir import Plan, TrainJob
     from shoal.parallel.comm import TorchComm
+    from shoal.parallel.hdp.offload import HostShare
     from shoal.train.loop import StepResult, Trainer
     from shoal.train.replan import Replanner
     from shoal.train.saving import Saves
@@ -382,7 +383,15 @@ def _dealt(trainer: Trainer) -> dict[str, float]:
         "shared_sequences": sum(len(s.sequences) for s in plan.steps if len(s.ranks) > 1),
         "micro_steps": len(plan.steps),
         "idle_share": predict(plan, hybrid.cost).idle_share,
+        **_at_host(hybrid.host),
     }
+
+
+def _at_host(host: HostShare | None) -> dict[str, float]:
+    """What a step event says of activations that went to the host."""
+    if host is None:
+        return {}
+    return {"kept_bytes": host.kept_bytes, "offloaded_bytes": host.sent_bytes}
 
 
 def _replanner(rank: _Rank) -> Replanner | None:

@@ -13,7 +13,7 @@ Source: Ge et al., ByteScale, 2025, section 4; Wang et al., FlexSP, 2024.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal.cost.sequences import Exchange, SequenceCost
 from shoal.parallel.hdp.attention import mix_of
+from shoal.parallel.hdp.offload import HostShare
 from shoal.parallel.hdp.slices import Segment, segments, shares
 from shoal.parallel.protocols import Comm, MicroBatch
 from shoal.plan.balance.sequences import Assignment, MicroStep, SequenceAssigner
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["HybridRuntime", "sequences_of"]
 
 _EXCHANGES: tuple[Exchange, ...] = ("ring", "ulysses")
+# Shares travel as whole numbers.
+_WHOLE = 10**9
 
 
 class HybridRuntime:
@@ -45,6 +48,7 @@ class HybridRuntime:
         around: called with whether the pass is the rank's last; wraps a backward pass.
         autocast: a fresh context in which forward passes compute.
         recompute: keep only the inputs of blocks.
+        host: takes the share of a pass that the plan sends there; None where it sends nothing.
 
     Attributes:
         plan: of the last step.
@@ -60,10 +64,17 @@ class HybridRuntime:
         around: Callable[[bool], AbstractContextManager[None]],
         autocast: Callable[[], AbstractContextManager[object]],
         recompute: bool = False,
+        host: HostShare | None = None,
     ) -> None:
         self.assigner, self.cost, self.world, self.stage = assigner, cost, world, stage
         self.around, self.autocast, self.recompute = around, autocast, recompute
+        self.host = host
         self.plan: Assignment | None = None
+
+    def close(self) -> None:
+        """End what copies to the host."""
+        if self.host is not None:
+            self.host.close()
 
     def planned(self, rows: Rows) -> Assignment:
         """The plan of a batch; needs no other rank, and may be asked for ahead."""
@@ -89,12 +100,15 @@ class HybridRuntime:
         plan.check()
         total = torch.zeros((), dtype=torch.float64, device=device)
         mine = plan.of(self.world.rank)
+        if self.host is not None:
+            self.host.begin()
         if not mine:
             with self.around(True):
                 pass  # zeros to add to the others' gradients
         for number, step in enumerate(mine):
             batch = self.microbatch(rows, [found[n] for n in step.sequences], step, plan)
-            with self.autocast():
+            away = nullcontext() if self.host is None else self.host.during(step.offloaded)
+            with self.autocast(), away:
                 loss = self.stage(None, batch, recompute=self.recompute)
             total += loss.detach()
             with self.around(number + 1 == len(mine)):
@@ -152,7 +166,8 @@ def sequences_of(rows: Rows) -> list[Segment]:
 def _words(plan: Assignment) -> list[int]:
     found = [plan.ranks, _EXCHANGES.index(plan.exchange)]
     for step in plan.steps:
-        found += [len(step.sequences), len(step.ranks), *step.sequences, *step.ranks]
+        share = round(step.offloaded * _WHOLE)
+        found += [len(step.sequences), len(step.ranks), share, *step.sequences, *step.ranks]
     return found
 
 
@@ -160,8 +175,9 @@ def _read(words: list[int], lengths: tuple[int, ...]) -> Assignment:
     steps = []
     at = 2
     while at < len(words):
-        sequences, ranks = words[at], words[at + 1]
-        first, middle = at + 2, at + 2 + sequences
+        sequences, ranks, share = words[at : at + 3]
+        first, middle = at + 3, at + 3 + sequences
         at = middle + ranks
-        steps.append(MicroStep(tuple(words[first:middle]), tuple(words[middle:at])))
+        own, group = tuple(words[first:middle]), tuple(words[middle:at])
+        steps.append(MicroStep(own, group, share / _WHOLE))
     return Assignment(lengths, words[0], tuple(steps), _EXCHANGES[words[1]])

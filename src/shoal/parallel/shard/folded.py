@@ -1,5 +1,8 @@
 """Two shardings of one model: of the experts over their own data-parallel ranks, and of the rest.
 
+Stages 2 and 3 gather a block twice, its experts over one group and all else over another. Where
+one of the two groups is a single rank, what lies there is whole, and stays so.
+
 Source: Liu et al., MoE Parallel Folding, 2025, section 3.
 """
 
@@ -10,7 +13,9 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from shoal.parallel.expert.fssdp import CopiedExperts
-from shoal.parallel.shard.replicated import ReplicatedModel
+from shoal.parallel.shard.gathered import GatheredModel
+from shoal.parallel.shard.replicated import Replicated, ReplicatedModel
+from shoal.parallel.shard.units import check_divided
 from shoal.parallel.slices import is_expert
 
 if TYPE_CHECKING:
@@ -24,13 +29,37 @@ __all__ = ["FoldedModel", "folded"]
 def folded(
     shard: Shard, model: nn.Module, data: Comm, edp: Comm, *, whole_matrices: bool
 ) -> FoldedModel:
-    """Shard the experts of a model over ``edp`` and all else over ``data``."""
-    rest, experts = (_only(model, of_experts=which) for which in (False, True))
-    return FoldedModel(
-        model,
-        shard.apply(rest, data, whole_matrices=whole_matrices),
-        shard.apply(experts, edp, whole_matrices=whole_matrices),
-    )
+    """Shard the experts of a model over ``edp`` and all else over ``data``.
+
+    Raises:
+        ConfigError: there is nothing to divide over, or the optimizer needs whole matrices.
+    """
+    if not shard.divides & {"gradients", "weights"}:
+        rest, experts = (
+            shard.apply(_only(model, of_experts=which), comm, whole_matrices=whole_matrices)
+            for which, comm in ((False, data), (True, edp))
+        )
+        return FoldedModel(model, rest, experts)
+    check_divided(max(data, edp, key=lambda comm: comm.world), whole_matrices=whole_matrices)
+    found: list[Sharded] = []
+    for which, comm in ((False, data), (True, edp)):
+        if comm.world == 1:
+            part = Replicated().apply(_only(model, of_experts=which), comm, whole_matrices=False)
+        else:
+            part = GatheredModel(
+                model,
+                comm,
+                reshard="weights" in shard.divides,
+                whole_matrices=whole_matrices,
+                of=is_expert if which else _of_rest,
+            )
+        found.append(part)
+    return FoldedModel(model, *found)
+
+
+def _of_rest(name: str) -> bool:
+    """The parameter is of none of them."""
+    return not is_expert(name)
 
 
 def _only(model: nn.Module, *, of_experts: bool) -> nn.Module:

@@ -161,6 +161,7 @@ class GatheredModel:
         reshard: forget gathered parameters after forward (stage 3).
         whole_matrices: the optimizer needs whole matrices.
         across: ranks that hold the same parts as this one; their gradients are summed too.
+        of: which parameters, by name; all if not given.
 
     Raises:
         ConfigError: there is one rank, or the optimizer needs whole matrices.
@@ -177,6 +178,7 @@ class GatheredModel:
         reshard: bool,
         whole_matrices: bool,
         across: Comm | None = None,
+        of: Callable[[str], bool] = lambda name: True,
     ) -> None:
         check_divided(comm, whole_matrices=whole_matrices)
         self.model = model
@@ -188,7 +190,8 @@ class GatheredModel:
         # Whole parameter -> its unit and number there; where it stands in the modules.
         home: dict[nn.Parameter, tuple[Unit, int]] = {}
         blocks, around = units(model)
-        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        names = {p: name for name, p in model.named_parameters() if p.requires_grad and of(name)}
+        self._none = next(model.parameters()).detach().view(-1)[:0]
         for module in (*blocks, *around):
             self._divide([p for p in module.parameters() if p in names and p not in home], home)
         self._divide([p for p in names if p not in home], home)
@@ -297,7 +300,7 @@ class GatheredModel:
 
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
         """Sum of the squares of the gradients of chosen parameters, over the ranks."""
-        total = sum_of_squares(self._units[0].flat[:0])
+        total = sum_of_squares(self._none)
         for name, part in self.owned().items():
             if part.grad is not None and counts(name):
                 total += sum_of_squares(part.grad)

@@ -20,11 +20,13 @@ wait for the last of them.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
+from shoal.core.errors import PlanError
 from shoal.core.parts import part
 from shoal.cost.sequences import SequenceCost
 from shoal.ir import Estimate, Machine, Work
@@ -42,7 +44,7 @@ class ByteScale:
     Args:
         capacity_tokens: tokens that one rank holds in a pass, C.
         offload: auto lets activations of long sequences go to the host, as far as their computing
-            hides it, so that they take fewer ranks; this is planned only.
+            hides it, so that they take fewer ranks.
     """
 
     capacity_tokens: int = 8192
@@ -96,15 +98,25 @@ class ByteScale:
         return Assignment(tuple(listed), ranks, tuple(steps))
 
     def _degree(self, length: int, ranks: int, cost: SequenceCost, number: int) -> int:
-        """The fewest ranks that hold what does not go to the host."""
+        """The fewest ranks that hold what does not go to the host.
+
+        Raises:
+            PlanError: all of them do not; names the smallest group that would.
+        """
         capacity = self.capacity_tokens
         for degree in range(1, ranks + 1):
             if (1.0 - cost.offloaded(length, degree)) * length / degree <= capacity:
                 return degree
-        at = np.zeros(number + 1, dtype=np.int64) + 1
-        at[number] = length
-        lengths_of(at.tolist(), ranks, capacity, ranks, where="assigner.bytescale with offload")
-        return ranks
+        # The share is that of any number of ranks, which divide both computing and copying.
+        share = cost.offloaded(length, ranks)
+        left = math.ceil((1.0 - share) * length)
+        needed = -(-left // capacity)
+        raise PlanError(
+            f"assigner.bytescale: sequence {number} = '{length} tokens': expected at most "
+            f"{int(ranks * capacity / (1.0 - share))}, which {ranks} ranks hold with {share:.0%} "
+            f"of its activations on the host; the smallest group that could has {needed} ranks of "
+            f"{capacity} tokens; give {needed} ranks, or a capacity of {-(-left // ranks)} tokens"
+        )
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """See :class:`~shoal.plan.balance.sequences.SequenceAssigner`."""

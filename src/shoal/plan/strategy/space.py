@@ -129,13 +129,16 @@ def sharding_choices(job: TrainJob, parallel: Parallel, machine: Machine) -> tup
     if parallel.dp == 1 or job.offload is not None or job.sync.name != "every_step":
         return (Choice(name="replicated"),)
     known = table("shard")
-    whole = needs_whole_matrices(job) or parallel.folded or job.batching is not None
+    # Copies of experts and slices of gradients are of whole ones; batching has ranks pass alone.
+    cut = parallel.folded and (parallel.placer.name != "owners" or bool(parallel.gradient_slices))
+    whole = needs_whole_matrices(job) or cut or job.batching is not None
     plain = tuple(
         Choice(name=name)
         for name in SHARDS
         if name in known and not (whole and name not in WHOLE_SHARDS)
     )
-    return plain if whole or job.compile else (*plain, *_levelled(parallel, machine))
+    one = not (whole or job.compile or parallel.folded)
+    return (*plain, *_levelled(parallel, machine)) if one else plain
 
 
 def _levelled(parallel: Parallel, machine: Machine) -> Iterator[Choice]:

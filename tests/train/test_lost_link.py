@@ -1,0 +1,119 @@
+"""The cable of a host is pulled in the middle of a step: the pair is named, and the run goes on."""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.checkpoint.store import Store
+from shoal.core.errors import RankError
+from shoal.core.meter import read_events
+from shoal.ir import Plan
+from shoal.machine.emulate import Network, emulate, unavailable
+from shoal.parallel.heartbeat import Heartbeat
+from shoal.train.memory import Hosts
+from shoal.train.run import execute
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+
+from test_run import losses  # noqa: E402
+
+Make = Callable[..., Plan]
+STEPS, SAVED, CUT = 16, 8, 11
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    """Two hosts with 100 MB/s."""
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    with emulate(2, bandwidth=1e8) as hosts:
+        yield hosts
+
+
+@pytest.mark.parametrize(
+    "sync",
+    ["every_step", {"name": "co2", "tau": 4}],
+    ids=["summed", "co2"],
+)
+def test_a_link_that_disappears_is_named_and_the_run_goes_on(
+    sync: Any, network: Network, make_plan: Make, tmp_path: Path
+) -> None:
+    plan = make_plan(
+        parallel={"dp": 2},
+        sync=sync,
+        steps=STEPS,
+        timeout_s=4,
+        checkpoint={"every": SAVED},
+    )
+    run = tmp_path / "run"
+    ended: list[float] = []
+    with pulled(network, run) as at, pytest.raises(RankError) as caught:
+        try:
+            execute(plan, run, hosts=Hosts(network, 1))
+        finally:
+            ended.append(time.monotonic())
+    assert ended[0] - at[0] < 4 + 8, "nobody waits for as long as TCP does"
+    said = str(caught.value)
+    assert "rank 0 -> rank 1" in said or "rank 1 -> rank 0" in said
+    assert "in all_reduce of step " in said
+    assert "last checkpoint: step 8; continue with --resume" in said
+    assert "\n" not in said and "Traceback" not in said, "one line, whoever is to blame"
+    for log in (run / "ranks").glob("*.log"):
+        assert "Traceback" not in log.read_text()
+    steps = Store(run / "checkpoints").steps()
+    assert steps == (SAVED,), "the round that was under way left nothing"
+    Store(run / "checkpoints").open(SAVED)  # every byte is verified
+    assert not half_written(run)
+    untouched = shutil.copytree(run / "checkpoints", tmp_path / "before")
+    execute(plan, run, resume=True, hosts=Hosts(network, 1))
+    assert set(losses(run)) == set(range(STEPS))
+    done = [e for e in read_events(run / "events.jsonl") if e["kind"] == "step"]
+    # Both runs have done the steps between the checkpoint and the cut.
+    twice = {e["step"]: e["loss"] for e in done[: -len(range(SAVED, STEPS))] if e["step"] >= SAVED}
+    assert {SAVED, SAVED + 1} <= twice.keys()
+    assert twice == {step: losses(run)[step] for step in twice}, "the same bits"
+    if sync == "every_step":
+        # What is learned does not depend on the network. That rounds go on as if nothing had
+        # been is also shown where a rank is killed, in test_outer_run.
+        execute(plan, tmp_path / "straight")
+        assert losses(run) == losses(tmp_path / "straight")
+    for name in untouched.glob("step-00000008/*.safetensors"):
+        there = run / "checkpoints" / name.relative_to(untouched)
+        assert there.read_bytes() == name.read_bytes()
+
+
+@contextmanager
+def pulled(network: Network, run: Path) -> Iterator[list[float]]:
+    """A cable that is pulled in step CUT, and plugged in again in the end; when that was."""
+    at: list[float] = []
+    over = threading.Event()
+
+    def wait() -> None:
+        while not over.wait(0.005):
+            beat = Heartbeat.read(run / "ranks" / "rank-0.beat", 0)
+            if beat is not None and beat.step >= CUT:
+                network.plug(1, into=False)
+                at.append(time.monotonic())
+                return
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield at
+    finally:
+        over.set()
+        thread.join()
+        network.plug(1, into=True)
+
+
+def half_written(run: Path) -> list[Path]:
+    """What a write that was not finished would have left."""
+    found = [*run.rglob(".*"), *run.rglob("*.tmp*"), *run.rglob("*.old")]
+    return [path for path in found if path.name != ".lock"]
