@@ -15,7 +15,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -44,12 +44,15 @@ if TYPE_CHECKING:
     from shoal.memory.protocols import Offloaded
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
+    from shoal.parallel.expert.resharding import Resharding, Reshuffled
     from shoal.parallel.protocols import Comm, Ranks, Rounds, Sharded
     from shoal.parallel.stage import LocalModel
     from shoal.parallel.vocab_passes import VocabShard
     from shoal.plan.balance.sequences import Assignment
 
 __all__ = ["Engine", "Rows", "Weights"]
+
+_State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 
 
 class Weights(Protocol):
@@ -162,6 +165,7 @@ class Engine:
         self._cell: dict[str, int] = {}
         self._shares: list[float] = []
         self._slices: dict[str, Slices] = {}
+        self._resharding: Resharding | None = None
         stages: Mapping[int, Any] = {}
         if self.split:
             stages = self._build(weights, dropout)
@@ -200,7 +204,10 @@ class Engine:
                 )
             )
         elif self.ranks.experts is not None:
+            from shoal.parallel.expert.resharding import Resharding
             from shoal.parallel.shard.folded import folded
+
+            self._resharding = Resharding(self.local, self.ranks.experts.ep)
 
             self.sharded = folded(
                 shard,
@@ -480,6 +487,27 @@ class Engine:
                     parameter.grad.mul_(self._shares[cell])
         if self.offloaded is not None:
             self.offloaded.take_back(here)
+
+    def reshard(self, step: int, updater: Callable[[], _State]) -> Reshuffled | None:
+        """After the update and before it is published: experts may get other owners.
+
+        Args:
+            step: whose update was made.
+            updater: tells what the optimizer keeps of each parameter, by name.
+
+        Returns:
+            What moved; None where no owners were chosen.
+        """
+        resharding = self._resharding
+        if resharding is None or not resharding.due(step):
+            return None
+        found = resharding.reshard(self.sharded.owned(), updater())
+        for prefix, owner_E in found.owners.items():
+            mine = np.flatnonzero(owner_E == resharding.rank).tolist()
+            for name, whole in self._slices.items():
+                if name.startswith(prefix) and is_expert(name):
+                    self._slices[name] = whole.of_rows(mine)
+        return found
 
     @staticmethod
     def _sum(parameters: list[Tensor], comm: Comm) -> None:

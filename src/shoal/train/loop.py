@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from shoal.parallel.comm import TorchComm
     from shoal.parallel.engine import Weights
     from shoal.parallel.expert.balance import Balance
+    from shoal.parallel.expert.resharding import Reshuffled
     from shoal.train.protocols import LrSchedule, Updater
     from shoal.train.watch.recorder import Recorder
 
@@ -67,6 +68,7 @@ class StepResult:
         round_loss: mean loss of all workers, where this step brought the news of a round.
         outer_exposed_s: seconds in which this rank waited for other workers.
         balance: how evenly experts were chosen; None in a dense model.
+        moved: experts that got other owners; None where no owners were chosen.
     """
 
     loss: float
@@ -78,6 +80,7 @@ class StepResult:
     round_loss: float | None = None
     outer_exposed_s: float = 0.0
     balance: Balance | None = None
+    moved: Reshuffled | None = None
 
 
 class NoUpdate:
@@ -242,6 +245,8 @@ class Trainer:
             exposed_s += engine.outer.exposed_s
             round_loss = engine.outer.loss
             stops = float(engine.outer.settled and engine.outer.stop)
+        with phase(self.comm, "update"):
+            moved = engine.reshard(step, self.updater.state)
         engine.sharded.publish()
         engine.routers.settle()
         self._count_arenas()
@@ -255,6 +260,7 @@ class Trainer:
             round_loss=round_loss,
             outer_exposed_s=exposed_s,
             balance=engine.routers.balance,
+            moved=moved,
         )
 
     @property

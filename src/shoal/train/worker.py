@@ -352,7 +352,11 @@ def _balance(result: StepResult) -> dict[str, float]:
     if found is None:
         return {}
     loss = {} if found.loss is None else {"balance": found.loss}
-    return {"imbalance": found.imbalance, "dropped": found.dropped, **loss}
+    moved = result.moved
+    moves = (
+        {} if moved is None else {"moved_experts": moved.experts, "moved_bytes": moved.sent_bytes}
+    )
+    return {"imbalance": found.imbalance, "dropped": found.dropped, **loss, **moves}
 
 
 def _outer(trainer: Trainer, result: StepResult) -> dict[str, float]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shoal.core.parts import Choice
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import ExpertRanks
-    from shoal.plan.placement.protocols import ExpertPlacer, Flags
+    from shoal.plan.placement.protocols import ExpertPlacer, Flags, Ints
 
 __all__ = ["CopiedExperts", "dispatched"]
 
@@ -77,7 +77,6 @@ class CopiedExperts(DispatchedExperts):
         self.placer = placer
         self.expected = Expected(self.num_experts)
         self._held: Flags | None = None
-        self._seen = np.zeros(self.num_experts)
 
     @property
     def held(self) -> Flags:
@@ -86,18 +85,19 @@ class CopiedExperts(DispatchedExperts):
             self._held = self.placer.place(self.expected.loads_E, self.owner_E, self.devices)
         return self._held
 
-    def settle(self) -> None:
-        """A step is over: the next one has copies of what was popular."""
-        if self._seen.any():
-            self.expected.see(self._seen)
-            self._seen = np.zeros(self.num_experts)
-            self._held = None
+    def settle(self, load_E: Tensor) -> None:
+        """A step is over: the next one has copies of what was popular, on all ranks alike."""
+        super().settle(load_E)
+        self.expected.see(load_E.cpu().numpy())
+        self._held = None
+
+    def own(self, owner_E: Ints) -> None:
+        """Experts have moved: these are their owners now."""
+        self.owner_E, self._held = owner_E, None
 
     def _there_and_back(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         ep = self.ranks.ep
         counts_DE = counts_of(counts_E, ep, per_rank=False).numpy()
-        if torch.is_grad_enabled():
-            self._seen += counts_DE.sum(0)
         held_EN = self.held
         copies = copies_of(self.owner_E, held_EN, self.devices, ep.rank)
         weights = gathered((self.gate_up_proj, self.down_proj), copies, ep)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from shoal.parallel.expert.fssdp import CopiedExperts
 from shoal.parallel.slices import is_expert
 
 if TYPE_CHECKING:
@@ -108,9 +107,6 @@ class FoldedModel:
         """Make every rank see every new parameter."""
         self._rest.publish()
         self._experts.publish()
-        for module in self.model.modules():
-            if isinstance(module, CopiedExperts):
-                module.settle()
 
     def writes(self, name: str) -> bool:
         """Whether this rank saves its part of the parameter ``name``."""

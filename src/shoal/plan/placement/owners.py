@@ -30,7 +30,7 @@ class Owners:
         """Nothing: what travels to experts is priced with their grid."""
         return copies(work, machine, 0)
 
-    def owners(self, expected_E: Floats, devices: Devices) -> Ints:
+    def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         return in_order(len(expected_E), devices)
 

@@ -29,9 +29,9 @@ class Rearranged:
     def __post_init__(self) -> None:
         require(self.every >= 1, "rearranged.every", self.every, expected="1 or more")
 
-    def owners(self, expected_E: Floats, devices: Devices) -> Ints:
+    def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
-        if (expected_E == expected_E[0]).all():  # nothing is known yet
+        if now_E is None:
             return in_order(len(expected_E), devices)
         return even_owners(expected_E, devices)
 
