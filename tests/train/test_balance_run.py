@@ -1,4 +1,4 @@
-"""Real runs of a mixture of experts: the bias is saved and resumed, and balance is told."""
+"""Real runs of a mixture of experts: biases and experts that moved are saved, and balance told."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -54,3 +54,21 @@ def test_a_killed_run_goes_on_with_its_biases(make_plan: Make, tmp_path: Path) -
     assert torch.equal(*biases)
     assert 0 < float(biases[0].abs().max()) <= 24 * 0.01 + 1e-6
     assert exported[0].config.architecture.moe.gate.name == "sigmoid"
+
+
+def test_experts_that_moved_go_on_anywhere(make_plan: Make, tmp_path: Path) -> None:
+    small = {"model": "shoal-moe-4m", "steps": 8, "seq_len": 32, "checkpoint": {"every": 3}}
+    placer = {"name": "fssdp", "resharding_every": 3, "slack": 0.0}
+    moving = make_plan(**small, parallel={"dp": 2, "ep": 2, "placer": placer})
+    alone, run = make_plan(**small), tmp_path / "run"
+    execute(alone, tmp_path / "alone")
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        execute(moving, run, inject=kill_at(4))
+    execute(alone, run, resume=True)
+    whole = losses(tmp_path / "alone")
+    for step, loss in losses(run).items():
+        assert abs(loss / whole[step] - 1) <= 2e-4, step
+    told = [e for e in read_events(run / "events.jsonl") if e["kind"] == "step"]
+    moves = {e["step"]: (e["moved_experts"], e["moved_bytes"]) for e in told if "moved_bytes" in e}
+    assert list(moves) == [2]
+    assert all(count > 0 and size > 0 for count, size in moves.values())

@@ -223,6 +223,16 @@ def _check_experts(job: TrainJob, shape: ModelShape) -> None:
         "rank to rank",
         error=PlanError,
     )
+    placer = table("placer").build(p.placer, where="parallel.placer")
+    optimizer = table("optimizer").build(job.optimizer)
+    require(
+        not (placer.every and getattr(optimizer, "whole_tensors", False)),
+        "optimizer",
+        job.optimizer.name,
+        expected="one that updates each expert by itself, such as adamw or muon, with "
+        "parallel.placer whose experts change owners; or resharding_every: null",
+        error=PlanError,
+    )
     tokens = microbatch_of(job) * job.seq_len // p.cp // p.tp
     require(
         max(p.expert_chunks) == 1 or (p.folded and max(p.expert_chunks) <= tokens),

@@ -352,10 +352,9 @@ def _balance(result: StepResult) -> dict[str, float]:
     if found is None:
         return {}
     loss = {} if found.loss is None else {"balance": found.loss}
-    moved = result.moved
-    moves = (
-        {} if moved is None else {"moved_experts": moved.experts, "moved_bytes": moved.sent_bytes}
-    )
+    moves = {}
+    if result.moved is not None:
+        moves = {"moved_experts": result.moved.experts, "moved_bytes": result.moved.sent_bytes}
     return {"imbalance": found.imbalance, "dropped": found.dropped, **loss, **moves}
 
 

@@ -91,7 +91,7 @@ class CopiedExperts(DispatchedExperts):
         self.expected.see(load_E.cpu().numpy())
         self._held = None
 
-    def own(self, owner_E: Ints) -> None:
+    def moved(self, owner_E: Ints) -> None:
         """Experts have moved: these are their owners now."""
         self.owner_E, self._held = owner_E, None
 

@@ -39,14 +39,14 @@ class Layer(NamedTuple):
     """Experts of one layer that get other owners.
 
     Args:
-        old_E: who keeps each expert.
-        new_E: who is to keep it.
+        old: who keeps each expert [E].
+        new: who is to keep it [E].
         tensors: [X, ...] of this rank, by rising number of the expert; the same on all ranks but
             for their values.
     """
 
-    old_E: Ints
-    new_E: Ints
+    old: Ints
+    new: Ints
     tensors: Sequence[Tensor]
 
 
@@ -169,7 +169,7 @@ class Resharding:
         for prefix, new_E in owners.items():
             one = self._layers[prefix]
             count += int((one.owner_E != new_E).sum())
-            one.own(new_E)
+            one.moved(new_E)
         return Reshuffled(count, sent, owners)
 
 

@@ -6,14 +6,16 @@ to be used, and copies to be waited for.
 
 from __future__ import annotations
 
-from shoal.cost.arithmetic import expert_parameters, mixture_layers
-from shoal.cost.experts import Exchange, exchange_s
+from shoal.core.parts import table
+from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
+from shoal.cost.experts import Exchange, exchange, exchange_s, held_parameters, ranks_per_node
 from shoal.cost.ops import stage_share
 from shoal.cost.rates import data_link
 from shoal.cost.training import microbatch_of
+from shoal.cost.training_wire import add_wire
 from shoal.ir import Estimate, Interval, Machine, Work
 
-__all__ = ["copies"]
+__all__ = ["both", "copies", "moves"]
 
 
 def copies(work: Work, machine: Machine, slots: int) -> Estimate:
@@ -21,9 +23,7 @@ def copies(work: Work, machine: Machine, slots: int) -> Estimate:
     job, shape = work.job, work.shape
     split = job.parallel
     if split.ep == 1 or not shape.num_experts or not slots:
-        return Estimate(
-            step_s=Interval.around(0.0, 0.3), terms_s={"collective": 0.0}, memory_bytes={}
-        )
+        return nothing()
     every = mixture_layers(shape)
     size = 4.0 * slots * expert_parameters(shape) / (every * shape.num_experts)
     layers = every * stage_share(shape, split.pp)
@@ -40,4 +40,51 @@ def copies(work: Work, machine: Machine, slots: int) -> Estimate:
         terms_s={"collective": seconds},
         wire_bytes={link.scope: size * travels} if link is not None else {},
         memory_bytes={"activations": held},
+    )
+
+
+def moves(work: Work, machine: Machine, every: int) -> Estimate:
+    """Of experts that get other owners after ``every`` steps, as a share of each step.
+
+    As if owners were drawn anew: of a rank's experts, one in ``ep`` stays.
+    """
+    job, shape = work.job, work.shape
+    split = job.parallel
+    if split.ep == 1 or not shape.num_experts or not every:
+        return nothing()
+    updated = table("optimizer").build(job.optimizer).estimate(work, machine)
+    kept = 4.0 + updated.memory_bytes.get("optimizer", 0.0) / parameters(shape)
+    experts, _ = held_parameters(shape, split)
+    divides = table("shard").build(job.shard).divides
+    # Whoever updates a weight moves it; the others get it as they do after every update.
+    size = kept * experts / (split.edp if "optimizer" in divides else 1)
+    per_node = ranks_per_node(machine, split)
+    groups = split.experts().groups("ep")[: max(1, per_node or 1)]
+    sent = exchange(groups, 1.0, size, per_node)
+    seconds = exchange_s(sent, machine) / every
+    wire: dict[str, float] = {}
+    for scope, count in (("device", sent.near), ("node", sent.far)):
+        link = machine.link(scope) or machine.link("loopback")
+        if count and link is not None:
+            wire[link.scope] = wire.get(link.scope, 0.0) + count / every
+    return Estimate(
+        step_s=Interval.around(seconds, 0.3), terms_s={"collective": seconds}, wire_bytes=wire
+    )
+
+
+def nothing() -> Estimate:
+    """Of what is not done."""
+    return Estimate(step_s=Interval.around(0.0, 0.3), terms_s={"collective": 0.0})
+
+
+def both(one: Estimate, other: Estimate) -> Estimate:
+    """Two costs behind each other; the memory of the first."""
+    seconds = one.terms_s["collective"] + other.terms_s["collective"]
+    wire = dict(one.wire_bytes)
+    add_wire(other, wire)
+    return Estimate(
+        step_s=Interval.around(seconds, 0.3),
+        terms_s={"collective": seconds},
+        wire_bytes=wire,
+        memory_bytes=one.memory_bytes,
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.plan.placement.estimates import copies
+from shoal.plan.placement.estimates import both, copies, moves
 from shoal.plan.placement.owners import even_owners, in_order, only_owners
 from shoal.plan.placement.protocols import Budget, Devices, Flags, Floats, Ints
 from shoal.plan.placement.routing import balanced
@@ -59,8 +59,8 @@ class FSSDP:
         return self.resharding_every or 0
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Of all slots, in every layer."""
-        return copies(work, machine, self.slots)
+        """Of all slots, in every layer, and of experts that move."""
+        return both(copies(work, machine, self.slots), moves(work, machine, self.every))
 
     def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""

@@ -1,6 +1,6 @@
 """Experts move: now and then their owners are chosen anew, for what was popular of late.
 
-What copies are compared with in replays; a run does not move experts.
+What copies are compared with in replays.
 """
 
 from __future__ import annotations
