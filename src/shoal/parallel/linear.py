@@ -364,41 +364,52 @@ class _Grouped(torch.autograd.Function):
     """Each expert's matrix with its own rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows_MI: Tensor,
+        weight_EOI: Tensor,
+        counts: list[int],
+        again: Callable[[], Tensor] | None,
+    ) -> Tensor:
         dtype = compute_dtype(rows_MI)
         x = rows_MI.to(dtype)
         cast = weight_EOI.to(dtype)
         out = x.new_empty(len(x), weight_EOI.shape[1])
         for e, part in _groups(counts):
             torch.mm(x[part], cast[e].T, out=out[part])
-        ctx.save_for_backward(x, cast)
-        ctx.weight, ctx.counts = weight_EOI, counts
+        ctx.save_for_backward(x, *([cast] if again is None else []))
+        # What is made for a pass is not kept beside what it is cast to.
+        ctx.weight = weight_EOI if weight_EOI.is_leaf else None
+        ctx.shape, ctx.dtype = weight_EOI.shape, weight_EOI.dtype
+        ctx.counts, ctx.again = counts, again
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, cast = ctx.saved_tensors
+    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, *kept = ctx.saved_tensors
         weight, counts = ctx.weight, ctx.counts
+        cast = kept[0] if kept else ctx.again().to(x.dtype)
         out: Tensor | None = None
         if ctx.needs_input_grad[0]:
             out = torch.empty_like(x)
             for e, part in _groups(counts):
                 torch.mm(grad_MO[part], cast[e], out=out[part])
         if not ctx.needs_input_grad[1]:
-            return out, None, None
+            return out, None, None, None
 
         def of_weight() -> Tensor:
-            total = torch.zeros_like(weight)
+            total = cast.new_zeros(ctx.shape, dtype=ctx.dtype)
             for e, part in _groups(counts):
                 total[e] = grad_MO[part].T @ x[part]
             return total
 
         store = WeightGradients.current(grad_MO.device)
-        if store is not None:
+        # Whatever a weight is made of waits for its gradient.
+        if store is not None and weight is not None:
             store.put_off(lambda: (weight, of_weight()))
-            return out, None, None
-        return out, of_weight(), None
+            return out, None, None, None
+        return out, of_weight(), None, None
 
 
 def _groups(counts: list[int]) -> list[tuple[int, slice]]:
@@ -411,7 +422,19 @@ def _groups(counts: list[int]) -> list[tuple[int, slice]]:
     return found
 
 
-def grouped(rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
-    """Each expert's matrix with its own rows, which lie behind each other; [M, O]."""
-    out: Tensor = _Grouped.apply(rows_MI, weight_EOI, counts)  # type: ignore[no-untyped-call]
+def grouped(
+    rows_MI: Tensor,
+    weight_EOI: Tensor,
+    counts: list[int],
+    again: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Each expert's matrix with its own rows, which lie behind each other; [M, O].
+
+    Args:
+        rows_MI: by expert.
+        weight_EOI: of the experts.
+        counts: rows of each.
+        again: gives the weights for the backward pass, where they are not to be kept.
+    """
+    out: Tensor = _Grouped.apply(rows_MI, weight_EOI, counts, again)  # type: ignore[no-untyped-call]
     return out

@@ -83,8 +83,9 @@ def copied(placer: Any, seed: int) -> Copied:
     from shoal.model.config import ModelConfig
     from shoal.model.routing import StepRouting
     from shoal.parallel.expert.balance import Routers
-    from shoal.parallel.expert.copies import TAG, copies_of, sent_copies
+    from shoal.parallel.expert.copies import copies_of, sent_copies
     from shoal.parallel.expert.fssdp import CopiedExperts, dispatched
+    from shoal.parallel.expert.lent import TAG
     from shoal.parallel.ranks import ranks_of
     from shoal.parallel.thread_comm import run_ranks
 

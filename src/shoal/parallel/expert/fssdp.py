@@ -1,8 +1,8 @@
 """Experts of which copies are made for a step, where they are expected to be popular.
 
 What :class:`~shoal.parallel.expert.dispatch.DispatchedExperts` does, with another table of who
-computes what: before a layer the popular experts are gathered where there is little to do, and a
-token goes to the nearest copy of its expert that has room. The table of copies is made of earlier
+computes what: popular experts are gathered where there is little to do, while the layer's attention
+computes, and a token goes to the nearest copy of its expert that has room. The table of copies is made of earlier
 steps alone; the table of tokens of the counts that all ranks tell each other. A wrong guess costs
 time and nothing else: owners serve whatever has no copy.
 
@@ -14,6 +14,7 @@ Parallelism, 2025.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from shoal.core.parts import table
 from shoal.model.feedforward import gate
-from shoal.parallel.expert.copies import copies_of, gathered
+from shoal.parallel.expert.copies import copies_of
 from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.expert.exchange import counts_of, exchanged
+from shoal.parallel.expert.lent import Ledger, Lent, begun, handed, landed
 from shoal.parallel.linear import grouped
 from shoal.plan.placement.owners import in_order
 from shoal.plan.placement.protocols import Devices, Expected
@@ -33,6 +35,8 @@ from shoal.plan.placement.routing import routed
 if TYPE_CHECKING:
     from shoal.core.parts import Choice
     from shoal.model.config import ModelConfig
+    from shoal.model.routing import Tokens
+    from shoal.parallel.expert.copies import Copies
     from shoal.parallel.protocols import ExpertRanks
     from shoal.plan.placement.protocols import ExpertPlacer, Flags, Ints
 
@@ -62,8 +66,12 @@ class CopiedExperts(DispatchedExperts):
     Args:
         config: of the whole layer.
         ranks: the expert grid, as this rank sees it; its etp is 1.
-        layer: number of the block, for errors.
+        layer: number of the block.
         placer: decides who borrows what.
+
+    Attributes:
+        again: copies are dropped after the forward pass, and gathered again.
+        ledger: where they are counted, with those of other layers.
     """
 
     def __init__(
@@ -76,7 +84,10 @@ class CopiedExperts(DispatchedExperts):
         self.owner_E = in_order(self.num_experts, self.devices)
         self.placer = placer
         self.expected = Expected(self.num_experts)
+        self.again, self.ledger = getattr(placer, "rematerialize", "") == "on", Ledger()
         self._held: Flags | None = None
+        self._copies: Copies | None = None
+        self._begun: tuple[Lent, Tensor] | None = None
 
     @property
     def held(self) -> Flags:
@@ -89,33 +100,72 @@ class CopiedExperts(DispatchedExperts):
         """A step is over: the next one has copies of what was popular, on all ranks alike."""
         super().settle(load_E)
         self.expected.see(load_E.cpu().numpy())
-        self._held = None
+        self._held = self._copies = None
 
     def moved(self, owner_E: Ints) -> None:
         """Experts have moved: these are their owners now."""
-        self.owner_E, self._held = owner_E, None
+        self.owner_E, self._held, self._copies = owner_E, None, None
+
+    def begin(self) -> None:
+        """Ask for this layer's copies, before its attention."""
+        if self._copies is None:
+            self._copies = copies_of(self.owner_E, self.held, self.devices, self.ranks.ep.rank)
+        self._begun = None
+        if self._copies.used:
+            own = self.gate_up_proj, self.down_proj
+            again = self.again and torch.is_grad_enabled()
+            lent = Lent(
+                own, self._copies, self.ranks.ep, self.ledger, layer=self.layer, again=again
+            )
+            self._begun = lent, begun(lent, own)
+
+    def forward(self, x: Tensor, total: int = 0, *, tokens: Tokens | None = None) -> Tensor:
+        """As without copies; :meth:`begin` comes first, or is made up for."""
+        if self._begun is None:
+            self.begin()
+        if self._begun is not None:
+            lent, rows = self._begun
+            self._begun = lent, handed(lent, rows)
+        return super().forward(x, total, tokens=tokens)
 
     def _there_and_back(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-        ep = self.ranks.ep
+        ep, copies = self.ranks.ep, self._copies
+        assert copies is not None
         counts_DE = counts_of(counts_E, ep, per_rank=False).numpy()
-        held_EN = self.held
-        copies = copies_of(self.owner_E, held_EN, self.devices, ep.rank)
-        weights = gathered((self.gate_up_proj, self.down_proj), copies, ep)
-        table_DEN = routed(counts_DE, held_EN, self.devices)
+        table_DEN = routed(counts_DE, self.held, self.devices)
         mine_EN, here_DE = table_DEN[ep.rank], table_DEN[:, :, ep.rank]
         sent, received = mine_EN.sum(0).tolist(), here_DE.sum(1).tolist()
-        away = _order(mine_EN, rows_MD.device)
+        away = _order(mine_EN, np.arange(ep.world), rows_MD.device)
         here = exchanged(rows_MD[away], sent, received, ep)
-        order = _order(here_DE, rows_MD.device)
+        place_E = np.zeros(self.num_experts, dtype=np.int64)
+        place_E[list(copies.experts)] = np.arange(len(copies.experts))
+        order = _order(here_DE, place_E, rows_MD.device)
         counts = here_DE.sum(0)[list(copies.experts)].tolist()
-        rows = here[order]
-        gated = (self.kernel or gate)(grouped(rows, weights[0], counts))
-        made = grouped(gated, weights[1], counts)
+        made = self._of_all(here[order], counts, copies.owned)
         back = exchanged(torch.empty_like(made).index_copy(0, order, made), received, sent, ep)
         return torch.empty_like(back).index_copy(0, away, back)
 
+    def _of_all(self, rows_MD: Tensor, counts: list[int], owned: int) -> Tensor:
+        """What this rank's own experts, and then its copies, make of their rows."""
+        if self._begun is None:
+            return self._made(rows_MD, counts)
+        (lent, coming), self._begun = self._begun, None
+        mine = sum(counts[:owned])
+        own = self._made(rows_MD[:mine], counts[:owned])
+        weights = landed(lent, coming)
+        again = [partial(_one, lent, n) if lent.again else None for n in range(len(weights))]
+        rest = counts[owned:]
+        gated = (self.kernel or gate)(grouped(rows_MD[mine:], weights[0], rest, again[0]))
+        borrowed = grouped(gated, weights[1], rest, again[1])
+        lent.drop()  # whoever needs them for the backward pass has them
+        return torch.cat([own, borrowed])
 
-def _order(sizes_AB: np.ndarray, device: torch.device) -> Tensor:
-    """How rows that lie by A, and within it by B, come to lie by B, and within it by A."""
-    of = np.repeat(np.tile(np.arange(sizes_AB.shape[1]), len(sizes_AB)), sizes_AB.reshape(-1))
+
+def _one(lent: Lent, number: int) -> Tensor:
+    return lent.weights()[number]
+
+
+def _order(sizes_AB: np.ndarray, place_B: np.ndarray, device: torch.device) -> Tensor:
+    """How rows that lie by A, and within it by B, come to lie by B's place, and within it by A."""
+    of = np.repeat(np.tile(place_B, len(sizes_AB)), sizes_AB.reshape(-1))
     return torch.from_numpy(np.argsort(of, kind="stable")).to(device)

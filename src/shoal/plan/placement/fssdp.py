@@ -11,7 +11,7 @@ Parallelism, 2025.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -36,11 +36,14 @@ class FSSDP:
         slots: copies that a device has room for, in every layer.
         slack: of the busiest device over the mean, at which no more copies are made; and what the
             owner with the most to send must gain for owners to change.
+        rematerialize: drop copies after the forward pass and gather them again before the backward
+            pass; auto for layers where that is hidden behind what else is computed.
         resharding_every: steps after which owners are chosen anew; None for never.
     """
 
     slots: int = 2
     slack: float = 0.05
+    rematerialize: Literal["auto", "on", "off"] = "auto"
     resharding_every: int | None = 100
 
     def __post_init__(self) -> None:
