@@ -34,6 +34,8 @@ class Shuffled:
     every: int = 1
     even: bool = True
     copies: float = 0.3
+    slots: int = 2
+    rematerialize: str = "off"
 
     def estimate(self, work, machine):
         return PLACERS.build("owners").estimate(work, machine)

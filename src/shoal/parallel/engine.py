@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shoal.core.boxes import Box
 from shoal.core.parts import table
 from shoal.cost.sequences import SequenceCost
+from shoal.ir import Work
 from shoal.ir.schedule import Schedule
 from shoal.kernel.tensors import name_of
 from shoal.model.dropout import Dropout
@@ -39,11 +40,12 @@ from shoal.parallel.slices import Slices, is_expert
 from shoal.parallel.stages import HintedStage, WholeStage
 
 if TYPE_CHECKING:
-    from shoal.ir import TrainJob
+    from shoal.ir import Machine, TrainJob
     from shoal.memory.activation import ActivationPolicy
     from shoal.memory.protocols import Offloaded
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
+    from shoal.parallel.expert.lent import Ledger
     from shoal.parallel.expert.resharding import Resharding, Reshuffled
     from shoal.parallel.protocols import Comm, Ranks, Rounds, Sharded
     from shoal.parallel.stage import LocalModel
@@ -107,6 +109,7 @@ class Engine:
             not given.
         cost: that sequences are dealt out by, where the job has ``batching``; that of counted
             operations alone, if not given.
+        machine: that it runs on, by whose rates copies of experts are chosen.
 
     Attributes:
         offloaded: the model's state in tiers, which is ``sharded`` and updates itself; None
@@ -114,6 +117,7 @@ class Engine:
         routers: of its experts, and how evenly they shared out the tokens of the last step.
         workers: groups of replicas that make updates of their own.
         outer: the rounds after which they agree; None where they do in every step.
+        lent: what copies of experts cost this rank; None where there are none.
         hybrid: deals the sequences of every batch out; None where rows are dealt out evenly.
     """
 
@@ -128,6 +132,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         place: Path | None = None,
         cost: SequenceCost | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.job = job
         self.config = weights.config
@@ -166,6 +171,7 @@ class Engine:
         self._shares: list[float] = []
         self._slices: dict[str, Slices] = {}
         self._resharding: Resharding | None = None
+        self.lent: Ledger | None = None
         stages: Mapping[int, Any] = {}
         if self.split:
             stages = self._build(weights, dropout)
@@ -204,10 +210,12 @@ class Engine:
                 )
             )
         elif self.ranks.experts is not None:
+            from shoal.parallel.expert.fssdp import lending
             from shoal.parallel.expert.resharding import Resharding
             from shoal.parallel.shard.folded import folded
 
             self._resharding = Resharding(self.local, self.ranks.experts.ep)
+            self.lent = lending(self.local, Work(shape=self.config.shape(), job=job), machine)
 
             self.sharded = folded(
                 shard,

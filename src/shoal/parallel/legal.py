@@ -233,6 +233,14 @@ def _check_experts(job: TrainJob, shape: ModelShape) -> None:
         "parallel.placer whose experts change owners; or resharding_every: null",
         error=PlanError,
     )
+    require(
+        placer.rematerialize != "on" or job.recompute == "none",
+        "parallel.placer.rematerialize",
+        placer.rematerialize,
+        expected=f"auto or off with recompute = {job.recompute}: what is computed again gathers "
+        "its copies again",
+        error=PlanError,
+    )
     tokens = microbatch_of(job) * job.seq_len // p.cp // p.tp
     require(
         max(p.expert_chunks) == 1 or (p.folded and max(p.expert_chunks) <= tokens),

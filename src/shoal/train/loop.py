@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from shoal.parallel.comm import TorchComm
     from shoal.parallel.engine import Weights
     from shoal.parallel.expert.balance import Balance
+    from shoal.parallel.expert.lent import Told
     from shoal.parallel.expert.resharding import Reshuffled
     from shoal.train.protocols import LrSchedule, Updater
     from shoal.train.watch.recorder import Recorder
@@ -69,6 +70,7 @@ class StepResult:
         outer_exposed_s: seconds in which this rank waited for other workers.
         balance: how evenly experts were chosen; None in a dense model.
         moved: experts that got other owners; None where no owners were chosen.
+        lent: what copies of experts cost this rank; None where none are made.
     """
 
     loss: float
@@ -81,6 +83,7 @@ class StepResult:
     outer_exposed_s: float = 0.0
     balance: Balance | None = None
     moved: Reshuffled | None = None
+    lent: Told | None = None
 
 
 class NoUpdate:
@@ -143,7 +146,14 @@ class Trainer:
         if machine is not None and job.batching is not None:
             cost = SequenceCost.on(shape, machine, job.parallel, precision=job.precision)
         self.engine = Engine(
-            job, schedule, self.tuned or weights, comm, device=device, place=place, cost=cost
+            job,
+            schedule,
+            self.tuned or weights,
+            comm,
+            device=device,
+            place=place,
+            cost=cost,
+            machine=machine,
         )
         self.before_update: Callable[[], None] = lambda: None
         self.before_group: Callable[[Collection[str]], None] | None = None
@@ -261,6 +271,7 @@ class Trainer:
             outer_exposed_s=exposed_s,
             balance=engine.routers.balance,
             moved=moved,
+            lent=None if engine.lent is None else engine.lent.told(),
         )
 
     @property

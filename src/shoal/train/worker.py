@@ -352,10 +352,12 @@ def _balance(result: StepResult) -> dict[str, float]:
     if found is None:
         return {}
     loss = {} if found.loss is None else {"balance": found.loss}
-    moves = {}
+    told = {"imbalance": found.imbalance, "dropped": found.dropped, **loss}
+    if result.lent is not None:
+        told |= {"copies_exposed_s": result.lent.exposed_s, "copies_bytes": result.lent.peak_bytes}
     if result.moved is not None:
-        moves = {"moved_experts": result.moved.experts, "moved_bytes": result.moved.sent_bytes}
-    return {"imbalance": found.imbalance, "dropped": found.dropped, **loss, **moves}
+        told |= {"moved_experts": result.moved.experts, "moved_bytes": result.moved.sent_bytes}
+    return told
 
 
 def _outer(trainer: Trainer, result: StepResult) -> dict[str, float]:

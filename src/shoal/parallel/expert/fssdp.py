@@ -2,9 +2,9 @@
 
 What :class:`~shoal.parallel.expert.dispatch.DispatchedExperts` does, with another table of who
 computes what: popular experts are gathered where there is little to do, while the layer's attention
-computes, and a token goes to the nearest copy of its expert that has room. The table of copies is made of earlier
-steps alone; the table of tokens of the counts that all ranks tell each other. A wrong guess costs
-time and nothing else: owners serve whatever has no copy.
+computes, and a token goes to the nearest copy of its expert that has room. The table of copies is
+made of earlier steps alone; the table of tokens of the counts that all ranks tell each other. A
+wrong guess costs time and nothing else: owners serve whatever has no copy.
 
 Shapes: as in ``dispatch``; and H experts that this rank has in a step, its own and copies.
 
@@ -28,19 +28,23 @@ from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.expert.exchange import counts_of, exchanged
 from shoal.parallel.expert.lent import Ledger, Lent, begun, handed, landed
 from shoal.parallel.linear import grouped
+from shoal.plan.placement.estimates import budget, hidden_again
 from shoal.plan.placement.owners import in_order
 from shoal.plan.placement.protocols import Devices, Expected
 from shoal.plan.placement.routing import routed
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from shoal.core.parts import Choice
+    from shoal.ir import Machine, Work
     from shoal.model.config import ModelConfig
     from shoal.model.routing import Tokens
     from shoal.parallel.expert.copies import Copies
     from shoal.parallel.protocols import ExpertRanks
-    from shoal.plan.placement.protocols import ExpertPlacer, Flags, Ints
+    from shoal.plan.placement.protocols import Budget, ExpertPlacer, Flags, Ints
 
-__all__ = ["CopiedExperts", "dispatched"]
+__all__ = ["CopiedExperts", "dispatched", "lending"]
 
 
 def dispatched(
@@ -60,6 +64,34 @@ def dispatched(
     return CopiedExperts(config, ranks, layer, part)
 
 
+def lending(model: nn.Module, work: Work, machine: Machine | None) -> Ledger | None:
+    """Let a model's layers of experts count their copies together, and choose what each may do.
+
+    Args:
+        model: as this rank has it.
+        work: its job.
+        machine: whose rates say what attention hides; if not given it is taken to hide nothing.
+
+    Returns:
+        Where copies are counted; None where there are none.
+    """
+    found = {one.layer: one for one in model.modules() if isinstance(one, CopiedExperts)}
+    if not found:
+        return None
+    ledger, job = Ledger(), work.job
+    # Whatever is computed again gathers again as it does.
+    twice = job.recomputed(work.shape.num_layers)
+    for layer, one in found.items():
+        placer, one.ledger = one.placer, ledger
+        one.budget = None if machine is None else budget(work, machine)
+        one.again = placer.rematerialize == "on"
+        if placer.rematerialize == "auto" and machine is not None:
+            # Copies of a stage's last layer are needed again at once.
+            one.again = layer + 1 in found and hidden_again(work, machine, placer.slots)
+        one.again = one.again and job.recompute != "stage" and layer not in twice
+    return ledger
+
+
 class CopiedExperts(DispatchedExperts):
     """A mixture of experts of which this rank owns some, and borrows some.
 
@@ -71,6 +103,7 @@ class CopiedExperts(DispatchedExperts):
 
     Attributes:
         again: copies are dropped after the forward pass, and gathered again.
+        budget: of links, while attention computes; None for as many copies as there is room for.
         ledger: where they are counted, with those of other layers.
     """
 
@@ -84,7 +117,8 @@ class CopiedExperts(DispatchedExperts):
         self.owner_E = in_order(self.num_experts, self.devices)
         self.placer = placer
         self.expected = Expected(self.num_experts)
-        self.again, self.ledger = getattr(placer, "rematerialize", "") == "on", Ledger()
+        self.again, self.ledger = placer.rematerialize == "on", Ledger()
+        self.budget: Budget | None = None
         self._held: Flags | None = None
         self._copies: Copies | None = None
         self._begun: tuple[Lent, Tensor] | None = None
@@ -93,7 +127,9 @@ class CopiedExperts(DispatchedExperts):
     def held(self) -> Flags:
         """Who has which expert in this step."""
         if self._held is None:
-            self._held = self.placer.place(self.expected.loads_E, self.owner_E, self.devices)
+            self._held = self.placer.place(
+                self.expected.loads_E, self.owner_E, self.devices, self.budget
+            )
         return self._held
 
     def settle(self, load_E: Tensor) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,12 +42,24 @@ __all__ = ["TAG", "Ledger", "Lent", "gathered"]
 TAG = "expert_copies"
 
 
+class Told(NamedTuple):
+    """What copies cost.
+
+    Args:
+        exposed_s: seconds in which they, or their gradients, were waited for.
+        peak_bytes: most bytes of copies that there were at once.
+    """
+
+    exposed_s: float
+    peak_bytes: int
+
+
 class Ledger:
     """What copies have cost this rank, of all layers.
 
     Attributes:
         peak_bytes: most bytes of copies that there were at once.
-        exposed_s: seconds in which copies, or their gradients, were waited for.
+        exposed_s: seconds in which they, or their gradients, were waited for.
         last: what was begun last.
     """
 
@@ -59,14 +71,21 @@ class Ledger:
     @property
     def bytes(self) -> int:
         """Of the copies that there are."""
-        self._there = [one for one in self._there if not one[0].expired()]
+        self._there = [one for one in self._there if not one[0].expired()]  # type: ignore[no-untyped-call]
         return sum(size for _, size in self._there)
 
     def hold(self, rows: Tensor) -> Tensor:
         """Count copies for as long as anybody has them."""
-        self._there.append((StorageWeakRef(rows.untyped_storage()), rows.nbytes))
+        weak = StorageWeakRef(rows.untyped_storage())  # type: ignore[no-untyped-call]
+        self._there.append((weak, rows.nbytes))
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         return rows
+
+    def told(self) -> Told:
+        """What copies have cost since the last time; the most bytes ever."""
+        found = Told(self.exposed_s, self.peak_bytes)
+        self.exposed_s = 0.0
+        return found
 
     def wait(self, pending: Pending) -> None:
         """Wait, and count for how long."""
@@ -164,8 +183,7 @@ class Lent:
         """The parameters of experts that lie behind each other."""
         parts = torch.split(rows, self._sizes, 1)
         return tuple(
-            part.reshape(len(rows), *shape)
-            for part, shape in zip(parts, self._shapes, strict=True)
+            part.reshape(len(rows), *shape) for part, shape in zip(parts, self._shapes, strict=True)
         )
 
     def give_back(self, grads: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ Parallelism, 2025.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.plan.placement.estimates import both, copies, moves
 from shoal.plan.placement.owners import even_owners, in_order, only_owners
-from shoal.plan.placement.protocols import Budget, Devices, Flags, Floats, Ints
+from shoal.plan.placement.protocols import Again, Budget, Devices, Flags, Floats, Ints
 from shoal.plan.placement.routing import balanced
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class FSSDP:
 
     slots: int = 2
     slack: float = 0.05
-    rematerialize: Literal["auto", "on", "off"] = "auto"
+    rematerialize: Again = "auto"
     resharding_every: int | None = 100
 
     def __post_init__(self) -> None:
@@ -55,6 +55,12 @@ class FSSDP:
             self.resharding_every,
             expected="1 or more; null for owners that stay",
         )
+        require(
+            self.rematerialize in ("auto", "on", "off"),
+            "placer.fssdp.rematerialize",
+            self.rematerialize,
+            expected="auto, on or off",
+        )
 
     @property
     def every(self) -> int:
@@ -63,7 +69,8 @@ class FSSDP:
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Of all slots, in every layer, and of experts that move."""
-        return both(copies(work, machine, self.slots), moves(work, machine, self.every))
+        borrowed = copies(work, machine, self.slots, self.rematerialize)
+        return both(borrowed, moves(work, machine, self.every))
 
     def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""

@@ -6,10 +6,11 @@ What copies are compared with in replays.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shoal.core.errors import require
 from shoal.plan.placement.owners import even_owners, in_order, only_owners
-from shoal.plan.placement.protocols import Budget, Devices, Flags, Floats, Ints
+from shoal.plan.placement.protocols import Again, Budget, Devices, Flags, Floats, Ints
 
 __all__ = ["Rearranged"]
 
@@ -25,6 +26,9 @@ class Rearranged:
     """
 
     every: int = 50
+
+    slots: ClassVar[int] = 0
+    rematerialize: ClassVar[Again] = "off"
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "rearranged.every", self.every, expected="1 or more")
