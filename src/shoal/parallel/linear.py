@@ -399,7 +399,7 @@ class _Grouped(torch.autograd.Function):
             return out, None, None, None
 
         def of_weight() -> Tensor:
-            total = cast.new_zeros(ctx.shape, dtype=ctx.dtype)
+            total: Tensor = cast.new_zeros(ctx.shape, dtype=ctx.dtype)
             for e, part in _groups(counts):
                 total[e] = grad_MO[part].T @ x[part]
             return total

@@ -160,8 +160,8 @@ class CopiedExperts(DispatchedExperts):
         if self._begun is None:
             self.begin()
         if self._begun is not None:
-            lent, rows = self._begun
-            self._begun = lent, handed(lent, rows)
+            lent, sign = self._begun
+            self._begun = lent, handed(lent, sign)
         return super().forward(x, total, tokens=tokens)
 
     def _there_and_back(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
@@ -185,10 +185,10 @@ class CopiedExperts(DispatchedExperts):
         """What this rank's own experts, and then its copies, make of their rows."""
         if self._begun is None:
             return self._made(rows_MD, counts)
-        (lent, coming), self._begun = self._begun, None
+        (lent, sign), self._begun = self._begun, None
         mine = sum(counts[:owned])
         own = self._made(rows_MD[:mine], counts[:owned])
-        weights = landed(lent, coming)
+        weights = landed(lent, sign)
         again = [partial(_one, lent, n) if lent.again else None for n in range(len(weights))]
         rest = counts[owned:]
         gated = (self.kernel or gate)(grouped(rows_MD[mine:], weights[0], rest, again[0]))

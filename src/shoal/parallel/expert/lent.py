@@ -32,6 +32,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shoal.parallel.linear import compute_dtype
+
 if TYPE_CHECKING:
     from shoal.parallel.expert.copies import Copies, Leg
     from shoal.parallel.protocols import Comm, Pending
@@ -104,6 +106,8 @@ class Lent:
         ledger: where they are counted.
         layer: number of the block.
         again: drop them after the forward pass, and gather them again.
+
+    They travel in the dtype that is computed in, their gradients in that of the parameters.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class Lent:
         self.layer, self.again = layer, again
         self._own = [one.detach() for one in own]
         self._shapes = [tuple(one.shape[1:]) for one in own]
+        self._dtype = compute_dtype(own[0])
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._copies, self._comm, self._ledger = copies, comm, ledger
         self._rows: Tensor | None = None
@@ -132,14 +137,13 @@ class Lent:
         if last is not None and last.layer == layer - 1:
             self.before = last
 
-    def begin(self) -> Tensor:
-        """Ask owners for copies, once; [C, P] that fill."""
+    def begin(self) -> None:
+        """Ask owners for copies, unless that was done."""
         if self._rows is None:
-            like = self._own[0]
-            rows = like.new_empty(self._copies.count, sum(self._sizes))
+            shape = self._copies.count, sum(self._sizes)
+            rows = self._own[0].new_empty(shape, dtype=self._dtype)
             self._rows, self._legs = self._ledger.hold(rows), 0
             self._issue()
-        return self._rows
 
     def hand_on(self) -> None:
         """What came from owners goes to others of this node."""
@@ -170,7 +174,10 @@ class Lent:
         if not leg.used:
             return
         source = [one.flatten(1) for one in self._own] if own else here
-        sends = [torch.cat([one[list(which)] for one in source], 1) for which in leg.sends]
+        sends = [
+            torch.cat([one[list(which)] for one in source], 1).to(self._dtype)
+            for which in leg.sends
+        ]
         outs = torch.split(out, list(leg.receives))
         self._moving = self._comm.all_to_all(outs, sends, tag=TAG)
 
@@ -186,12 +193,11 @@ class Lent:
             part.reshape(len(rows), *shape) for part, shape in zip(parts, self._shapes, strict=True)
         )
 
-    def give_back(self, grads: Sequence[Tensor]) -> Tensor:
-        """Gradients of copies go to whoever of this node sent them; [C, P] that change."""
+    def give_back(self, grads: Sequence[Tensor]) -> None:
+        """Gradients of copies go to whoever of this node sent them."""
         self.drop()
-        self._grad = torch.cat([one.flatten(1) for one in grads], 1)
+        self._grad = torch.cat([one.flatten(1) for one in grads], 1).to(self._own[0].dtype)
         self._return(self._copies.legs[1], self._grad[self._copies.legs[0].count :])
-        return self._grad
 
     def pass_on(self) -> None:
         """What this node has goes to the owners; the layer before may gather again."""
@@ -234,7 +240,8 @@ class _Begun(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lent: Lent, *own: Tensor) -> Tensor:
         ctx.lent = lent
-        return lent.begin().detach()
+        lent.begin()
+        return own[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
@@ -244,10 +251,10 @@ class _Begun(torch.autograd.Function):
 
 class _Handed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, lent: Lent, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, lent: Lent, sign: Tensor) -> Tensor:
         ctx.lent = lent
         lent.hand_on()
-        return rows.view_as(rows)
+        return sign.clone()
 
     @staticmethod
     @once_differentiable
@@ -258,31 +265,36 @@ class _Handed(torch.autograd.Function):
 
 class _Landed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, lent: Lent, rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, lent: Lent, sign: Tensor) -> tuple[Tensor, ...]:
         ctx.lent = lent
         return lent.weights()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.lent.give_back(grads)
+        ctx.lent.give_back(grads)
+        return None, grads[0].new_empty(0)
 
 
 def begun(lent: Lent, own: Sequence[Tensor]) -> Tensor:
-    """Ask for copies of experts whose owners' parameters these are; for :func:`handed`."""
+    """Ask for copies of experts whose owners' parameters these are.
+
+    Returns:
+        An empty sign for :func:`handed`, by which autograd knows the order of things.
+    """
     out: Tensor = _Begun.apply(lent, *own)  # type: ignore[no-untyped-call]
     return out
 
 
-def handed(lent: Lent, rows: Tensor) -> Tensor:
-    """Send them on within nodes; for :func:`landed`."""
-    out: Tensor = _Handed.apply(lent, rows)  # type: ignore[no-untyped-call]
+def handed(lent: Lent, sign: Tensor) -> Tensor:
+    """Send them on within nodes; a sign for :func:`landed`."""
+    out: Tensor = _Handed.apply(lent, sign)  # type: ignore[no-untyped-call]
     return out
 
 
-def landed(lent: Lent, rows: Tensor) -> tuple[Tensor, ...]:
+def landed(lent: Lent, sign: Tensor) -> tuple[Tensor, ...]:
     """Parameters [C, ...] of all copies, when they are there."""
-    out: tuple[Tensor, ...] = _Landed.apply(lent, rows)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, ...] = _Landed.apply(lent, sign)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -38,7 +38,7 @@ def budget(work: Work, machine: Machine) -> Budget | None:
     """Of links, while attention computes; None where nothing is hidden behind it."""
     if machine.device.kind == "cpu":
         return None
-    size = _expert_bytes(work)
+    size = _travelling(work)
     near, far = machine.link("device") or machine.link("loopback"), machine.link("node")
     far = far or near
     return Budget(
@@ -52,8 +52,9 @@ def hidden_again(work: Work, machine: Machine, slots: int) -> bool:
     """Gathering again costs no time: it and gradients fit where attention goes backward."""
     if machine.device.kind == "cpu" or not slots:
         return False
-    seconds, _ = _spread(work, machine, slots * _expert_bytes(work))
-    return 2 * seconds <= _BACKWARD * attention_s(work, machine)
+    there, _ = _spread(work, machine, slots * _travelling(work))
+    back, _ = _spread(work, machine, slots * _expert_bytes(work))
+    return there + back <= _BACKWARD * attention_s(work, machine)
 
 
 def copies(work: Work, machine: Machine, slots: int, again: Again = "off") -> Estimate:
@@ -62,7 +63,6 @@ def copies(work: Work, machine: Machine, slots: int, again: Again = "off") -> Es
     split = job.parallel
     if split.ep == 1 or not shape.num_experts or not slots:
         return nothing()
-    size = slots * _expert_bytes(work)
     layers = mixture_layers(shape) * stage_share(shape, split.pp)
     passes = max(1, job.global_batch // split.dp // microbatch_of(job))
     computed_again = job.recompute != "none"
@@ -71,24 +71,23 @@ def copies(work: Work, machine: Machine, slots: int, again: Again = "off") -> Es
         again == "on" or (again == "auto" and hidden_again(work, machine, slots))
     ):
         gathered = layers if again == "on" else layers - 1
-    once, wire = _spread(work, machine, size)
+    there, wire = _spread(work, machine, slots * _travelling(work))
+    back, gradients = _spread(work, machine, slots * _expert_bytes(work))
     hidden = 0.0 if machine.device.kind == "cpu" else attention_s(work, machine)
-    forward = max(0.0, once - hidden) * (2 if computed_again else 1)
-    twice = gathered / layers
-    backward = max(0.0, (1 + twice) * once - _BACKWARD * hidden)
+    forward = max(0.0, there - hidden) * (2 if computed_again else 1)
+    backward = max(0.0, back + there * gathered / layers - _BACKWARD * hidden)
     seconds = layers * passes * (forward + backward)
-    # There, back as gradients, and there again.
-    travels = passes * ((3 if computed_again else 2) * layers + gathered)
-    # Autograd keeps them as they are computed with.
-    kept = size / (2 if job.precision == "bf16" else 1) * (layers - gathered)
-    if computed_again or gathered:
-        # Of one layer while the next one's are on their way.
-        kept = min(kept, size) if computed_again else min(2.0 * size, kept + 2.0 * size)
+    times = (2 if computed_again else 1) * layers + gathered
+    # Those that are gathered again are there for one layer at a time.
+    kept = 1.0 if computed_again else max(1.0, layers - gathered)
     return Estimate(
         step_s=Interval.around(seconds, 0.3),
         terms_s={"collective": seconds},
-        wire_bytes={scope: sent * travels for scope, sent in wire.items()},
-        memory_bytes={"activations": kept},
+        wire_bytes={
+            scope: passes * (times * sent + layers * gradients[scope])
+            for scope, sent in wire.items()
+        },
+        memory_bytes={"activations": slots * _travelling(work) * kept},
     )
 
 
@@ -116,9 +115,14 @@ def moves(work: Work, machine: Machine, every: int) -> Estimate:
 
 
 def _expert_bytes(work: Work) -> float:
-    """Of one expert of one layer, as its weights travel."""
+    """Of one expert of one layer, in fp32, as its gradients travel."""
     shape = work.shape
     return 4.0 * expert_parameters(shape) / (mixture_layers(shape) * shape.num_experts)
+
+
+def _travelling(work: Work) -> float:
+    """Of one expert of one layer, as a copy of it travels."""
+    return _expert_bytes(work) / (2 if work.job.precision == "bf16" else 1)
 
 
 def _spread(work: Work, machine: Machine, size: float) -> tuple[float, dict[str, float]]:
