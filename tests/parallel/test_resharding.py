@@ -200,6 +200,10 @@ def test_what_cannot_be():
     lamb = job({**GRID, "placer": "fssdp"}, optimizer="lamb")
     with pytest.raises(PlanError, match=r"optimizer = 'lamb'.*resharding_every"):
         check_split(lamb, config(**MOE).shape())
+    for saved in ({"dump": "deepspeed"}, {"memory": "copies"}):
+        moving = job({**GRID, "placer": "fssdp"}, checkpoint=saved)
+        with pytest.raises(PlanError, match=r"checkpoint.*where experts change owners.*null"):
+            check_split(moving, config(**MOE).shape())
     check_split(
         job({**GRID, "placer": {"name": "fssdp", "resharding_every": None}}, optimizer="lamb"),
         config(**MOE).shape(),

@@ -6,8 +6,6 @@ would do, so that a wrong split is one error at start and never a hang.
 
 from __future__ import annotations
 
-import math
-
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.sequences import SequenceCost
@@ -16,21 +14,11 @@ from shoal.ir import ModelShape, Schedule, TrainJob
 from shoal.ir.architecture import Architecture
 from shoal.ir.routing import Routing
 from shoal.parallel.legal_architecture import check_architecture
+from shoal.parallel.legal_experts import check_experts, divisors
 from shoal.parallel.overlap import TILES
 from shoal.plan.partition import cells_for
 
 __all__ = ["check_split", "schedule_of"]
-
-_MOST_LISTED = 12
-
-
-def _divisors(number: int, *others: int) -> str:
-    """Divisors that all the numbers share, as text."""
-    shared = math.gcd(number, *others)
-    small = [n for n in range(1, math.isqrt(shared) + 1) if shared % n == 0]
-    found = sorted({*small, *(shared // n for n in small)})
-    shown = ", ".join(map(str, found[:_MOST_LISTED]))
-    return shown + (" ..." if len(found) > _MOST_LISTED else "")
 
 
 def schedule_of(job: TrainJob) -> Schedule:
@@ -81,16 +69,16 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         "parallel.tp",
         tp,
         expected=f"a divisor of {shape.num_heads} heads and {shape.num_kv_heads} key/value heads: "
-        + _divisors(shape.num_kv_heads, shape.num_heads),
+        + divisors(shape.num_kv_heads, shape.num_heads),
         error=PlanError,
     )
     width = shape.expert_hidden if shape.num_experts else shape.ffn_hidden
-    _check_experts(job, shape)
+    check_experts(job, shape)
     require(
         p.folded or width % tp == 0,
         "parallel.tp",
         tp,
-        expected=f"a divisor of the feed-forward width {width}: {_divisors(width)}",
+        expected=f"a divisor of the feed-forward width {width}: {divisors(width)}",
         error=PlanError,
     )
     check_architecture(job, shape)
@@ -109,7 +97,7 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         "parallel.vpp",
         p.vpp,
         expected=f"with pp = {pp} a number of stages that divides {shape.num_layers} layers: "
-        f"pp * vpp of {_divisors(shape.num_layers)}",
+        f"pp * vpp of {divisors(shape.num_layers)}",
         error=PlanError,
     )
     require(
@@ -210,98 +198,6 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     return schedule
-
-
-def _check_experts(job: TrainJob, shape: ModelShape) -> None:
-    """Refuse a grid of experts that cannot run."""
-    p = job.parallel
-    require(
-        p.placer.name == "owners" or (p.ep > 1 and p.etp == 1 and max(p.expert_chunks) == 1),
-        "parallel.placer",
-        p.placer.name,
-        expected="owners, or ep above 1, etp = 1 and one chunk: whole experts are copied, from "
-        "rank to rank",
-        error=PlanError,
-    )
-    placer = table("placer").build(p.placer, where="parallel.placer")
-    optimizer = table("optimizer").build(job.optimizer)
-    require(
-        not (placer.every and getattr(optimizer, "whole_tensors", False)),
-        "optimizer",
-        job.optimizer.name,
-        expected="one that updates each expert by itself, such as adamw or muon, with "
-        "parallel.placer whose experts change owners; or resharding_every: null",
-        error=PlanError,
-    )
-    require(
-        placer.rematerialize != "on" or job.recompute == "none",
-        "parallel.placer.rematerialize",
-        placer.rematerialize,
-        expected=f"auto or off with recompute = {job.recompute}: what is computed again gathers "
-        "its copies again",
-        error=PlanError,
-    )
-    tokens = microbatch_of(job) * job.seq_len // p.cp // p.tp
-    require(
-        max(p.expert_chunks) == 1 or (p.folded and max(p.expert_chunks) <= tokens),
-        "parallel.expert_chunks",
-        p.expert_chunks,
-        expected=f"1 to {tokens}, the tokens of a rank, forward and backward"
-        if p.folded
-        else "1 without experts on a grid of their own; give parallel.ep",
-        error=PlanError,
-    )
-    if not p.folded:
-        return
-    experts = shape.num_experts
-    require(
-        experts > 0,
-        "parallel.ep, parallel.etp",
-        f"{p.ep}, {p.etp}",
-        expected=f"1: {shape.name} has no experts",
-        error=PlanError,
-    )
-    shared = {
-        "ep": (p.ep, experts, f"{experts} experts"),
-        "etp": (p.etp, shape.expert_hidden, f"the experts' width {shape.expert_hidden}"),
-    }
-    for axis, (ranks, number, what) in shared.items():
-        require(
-            number % ranks == 0,
-            f"parallel.{axis}",
-            ranks,
-            expected=f"a divisor of {what}: {_divisors(number)}",
-            error=PlanError,
-        )
-    require(
-        p.tp == 1 or p.sp,
-        "parallel.sp",
-        p.sp,
-        expected="true with tp above 1 and experts on a grid of their own: every rank then has "
-        "tokens of its own to send",
-        error=PlanError,
-    )
-    require(
-        p.order.startswith("pp"),
-        "parallel.order",
-        p.order,
-        expected="pp first: both grids have the same stages",
-        error=PlanError,
-    )
-    require(
-        job.shard.name in ("replicated", "zero1") and job.offload is None,
-        "shard",
-        job.shard.name,
-        expected="replicated or zero1, without offload, where experts have a grid of their own",
-        error=PlanError,
-    )
-    require(
-        not job.compile,
-        "compile",
-        job.compile,
-        expected="false where experts have a grid of their own: their tokens travel",
-        error=PlanError,
-    )
 
 
 def _check_sync(job: TrainJob, schedule: Schedule) -> None:

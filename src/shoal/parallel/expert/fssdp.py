@@ -79,16 +79,16 @@ def lending(model: nn.Module, work: Work, machine: Machine | None) -> Ledger | N
     if not found:
         return None
     ledger, job = Ledger(), work.job
+    placer = next(iter(found.values())).placer
+    free = None if machine is None else budget(work, machine)
+    hidden = machine is not None and hidden_again(work, machine, placer.slots)
     # Whatever is computed again gathers again as it does.
-    twice = job.recomputed(work.shape.num_layers)
+    twice = set(found) if job.recompute == "stage" else job.recomputed(work.shape.num_layers)
     for layer, one in found.items():
-        placer, one.ledger = one.placer, ledger
-        one.budget = None if machine is None else budget(work, machine)
-        one.again = placer.rematerialize == "on"
-        if placer.rematerialize == "auto" and machine is not None:
-            # Copies of a stage's last layer are needed again at once.
-            one.again = layer + 1 in found and hidden_again(work, machine, placer.slots)
-        one.again = one.again and job.recompute != "stage" and layer not in twice
+        one.ledger, one.budget = ledger, free
+        # Copies of a stage's last layer are needed again at once.
+        auto = placer.rematerialize == "auto" and hidden and layer + 1 in found
+        one.again = (auto or placer.rematerialize == "on") and layer not in twice
     return ledger
 
 
