@@ -78,9 +78,7 @@ def test_owners_by_chance_are_one_process():
     [
         ({"dp": 4, "ep": 4}, "shuffled", {}),
         ({"dp": 4, "ep": 2}, "shuffled", {"shard": "zero1"}),
-        ({"dp": 4, "ep": 2}, {"name": "shuffled", "every": 2}, {}),
         ({"dp": 4, "ep": 4}, {"name": "fssdp", "resharding_every": 1, "slack": 0.0}, {}),
-        ({"dp": 4, "ep": 4}, {"name": "fssdp", "slots": 0, "resharding_every": 2}, {}),
         ({"dp": 2, "tp": 2, "sp": True, "ep": 4}, "shuffled", {"recompute": "full"}),
         ({"dp": 2, "cp": 2, "ep": 4}, "shuffled", {"shard": "zero1"}),
         ({"dp": 2, "pp": 2, "ep": 2}, "shuffled", {}),
