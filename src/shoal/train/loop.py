@@ -111,7 +111,7 @@ class Trainer:
         comm: all ranks.
         device: where this rank computes.
         place: directory for what an offloaded run keeps on disk.
-        machine: that it runs on, by whose rates sequences are dealt out.
+        machine: that it runs on, by whose rates sequences are dealt out and copies of experts made.
 
     Raises:
         PlanError: the job's split cannot run.

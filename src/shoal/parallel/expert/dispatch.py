@@ -124,5 +124,9 @@ class DispatchedExperts(Experts):
 
     def _made(self, rows_MD: Tensor, counts: list[int]) -> Tensor:
         """What this rank's slices of its experts make of their rows, which lie by expert."""
-        gated = (self.kernel or gate)(grouped(rows_MD, self.gate_up_proj, counts))
+        gated = self._gated(grouped(rows_MD, self.gate_up_proj, counts))
         return grouped(gated, self.down_proj, counts)
+
+    def _gated(self, up_MF: Tensor) -> Tensor:
+        """The activation; some kernels cannot be started for no rows."""
+        return (self.kernel or gate)(up_MF) if len(up_MF) else gate(up_MF)

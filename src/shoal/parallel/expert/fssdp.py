@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from shoal.core.parts import table
-from shoal.model.feedforward import gate
 from shoal.parallel.expert.copies import copies_of
 from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.expert.exchange import counts_of, exchanged
@@ -191,7 +190,7 @@ class CopiedExperts(DispatchedExperts):
         weights = landed(lent, sign)
         again = [partial(_one, lent, n) if lent.again else None for n in range(len(weights))]
         rest = counts[owned:]
-        gated = (self.kernel or gate)(grouped(rows_MD[mine:], weights[0], rest, again[0]))
+        gated = self._gated(grouped(rows_MD[mine:], weights[0], rest, again[0]))
         borrowed = grouped(gated, weights[1], rest, again[1])
         lent.drop()  # whoever needs them for the backward pass has them
         return torch.cat([own, borrowed])
