@@ -13,7 +13,8 @@ from parallel_splits import config, job
 from shoal.core.errors import PlanError
 from shoal.core.meter import Meter
 from shoal.parallel.check import same_as_one
-from shoal.parallel.expert.copies import TAG, copies_of, gathered, sent_copies
+from shoal.parallel.expert.copies import copies_of, sent_copies
+from shoal.parallel.expert.lent import TAG, gathered
 from shoal.parallel.legal import check_split
 from shoal.parallel.thread_comm import run_ranks
 from shoal.plan.placement import PLACERS
@@ -28,7 +29,9 @@ class Anything:
     """Copies by chance, the same on all ranks and others in every step; now and then of all."""
 
     seed: int = 0
+    rematerialize: str = "off"
     every: ClassVar[int] = 0
+    slots: ClassVar[int] = 2
 
     def estimate(self, work, machine):
         return PLACERS.build("owners").estimate(work, machine)
@@ -107,14 +110,16 @@ def test_gathering_is_linear_and_summing_is_its_adjoint(seed):
         there = sum(float((a * b).sum().detach()) for a, b in zip(out, given, strict=True))
         back = sum(float((a * b.grad).sum().detach()) for a, b in zip(own, own, strict=True))
         whole = torch.zeros(6, 6, dtype=torch.float64)
-        whole[list(copies.experts), :] = out[0].detach().flatten(1)
+        both = torch.cat([own[0], out[0]]).detach()
+        whole[list(copies.experts), :] = both.flatten(1)
         return there, back, copies, whole
 
     meter = Meter()
     ranks = run_ranks(4, on, meter=meter, ranks_per_node=2)
     assert sum(one[0] for one in ranks) == pytest.approx(sum(one[1] for one in ranks))
     for rank, (_, _, copies, whole) in enumerate(ranks):
-        assert list(copies.experts) == np.flatnonzero(held[:, rank]).tolist()
+        assert sorted(copies.experts) == np.flatnonzero(held[:, rank]).tolist()
+        assert copies.owned == (owner == rank).sum()
         for expert in copies.experts:
             assert torch.equal(whole[expert], ranks[owner[expert]][3][expert])
     travels = sent_copies(owner, held, devices)
@@ -135,16 +140,19 @@ def test_everything_everywhere_is_all_gather_and_nothing_moves_nothing():
         copies = copies_of(owner, held, devices, comm.rank)
         (out,) = gathered((own,), copies, comm)
         out.sum().backward()
-        return out.detach(), own.grad
+        return copies, out.detach(), own.grad
 
     every = np.ones((6, 3), dtype=bool)
-    for out, grad in run_ranks(3, lambda comm: on(comm, every)):
-        assert out[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
-        assert (grad == 3).all()
+    for rank, (copies, out, grad) in enumerate(run_ranks(3, lambda comm: on(comm, every))):
+        assert sorted(copies.experts) == list(range(6))
+        assert out[:, 0].tolist() == [owner[e] for e in copies.experts[2:]]
+        assert owner[list(copies.experts[:2])].tolist() == [rank, rank]
+        assert (grad == 2).all()
     none = only_owners(owner, devices)
-    for out, grad in run_ranks(3, lambda comm: on(comm, none)):
-        assert len(out) == 2
-        assert (grad == 1).all()
+    for copies, out, grad in run_ranks(3, lambda comm: on(comm, none)):
+        assert not copies.used
+        assert len(out) == 0
+        assert (grad == 0).all()
 
 
 def test_what_cannot_be():

@@ -142,6 +142,24 @@ def test_owners_of_popular_experts_are_apart():
         assert np.bincount(even_owners(loads, devices)).tolist() == [2, 2, 2, 2]
 
 
+def test_owners_change_only_where_that_pays():
+    devices = Devices(4, 2)
+    loads = np.array([40.0, 40, 1, 1, 1, 1, 1, 1])
+    placer = FSSDP()
+    first = placer.owners(loads, devices)
+    assert (first == in_order(8, devices)).all()
+    second = placer.owners(loads, devices, first)
+    assert np.bincount(second).tolist() == [2, 2, 2, 2]
+    assert second[0] // 2 != second[1] // 2  # popular ones on nodes of their own
+    assert (placer.owners(loads, devices, second) == second).all()
+    # A little more of one is no reason to move, unless every little counts.
+    now = np.array([0, 1, 1, 0, 2, 2, 3, 3])
+    uneven = np.array([40.0, 40, 2, 1, 1, 1, 1, 1])
+    assert (placer.owners(uneven, devices, now) == now).all()
+    assert (FSSDP(slack=0.0).owners(uneven, devices, now) != now).any()
+    assert (FSSDP().every, FSSDP(resharding_every=None).every) == (100, 0)
+
+
 def test_loads_are_expected_by_what_was():
     known = Expected(2, keep=0.5)
     known.see(np.array([4, 0]))

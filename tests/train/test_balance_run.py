@@ -1,4 +1,4 @@
-"""Real runs of a mixture of experts: the bias is saved and resumed, and balance is told."""
+"""Real runs of a mixture of experts: biases and experts that moved are saved, and balance told."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -57,3 +57,28 @@ def test_a_killed_run_goes_on_with_its_biases(make_plan: Make, tmp_path: Path) -
     assert torch.equal(*biases)
     assert 0 < float(biases[0].abs().max()) <= 24 * 0.01 + 1e-6
     assert exported[0].config.architecture.moe.gate.name == "sigmoid"
+
+
+_HALVES = slice(2), slice(2, 4)
+
+
+def test_experts_that_moved_go_on_anywhere(make_plan: Make, tmp_path: Path) -> None:
+    small = {"model": "shoal-moe-4m", "steps": 6, "seq_len": 32, "checkpoint": {"every": 3}}
+    placer = {"name": "fssdp", "resharding_every": 3, "slack": 0.0}
+    run = tmp_path / "run"
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        execute(
+            make_plan(**small, parallel={"dp": 2, "ep": 2, "placer": placer}),
+            run,
+            inject=kill_at(4),
+        )
+    execute(make_plan(**small), run, resume=True)
+    told = [e for e in read_events(run / "events.jsonl") if e["kind"] == "step"]
+    # Two ranks went on with what had moved, and one from where that was saved.
+    moved, resumed = ([e["loss"] for e in told if e["step"] in (3, 4)][part] for part in _HALVES)
+    assert moved == pytest.approx(resumed, rel=2e-4)
+    assert sum(e.get("copies_exposed_s", 0) for e in told) > 0
+    assert max(e.get("copies_bytes", 0) for e in told) > 0
+    moves = {e["step"]: (e["moved_experts"], e["moved_bytes"]) for e in told if "moved_bytes" in e}
+    assert list(moves) == [2]
+    assert all(count > 0 and size > 0 for count, size in moves.values())

@@ -171,6 +171,15 @@ class Experts(nn.Module):
         for name, parameter in other.own.items():
             self.register_parameter(name, nn.Parameter(parameter, parameter.requires_grad))
 
+    @torch.no_grad()
+    def settle(self, load_E: Tensor) -> None:
+        """A step has updated the model: the gate updates what it keeps.
+
+        Args:
+            load_E: tokens of all ranks that chose each expert.
+        """
+        self.gate.settle(self.own, load_E)
+
     @property
     def own(self) -> dict[str, Tensor]:
         """Parameters of the router beside its matrix, by name."""

@@ -19,7 +19,7 @@ from shoal.model.dropout import Drop
 from shoal.model.feedforward import Experts, SwiGLU, gate
 from shoal.model.routing import Tokens
 from shoal.model.transformer import Block
-from shoal.parallel.expert.fssdp import dispatched
+from shoal.parallel.expert.fssdp import CopiedExperts, dispatched
 from shoal.parallel.linear import (
     ColumnLinear,
     LateColumnLinear,
@@ -119,6 +119,18 @@ class WholeBlock(Block):
             self.mlp.chunks = expert_chunks
         else:
             self.mlp = _Experts(config, layer, comm, sp=sp)
+
+    def wired(
+        self,
+        x: Any,
+        attend: Callable[[Tensor], Any],
+        feed: Callable[[Tensor], Any],
+        drop: Drop | None,
+    ) -> Any:
+        """The residual stream; copies of experts travel while attention computes."""
+        if isinstance(self.mlp, CopiedExperts):
+            self.mlp.begin()
+        return super().wired(x, attend, feed, drop)
 
 
 class SplitBlock(WholeBlock):

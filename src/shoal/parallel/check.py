@@ -236,6 +236,7 @@ def on_rank(
             updated[name].grad = None if parameter.grad is None else _local(parameter.grad)
         if optimizer is not None:
             optimizer.step()
+        engine.reshard(step, lambda: _state(optimizer, updated))
         engine.sharded.publish()
         engine.routers.settle()
         comm.all_reduce(loss, tag="loss").wait()
@@ -347,6 +348,12 @@ def _meta(config: ModelConfig) -> dict[str, Tensor]:
     from shoal.model.initialise import empty
 
     return dict(empty(config).named_parameters())
+
+
+def _state(
+    optimizer: torch.optim.Optimizer | None, updated: Mapping[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
+    return {} if optimizer is None else {n: optimizer.state[p] for n, p in updated.items()}
 
 
 def _local(tensor: Tensor) -> Tensor:

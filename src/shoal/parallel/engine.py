@@ -15,7 +15,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shoal.core.boxes import Box
 from shoal.core.parts import table
 from shoal.cost.sequences import SequenceCost
+from shoal.ir import Work
 from shoal.ir.schedule import Schedule
 from shoal.kernel.tensors import name_of
 from shoal.model.dropout import Dropout
@@ -31,7 +32,9 @@ from shoal.model.initialise import empty
 from shoal.model.routing import StepRouting
 from shoal.model.trained import train_with
 from shoal.parallel.expert.balance import Routers
+from shoal.parallel.expert.fssdp import lending
 from shoal.parallel.expert.gradients import slice_gradients
+from shoal.parallel.expert.resharding import Resharding
 from shoal.parallel.hdp.offload import host_share
 from shoal.parallel.hdp.runtime import HybridRuntime
 from shoal.parallel.pipeline import Boundary, Runtime
@@ -42,17 +45,21 @@ from shoal.parallel.slices import Slices, is_expert
 from shoal.parallel.stages import HintedStage, WholeStage
 
 if TYPE_CHECKING:
-    from shoal.ir import TrainJob
+    from shoal.ir import Machine, TrainJob
     from shoal.memory.activation import ActivationPolicy
     from shoal.memory.protocols import Offloaded
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
+    from shoal.parallel.expert.lent import Ledger
+    from shoal.parallel.expert.resharding import Reshuffled
     from shoal.parallel.protocols import Comm, Ranks, Rounds, Sharded
     from shoal.parallel.stage import LocalModel
     from shoal.parallel.vocab_passes import VocabShard
     from shoal.plan.balance.sequences import Assignment
 
 __all__ = ["Engine", "Rows", "Weights"]
+
+_State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 
 
 class Weights(Protocol):
@@ -107,6 +114,7 @@ class Engine:
             not given.
         cost: that sequences are dealt out by, where the job has ``batching``; that of counted
             operations alone, if not given.
+        machine: that it runs on, by whose rates copies of experts are chosen.
 
     Attributes:
         offloaded: the model's state in tiers, which is ``sharded`` and updates itself; None
@@ -114,6 +122,7 @@ class Engine:
         routers: of its experts, and how evenly they shared out the tokens of the last step.
         workers: groups of replicas that make updates of their own.
         outer: the rounds after which they agree; None where they do in every step.
+        lent: what copies of experts cost this rank; None where there are none.
         hybrid: deals the sequences of every batch out; None where rows are dealt out evenly.
     """
 
@@ -128,6 +137,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         place: Path | None = None,
         cost: SequenceCost | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.job = job
         self.config = weights.config
@@ -165,6 +175,8 @@ class Engine:
         self._cell: dict[str, int] = {}
         self._shares: list[float] = []
         self._slices: dict[str, Slices] = {}
+        self._resharding: Resharding | None = None
+        self.lent: Ledger | None = None
         stages: Mapping[int, Any] = {}
         if self.split:
             stages = self._build(weights, dropout)
@@ -203,6 +215,8 @@ class Engine:
                 )
             )
         elif self.ranks.experts is not None:
+            self._resharding = Resharding(self.local, self.ranks.experts.ep)
+            self.lent = lending(self.local, Work(shape=self.config.shape(), job=job), machine)
             self.sharded = both = folded(
                 shard,
                 self.local,
@@ -496,6 +510,27 @@ class Engine:
         if isinstance(self.sharded, FoldedModel) and self.job.parallel.slices:
             return self.sharded.sent
         return None
+
+    def reshard(self, step: int, updater: Callable[[], _State]) -> Reshuffled | None:
+        """After the update and before it is published: experts may get other owners.
+
+        Args:
+            step: whose update was made.
+            updater: tells what the optimizer keeps of each parameter, by name.
+
+        Returns:
+            What moved; None where no owners were chosen.
+        """
+        resharding = self._resharding
+        if resharding is None or not resharding.due(step):
+            return None
+        found = resharding.reshard(self.sharded.owned(), updater())
+        for prefix, owner_E in found.owners.items():
+            mine = np.flatnonzero(owner_E == resharding.rank).tolist()
+            for name, whole in self._slices.items():
+                if name.startswith(prefix) and is_expert(name):
+                    self._slices[name] = whole.of_rows(mine)
+        return found
 
     @staticmethod
     def _sum(parameters: list[Tensor], comm: Comm) -> None:

@@ -1,4 +1,6 @@
-"""Whether experts can have the grid that a job gives them, and their tokens travel as it says.
+"""Whether experts can have the grid, the copies and the owners that a job gives them.
+
+And whether their tokens can travel as it says.
 
 Torch-free, as :mod:`shoal.parallel.legal`.
 """
@@ -8,8 +10,10 @@ from __future__ import annotations
 import math
 
 from shoal.core.errors import PlanError, require
+from shoal.core.parts import table
 from shoal.cost.training import microbatch_of
 from shoal.ir import ModelShape, TrainJob
+from shoal.plan.placement.protocols import ExpertPlacer
 
 __all__ = ["check_experts", "divisors_text"]
 
@@ -40,6 +44,7 @@ def check_experts(job: TrainJob, shape: ModelShape) -> None:
         "rank to rank",
         error=PlanError,
     )
+    _check_placer(job)
     tokens = microbatch_of(job) * job.seq_len // p.cp // p.tp
     require(
         max(p.chunks) == 1 or (p.folded and max(p.chunks) <= tokens),
@@ -141,3 +146,40 @@ def _check_slices(job: TrainJob, shape: ModelShape) -> None:
             expected=f"nothing {why}",
             error=PlanError,
         )
+
+
+def _check_placer(job: TrainJob) -> None:
+    """Refuse copies and moves of experts that the rest of the job does not go with."""
+    placer: ExpertPlacer = table("placer").build(job.parallel.placer, where="parallel.placer")
+    optimizer = table("optimizer").build(job.optimizer)
+    owners_stay = "; or placer: {name: fssdp, resharding_every: null}"
+    saved = job.checkpoint
+    rules: tuple[tuple[bool, str, object, str], ...] = (
+        (
+            not placer.every or not getattr(optimizer, "whole_tensors", False),
+            "optimizer",
+            job.optimizer.name,
+            f"one that updates each expert by itself, such as adamw{owners_stay}",
+        ),
+        (
+            not placer.every or saved.memory is None,
+            "checkpoint.memory",
+            saved.memory,
+            f"nothing where experts change owners: it is fixed who keeps what{owners_stay}",
+        ),
+        (
+            not placer.every or not saved.dump,
+            "checkpoint.dump",
+            saved.dump,
+            f"nothing where experts change owners{owners_stay}",
+        ),
+        (
+            placer.rematerialize != "on" or job.recompute == "none",
+            "parallel.placer.rematerialize",
+            placer.rematerialize,
+            f"auto or off with recompute = {job.recompute}: what is computed again gathers its "
+            "copies again",
+        ),
+    )
+    for legal, where, given, expected in rules:
+        require(legal, where, str(given), expected=expected, error=PlanError)

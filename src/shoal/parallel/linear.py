@@ -362,7 +362,19 @@ def _later(weight: Tensor, gradient: Callable[[], Tensor]) -> bool:
 
 
 def grouped(
-    rows_MI: Tensor, weight_EOI: Tensor, counts: Sequence[int], backend: str | None = None
+    rows_MI: Tensor,
+    weight_EOI: Tensor,
+    counts: Sequence[int],
+    backend: str | None = None,
+    again: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """Each expert's matrix with its own rows, which lie behind each other; [M, O]."""
-    return multiply(rows_MI, weight_EOI, counts, backend=backend, later=_later)
+    """Each expert's matrix with its own rows, which lie behind each other; [M, O].
+
+    Args:
+        rows_MI: by expert.
+        weight_EOI: of the experts.
+        counts: rows of each.
+        backend: the kernel that must be taken, where one is wanted.
+        again: gives the weights for the backward pass, where they are not to be kept.
+    """
+    return multiply(rows_MI, weight_EOI, counts, backend=backend, later=_later, again=again)

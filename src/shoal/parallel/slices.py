@@ -11,7 +11,7 @@ Recomputation in Large Transformer Models, 2022 (sequence parallelism).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shoal.core.boxes import Box
@@ -69,6 +69,14 @@ class Slices:
             offset[self.dim] = start
             yield Box(tuple(offset), box.shape), box
             start += box.shape[self.dim]
+
+    def of_rows(self, rows: Sequence[int]) -> Slices:
+        """Of the same parameter, whole rows by rising number."""
+        rest, boxes = self.shape[1:], []
+        runs = [n for n, row in enumerate(rows) if not n or row != rows[n - 1] + 1]
+        for start, end in zip(runs, [*runs[1:], len(rows)], strict=True):
+            boxes.append(Box((rows[start], *(0 for _ in rest)), (end - start, *rest)))
+        return replace(self, boxes=tuple(boxes), dim=0)
 
     def find(self, part: Box) -> list[tuple[Box, Box]]:
         """What of the whole parameter a box of the local tensor holds.

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from shoal.parallel.comm import TorchComm
     from shoal.parallel.engine import Weights
     from shoal.parallel.expert.balance import Balance
+    from shoal.parallel.expert.lent import Told
+    from shoal.parallel.expert.resharding import Reshuffled
     from shoal.train.protocols import LrSchedule, Updater
     from shoal.train.watch.recorder import Recorder
 
@@ -67,6 +69,8 @@ class StepResult:
         round_loss: mean loss of all workers, where this step brought the news of a round.
         outer_exposed_s: seconds in which this rank waited for other workers.
         balance: how evenly experts were chosen; None in a dense model.
+        moved: experts that got other owners; None where no owners were chosen.
+        lent: what copies of experts cost this rank; None where none are made.
     """
 
     loss: float
@@ -78,6 +82,8 @@ class StepResult:
     round_loss: float | None = None
     outer_exposed_s: float = 0.0
     balance: Balance | None = None
+    moved: Reshuffled | None = None
+    lent: Told | None = None
 
 
 class NoUpdate:
@@ -105,7 +111,7 @@ class Trainer:
         comm: all ranks.
         device: where this rank computes.
         place: directory for what an offloaded run keeps on disk.
-        machine: that it runs on, by whose rates sequences are dealt out.
+        machine: that it runs on, by whose rates sequences are dealt out and copies of experts made.
 
     Raises:
         PlanError: the job's split cannot run.
@@ -140,7 +146,14 @@ class Trainer:
         if machine is not None and job.batching is not None:
             cost = SequenceCost.on(shape, machine, job.parallel, precision=job.precision)
         self.engine = Engine(
-            job, schedule, self.tuned or weights, comm, device=device, place=place, cost=cost
+            job,
+            schedule,
+            self.tuned or weights,
+            comm,
+            device=device,
+            place=place,
+            cost=cost,
+            machine=machine,
         )
         self.before_update: Callable[[], None] = lambda: None
         self.before_group: Callable[[Collection[str]], None] | None = None
@@ -242,6 +255,8 @@ class Trainer:
             exposed_s += engine.outer.exposed_s
             round_loss = engine.outer.loss
             stops = float(engine.outer.settled and engine.outer.stop)
+        with phase(self.comm, "update"):
+            moved = engine.reshard(step, self.updater.state)
         engine.sharded.publish()
         engine.routers.settle()
         self._count_arenas()
@@ -255,6 +270,8 @@ class Trainer:
             round_loss=round_loss,
             outer_exposed_s=exposed_s,
             balance=engine.routers.balance,
+            moved=moved,
+            lent=None if engine.lent is None else engine.lent.told(),
         )
 
     @property

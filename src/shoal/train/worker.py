@@ -354,7 +354,12 @@ def _balance(result: StepResult) -> dict[str, float]:
     if found is None:
         return {}
     loss = {} if found.loss is None else {"balance": found.loss}
-    return {"imbalance": found.imbalance, "dropped": found.dropped, **loss}
+    told = {"imbalance": found.imbalance, "dropped": found.dropped, **loss}
+    if result.lent is not None:
+        told |= {"copies_exposed_s": result.lent.exposed_s, "copies_bytes": result.lent.peak_bytes}
+    if result.moved is not None:
+        told |= {"moved_experts": result.moved.experts, "moved_bytes": result.moved.sent_bytes}
+    return told
 
 
 def _gradients(trainer: Trainer) -> dict[str, int]:

@@ -81,8 +81,11 @@ def copied(placer: Any, seed: int) -> Copied:
     from shoal.core.parts import Choice
     from shoal.ir import Parallel
     from shoal.model.config import ModelConfig
-    from shoal.parallel.expert.copies import TAG, copies_of, sent_copies
+    from shoal.model.routing import StepRouting
+    from shoal.parallel.expert.balance import Routers
+    from shoal.parallel.expert.copies import copies_of, sent_copies
     from shoal.parallel.expert.fssdp import CopiedExperts, dispatched
+    from shoal.parallel.expert.lent import TAG
     from shoal.parallel.ranks import ranks_of
     from shoal.parallel.thread_comm import run_ranks
 
@@ -104,18 +107,21 @@ def copied(placer: Any, seed: int) -> Copied:
             for parameter in layer.parameters():
                 parameter.zero_()
             layer.router.weight.copy_(router)
-        most, said = 0, 0.0
+        most, said, place = 0, 0.0, torch.arange(_TOKENS)
+        routers = Routers(layer, 1, _RANKS)
         size = sum(p[0].numel() * 4 for p in (layer.gate_up_proj, layer.down_proj))
-        for x_RND in x_SRND:
+        for step, x_RND in enumerate(x_SRND):
             if isinstance(layer, CopiedExperts):
                 own = copies_of(layer.owner_E, layer.held, layer.devices, comm.rank)
                 most = max(most, own.count)
                 # There, and gradients back; each is counted where it is sent.
                 travels = sent_copies(layer.owner_E, layer.held, layer.devices)
                 said += 2 * size * len(travels) / _RANKS
-            torch.autograd.backward(layer(x_RND[comm.rank]).sum())
-            if isinstance(layer, CopiedExperts):
-                layer.settle()
+            of = StepRouting(seed, step, comm.rank, _RANKS)
+            tokens = of.over(place, _TOKENS, 1, training=True)
+            torch.autograd.backward(layer(x_RND[comm.rank], tokens=tokens).sum())
+            routers.gather(comm, _EXPERTS)
+            routers.settle()
         return most, said
 
     found = run_ranks(_RANKS, on, meter=meter, ranks_per_node=_PER_NODE)

@@ -38,6 +38,7 @@ def multiply(
     backend: str | None = None,
     kernel: GroupedKernel | None = None,
     later: Later | None = None,
+    again: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Each expert's matrix with its own rows [M, N]; differentiable once.
 
@@ -49,6 +50,7 @@ def multiply(
         backend: the kernel that must be taken; a rule on counts chooses, if not given.
         kernel: the same, at hand.
         later: may put the gradient of the matrices off.
+        again: gives the matrices for the backward pass, where they are not to be kept.
 
     Raises:
         KernelError: shapes or counts do not fit together, or the backend refuses.
@@ -63,7 +65,7 @@ def multiply(
     if not (torch.is_grad_enabled() and (rows_MK.requires_grad or weight_ENK.requires_grad)):
         return kernel.product(rows_MK.to(dtype), weight_ENK.to(dtype), counts)
     out: Tensor = _Grouped.apply(  # type: ignore[no-untyped-call]
-        rows_MK, weight_ENK, counts, kernel, dtype, later
+        rows_MK, weight_ENK, counts, kernel, dtype, later, again
     )
     return out
 
@@ -110,20 +112,24 @@ class _Grouped(torch.autograd.Function):
         kernel: GroupedKernel,
         dtype: torch.dtype,
         later: Later | None,
+        again: Callable[[], Tensor] | None,
     ) -> Tensor:
         x, cast = rows_MK.to(dtype), weight_ENK.to(dtype)
-        ctx.save_for_backward(x, cast)
-        ctx.weight, ctx.counts, ctx.kernel, ctx.later = weight_ENK, counts, kernel, later
+        ctx.save_for_backward(x, *([cast] if again is None else []))
+        # What is made for a pass is not kept beside what it is cast to, and waits for its gradient.
+        ctx.weight = weight_ENK if weight_ENK.is_leaf else None
+        ctx.counts, ctx.kernel, ctx.later, ctx.again = counts, kernel, later, again
         return kernel.product(x, cast, counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
-        x, cast = ctx.saved_tensors
+        x, *kept = ctx.saved_tensors
         counts, kernel = ctx.counts, ctx.kernel
         grad = grad_MN.contiguous()
         out: Tensor | None = None
         if ctx.needs_input_grad[0]:
+            cast = kept[0] if kept else ctx.again().to(x.dtype)
             out = kernel.product(grad, cast.transpose(1, 2), counts)
 
         def of_weight() -> Tensor:
@@ -132,10 +138,10 @@ class _Grouped(torch.autograd.Function):
             return found
 
         if not ctx.needs_input_grad[1] or (
-            ctx.later is not None and ctx.later(ctx.weight, of_weight)
+            ctx.later is not None and ctx.weight is not None and ctx.later(ctx.weight, of_weight)
         ):
-            return out, None, None, None, None, None
-        return out, of_weight(), None, None, None, None
+            return out, None, None, None, None, None, None
+        return out, of_weight(), None, None, None, None, None
 
 
 def _check(rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> None:

@@ -101,5 +101,5 @@ class Routers:
         if self._load_LE is None:
             return
         for layer, one in self._experts.items():
-            one.gate.settle(one.own, self._load_LE[layer])
+            one.settle(self._load_LE[layer])
         self._load_LE = None

@@ -155,5 +155,9 @@ class DispatchedExperts(Experts):
 
     def _made(self, rows_MD: Tensor, counts: list[int]) -> Tensor:
         """What this rank's slices of its experts make of their rows, which lie by expert."""
-        gates = grouped(rows_MD, self.gate_up_proj, counts, self.grouped)
-        return grouped((self.kernel or gate)(gates), self.down_proj, counts, self.grouped)
+        gated = self._gated(grouped(rows_MD, self.gate_up_proj, counts, self.grouped))
+        return grouped(gated, self.down_proj, counts, self.grouped)
+
+    def _gated(self, up_MF: Tensor) -> Tensor:
+        """The activation; some kernels cannot be started for no rows."""
+        return (self.kernel or gate)(up_MF) if len(up_MF) else gate(up_MF)

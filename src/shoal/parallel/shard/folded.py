@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from shoal.parallel.expert.fssdp import CopiedExperts
 from shoal.parallel.shard.gathered import GatheredModel
 from shoal.parallel.shard.replicated import Replicated, ReplicatedModel
 from shoal.parallel.shard.units import check_divided
@@ -149,9 +148,6 @@ class FoldedModel:
         """Make every rank see every new parameter."""
         self._rest.publish()
         self._experts.publish()
-        for module in self.model.modules():
-            if isinstance(module, CopiedExperts):
-                module.settle()
 
     def writes(self, name: str) -> bool:
         """Whether this rank saves its part of the parameter ``name``."""

@@ -1,8 +1,9 @@
 """Fully sharded sparse data parallelism: copies of popular experts for one step, where needed.
 
-Nothing moves for good. Before a layer its popular experts are gathered on devices that are to do
-little, as many as can be gathered while attention computes; afterwards the copies are dropped, and
-their gradients are summed where the expert is owned.
+Before a layer its popular experts are gathered on devices that are to do little, as many as can be
+gathered while attention computes; afterwards the copies are dropped, and their gradients are summed
+where the expert is owned. Owners change seldom: popular experts are spread over nodes and devices,
+so that nobody has to send all of them.
 
 Source: Hecate: Unlocking Efficient Sparse Model Training via Fully Sharded Sparse Data
 Parallelism, 2025.
@@ -10,15 +11,15 @@ Parallelism, 2025.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.plan.placement.estimates import copies
-from shoal.plan.placement.owners import in_order, only_owners
-from shoal.plan.placement.protocols import Budget, Devices, Flags, Floats, Ints
+from shoal.plan.placement.estimates import both, copies, moves
+from shoal.plan.placement.owners import even_owners, in_order, only_owners
+from shoal.plan.placement.protocols import Again, Budget, Devices, Flags, Floats, Ints
 from shoal.plan.placement.routing import balanced
 
 if TYPE_CHECKING:
@@ -33,25 +34,51 @@ class FSSDP:
 
     Args:
         slots: copies that a device has room for, in every layer.
-        slack: of the busiest device over the mean, at which no more copies are made.
+        slack: of the busiest device over the mean, at which no more copies are made; and what the
+            owner with the most to send must gain for owners to change.
+        rematerialize: drop copies after the forward pass and gather them again before the backward
+            pass; auto for layers where that is hidden behind what else is computed.
+        resharding_every: steps after which owners are chosen anew; None for never.
     """
 
     slots: int = 2
     slack: float = 0.05
-
-    every: ClassVar[int] = 0
+    rematerialize: Again = "auto"
+    resharding_every: int | None = 100
 
     def __post_init__(self) -> None:
         require(self.slots >= 0, "placer.fssdp.slots", self.slots, expected="0 or more")
         require(self.slack >= 0, "placer.fssdp.slack", self.slack, expected="0 or more")
+        require(
+            self.resharding_every is None or self.resharding_every >= 1,
+            "placer.fssdp.resharding_every",
+            self.resharding_every,
+            expected="1 or more; null for owners that stay",
+        )
+        require(
+            self.rematerialize in ("auto", "on", "off"),
+            "placer.fssdp.rematerialize",
+            self.rematerialize,
+            expected="auto, on or off",
+        )
+
+    @property
+    def every(self) -> int:
+        """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
+        return self.resharding_every or 0
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Of all slots, in every layer."""
-        return copies(work, machine, self.slots)
+        """Of all slots, in every layer, and of experts that move."""
+        borrowed = copies(work, machine, self.slots, self.rematerialize)
+        return both(borrowed, moves(work, machine, self.every))
 
-    def owners(self, expected_E: Floats, devices: Devices) -> Ints:
+    def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
-        return in_order(len(expected_E), devices)
+        if now_E is None:
+            return in_order(len(expected_E), devices)
+        new_E = even_owners(expected_E, devices)
+        new, now = (np.bincount(one, weights=expected_E).max() for one in (new_E, now_E))
+        return new_E if new * (1 + self.slack) < now else now_E
 
     def place(
         self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: Budget | None = None

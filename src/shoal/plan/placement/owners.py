@@ -9,7 +9,7 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.plan.placement.estimates import copies
-from shoal.plan.placement.protocols import Budget, Devices, Flags, Floats, Ints
+from shoal.plan.placement.protocols import Again, Budget, Devices, Flags, Floats, Ints
 
 if TYPE_CHECKING:
     from shoal.ir import Estimate, Machine, Work
@@ -25,12 +25,14 @@ class Owners:
     """
 
     every: ClassVar[int] = 0
+    slots: ClassVar[int] = 0
+    rematerialize: ClassVar[Again] = "off"
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Nothing: what travels to experts is priced with their grid."""
         return copies(work, machine, 0)
 
-    def owners(self, expected_E: Floats, devices: Devices) -> Ints:
+    def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         return in_order(len(expected_E), devices)
 

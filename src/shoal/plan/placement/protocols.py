@@ -6,7 +6,7 @@ Shapes: E experts, N devices, D devices that tokens come from (the same N).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,10 @@ from shoal.core.errors import require
 if TYPE_CHECKING:
     from shoal.ir import Estimate, Machine, Work
 
-__all__ = ["Budget", "Devices", "Expected", "ExpertPlacer", "Flags", "Floats", "Ints"]
+__all__ = ["Again", "Budget", "Devices", "Expected", "ExpertPlacer", "Flags", "Floats", "Ints"]
+
+Again: TypeAlias = Literal["auto", "on", "off"]
+"""Of all layers, of none, or of those in which it takes no time."""
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -66,20 +69,34 @@ class Budget:
 
 
 class ExpertPlacer(Protocol):
-    """Decides from expected loads alone: what a step really routes is not known before its gate.
+    """Decides from expected loads alone: what a step really routes is not known before its gate."""
 
-    Args:
-        every: steps after which the owners are chosen anew; 0 for never.
-    """
+    @property
+    def every(self) -> int:
+        """Steps after which the owners are chosen anew; 0 for never."""
+        ...
 
-    every: ClassVar[int]
+    @property
+    def slots(self) -> int:
+        """Copies that a device has room for, in every layer."""
+        ...
+
+    @property
+    def rematerialize(self) -> Again:
+        """Which layers' copies are dropped after the forward pass, and gathered again."""
+        ...
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """What copies take of a step."""
         ...
 
-    def owners(self, expected_E: Floats, devices: Devices) -> Ints:
+    def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:
         """The device [E] that keeps the state of each expert.
+
+        Args:
+            expected_E: tokens that each expert is expected to get.
+            devices: all of them.
+            now_E: who keeps it; None at the start, when nothing is known of loads.
 
         Raises:
             ConfigError: some device would own nothing.

@@ -1,15 +1,16 @@
 """Experts move: now and then their owners are chosen anew, for what was popular of late.
 
-What copies are compared with in replays; a run does not move experts.
+What copies are compared with in replays.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shoal.core.errors import require
 from shoal.plan.placement.owners import even_owners, in_order, only_owners
-from shoal.plan.placement.protocols import Budget, Devices, Flags, Floats, Ints
+from shoal.plan.placement.protocols import Again, Budget, Devices, Flags, Floats, Ints
 
 __all__ = ["Rearranged"]
 
@@ -26,12 +27,15 @@ class Rearranged:
 
     every: int = 50
 
+    slots: ClassVar[int] = 0
+    rematerialize: ClassVar[Again] = "off"
+
     def __post_init__(self) -> None:
         require(self.every >= 1, "rearranged.every", self.every, expected="1 or more")
 
-    def owners(self, expected_E: Floats, devices: Devices) -> Ints:
+    def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
-        if (expected_E == expected_E[0]).all():  # nothing is known yet
+        if now_E is None:
             return in_order(len(expected_E), devices)
         return even_owners(expected_E, devices)
 

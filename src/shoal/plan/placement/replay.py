@@ -123,7 +123,7 @@ def replay(
     for step in range(steps):
         if placer.every and step and step % placer.every == 0:
             for layer, one in enumerate(known):
-                new_E = placer.owners(one.loads_E, devices)
+                new_E = placer.owners(one.loads_E, devices, owner_LE[layer])
                 carried = _carried(owner_LE[layer], new_E, devices) * costs.state_bytes
                 seconds[step] += costs.wire_s(carried, devices)
                 moved += carried.sum()

@@ -45,6 +45,8 @@ class Lamb:
     eps: float = 1e-6
     weight_decay: float = 0.01
     whole_matrices: ClassVar[bool] = True
+    # Its steps depend on which experts lie in one tensor.
+    whole_tensors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(self.lr > 0, "optimizer.lamb.lr", self.lr, expected="a number above 0")
