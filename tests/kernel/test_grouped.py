@@ -126,6 +126,20 @@ def test_computes_in_the_type_of_autocast():
     close(out.double(), exact, 2e-2)
 
 
+@pytest.mark.slow  # the compiler is imported
+def test_a_compiler_can_look_into_it():
+    counts = [2, 0, 3]
+    rows, weight, grad = torch.randn(5, 8), torch.randn(3, 4, 8), torch.randn(5, 4)
+    compiled = torch.compile(multiply, backend="eager", fullgraph=True)
+    found, wanted = (
+        passed(lambda x, w, run=run: run(x, w, counts), (rows, weight), grad)
+        for run in (compiled, multiply)
+    )
+    for mine, right in zip(found, wanted, strict=True):
+        close(mine, right, 1e-5)
+    assert not len(compiled(rows[:0], weight, [0, 0, 0]))
+
+
 def test_a_gradient_may_wait():
     waiting = []
 

@@ -155,7 +155,7 @@ def _check(rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> None:
             f"kernel.grouped_linear counts: {len(counts)} of them for {len(weight_ENK)} experts; "
             "give one for each, 0 where it has no rows"
         )
-    if sum(counts) != len(rows_MK) or min(counts, default=0) < 0:
+    if sum(counts) != len(rows_MK) or any(count < 0 for count in counts):
         raise KernelError(
             f"kernel.grouped_linear counts = {list(counts)}: their sum is {sum(counts)}, and "
             f"there are {len(rows_MK)} rows; give the rows of each expert, none below 0"
