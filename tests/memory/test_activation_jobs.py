@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.parallel.check import Fresh, assemble, tokens  # noqa: E402
-from shoal.parallel.engine import Engine, Rows  # noqa: E402
+from shoal.parallel.engine import Engine  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
+from shoal.parallel.rows import Rows  # noqa: E402
 from shoal.parallel.thread_comm import run_ranks  # noqa: E402
 
 MODEL = ModelConfig(

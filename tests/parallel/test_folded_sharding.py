@@ -21,8 +21,9 @@ from shoal.ir import Parallel, TrainJob, Work
 from shoal.machine.described import load
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh, same_as_one, tokens
-from shoal.parallel.engine import Engine, Rows
+from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
+from shoal.parallel.rows import Rows
 from shoal.parallel.shard.cost import sharding_estimate
 from shoal.parallel.thread_comm import run_ranks
 from shoal.plan.strategy.space import sharding_choices

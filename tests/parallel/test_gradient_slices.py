@@ -17,8 +17,9 @@ from shoal.cost.training import Pricer
 from shoal.ir import Work
 from shoal.machine.described import load
 from shoal.parallel.check import Fresh, same_as_one
-from shoal.parallel.engine import Engine, Rows
+from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
+from shoal.parallel.rows import Rows
 from shoal.parallel.shard.replicated import ReplicatedModel
 from shoal.parallel.thread_comm import ThreadComm, run_ranks
 

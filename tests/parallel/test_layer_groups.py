@@ -56,7 +56,7 @@ def kept_bytes(recompute, layers=()):
             kept += x.nbytes
             return x
 
-        from shoal.parallel.engine import Rows
+        from shoal.parallel.rows import Rows
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             mb = engine.microbatches(Rows(tokens, tokens, None, 0, 0), 8)[0]

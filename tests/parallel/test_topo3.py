@@ -18,8 +18,9 @@ from shoal.machine.described import load
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh, same_as_one, tokens
 from shoal.parallel.compress import pack, unpack
-from shoal.parallel.engine import Engine, Rows
+from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
+from shoal.parallel.rows import Rows
 from shoal.parallel.shard.levelled import LevelledModel
 from shoal.parallel.shard.topo3_cost import hops, span
 from shoal.parallel.thread_comm import ThreadComm, run_ranks

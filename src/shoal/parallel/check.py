@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from shoal.core.random import generator
-from shoal.parallel.engine import Engine, Rows
+from shoal.parallel.engine import Engine
 from shoal.parallel.expert.balance import Routers
 from shoal.parallel.legal import check_split
+from shoal.parallel.rows import Rows
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob

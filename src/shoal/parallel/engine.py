@@ -15,7 +15,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from shoal.parallel.hdp.runtime import HybridRuntime
 from shoal.parallel.pipeline import Boundary, Runtime
 from shoal.parallel.protocols import Held, MicroBatch
 from shoal.parallel.ranks import ranks_of
+from shoal.parallel.rows import Rows, Weights
 from shoal.parallel.shard.folded import FoldedModel, folded
 from shoal.parallel.slices import Slices, is_expert
 from shoal.parallel.stages import HintedStage, WholeStage
@@ -48,56 +49,16 @@ if TYPE_CHECKING:
     from shoal.ir import Machine, TrainJob
     from shoal.memory.activation import ActivationPolicy
     from shoal.memory.protocols import Offloaded
-    from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
     from shoal.parallel.expert.lent import Ledger
     from shoal.parallel.expert.resharding import Reshuffled
     from shoal.parallel.protocols import Comm, Ranks, Rounds, Sharded
     from shoal.parallel.stage import LocalModel
     from shoal.parallel.vocab_passes import VocabShard
-    from shoal.plan.balance.sequences import Assignment
 
-__all__ = ["Engine", "Rows", "Weights"]
+__all__ = ["Engine"]
 
 _State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
-
-
-class Weights(Protocol):
-    """Where the values of a model come from."""
-
-    config: ModelConfig
-
-    def model(self) -> Transformer:
-        """The whole model."""
-        ...
-
-    def whole(self, name: str) -> Tensor:
-        """One whole parameter, by its name in :class:`Transformer`."""
-        ...
-
-
-class Rows(NamedTuple):
-    """The sequences of one data-parallel replica in one step.
-
-    Args:
-        inputs: token ids int64 [b, T].
-        targets: next tokens int64 [b, T]; -100 counts nothing.
-        documents: document ids int32 [b, T] of the inputs, or None.
-        first: number of the first sequence in the global batch.
-        step: global step.
-        weights: how much the tokens of each sequence count fp32 [b]; 1 if not given.
-        counted: tokens that the loss is a mean over; the counted targets, if not given.
-        plan: who computes which of the sequences, where that was asked ahead.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    documents: Tensor | None
-    first: int
-    step: int
-    weights: Tensor | None = None
-    counted: int | None = None
-    plan: Assignment | None = None
 
 
 class Engine:

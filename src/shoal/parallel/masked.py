@@ -26,8 +26,8 @@ from shoal.parallel.check import (
     on_rank,
     tokens,
 )
-from shoal.parallel.engine import Rows
 from shoal.parallel.legal import check_split
+from shoal.parallel.rows import Rows
 from shoal.plan.partition import cells_for
 
 if TYPE_CHECKING:

@@ -25,9 +25,10 @@ from shoal.core.random import generator
 from shoal.cost.pipeline import UniformLinks
 from shoal.ir.schedule import Event, OpCosts
 from shoal.parallel.calls import check_partition, check_peer
-from shoal.parallel.engine import Engine, Rows
+from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.processes import run_processes
+from shoal.parallel.rows import Rows
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob

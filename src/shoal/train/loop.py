@@ -25,8 +25,9 @@ from shoal.core.parts import table
 from shoal.cost.sequences import SequenceCost
 from shoal.machine import host
 from shoal.parallel.actor import prefetch
-from shoal.parallel.engine import Engine, Rows
+from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
+from shoal.parallel.rows import Rows
 from shoal.train import masking
 from shoal.train.optimizers.torch_state import TorchUpdater
 from shoal.train.peft.arenas import Arenas
@@ -42,10 +43,10 @@ if TYPE_CHECKING:
     from shoal.ir import Machine, TrainJob
     from shoal.ir.comm import Comm
     from shoal.parallel.comm import TorchComm
-    from shoal.parallel.engine import Weights
     from shoal.parallel.expert.balance import Balance
     from shoal.parallel.expert.lent import Told
     from shoal.parallel.expert.resharding import Reshuffled
+    from shoal.parallel.rows import Weights
     from shoal.train.protocols import LrSchedule, Updater
     from shoal.train.watch.recorder import Recorder
 

@@ -32,8 +32,9 @@ def rehearse(
     from shoal.kernel.fused.choice import choose
     from shoal.model.config import ModelConfig
     from shoal.parallel.comm import TorchComm
-    from shoal.parallel.engine import Engine, Rows
+    from shoal.parallel.engine import Engine
     from shoal.parallel.legal import check_split
+    from shoal.parallel.rows import Rows
     from shoal.train.allocator import keep_freed_memory
     from shoal.train.build import FreshWeights
 

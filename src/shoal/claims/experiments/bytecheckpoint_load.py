@@ -139,7 +139,7 @@ def saved_under(place: Path, layout: str) -> dict[str, torch.Tensor]:
     from shoal import checkpoint
     from shoal.checkpoint.store import Store
     from shoal.parallel.check import Fresh, tokens
-    from shoal.parallel.engine import Rows
+    from shoal.parallel.rows import Rows
     from shoal.parallel.thread_comm import run_ranks
     from shoal.train.state import held_by
 

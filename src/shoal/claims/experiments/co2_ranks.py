@@ -15,8 +15,9 @@ from shoal.core.parts import table
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh
-from shoal.parallel.engine import Engine, Rows
+from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
+from shoal.parallel.rows import Rows
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:

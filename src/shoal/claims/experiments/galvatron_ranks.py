@@ -14,10 +14,11 @@ from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.cost.layer_fit import LayerProfile
 from shoal.ir import Machine, TrainJob
-from shoal.parallel.engine import Engine, Rows
+from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.measure_layers import measure_layers
 from shoal.parallel.measure_passes import Cheap
+from shoal.parallel.rows import Rows
 from shoal.train.allocator import keep_freed_memory
 from shoal.train.replan import Replanner
 from shoal.train.reshard import switch_engine

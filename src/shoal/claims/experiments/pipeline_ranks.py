@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from shoal.model.config import ModelConfig
     from shoal.parallel.comm import TorchComm
-    from shoal.parallel.engine import Engine, Rows
+    from shoal.parallel.engine import Engine
+    from shoal.parallel.rows import Rows
     from shoal.train.protocols import Updater
 
 __all__ = ["Steps", "peak_memory", "peak_of_steps", "profile", "steps_in_turn", "time_steps"]

@@ -13,8 +13,9 @@ from shoal.cost.sequences import SequenceCost
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh, same_as_one
-from shoal.parallel.engine import Engine, Rows
+from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
+from shoal.parallel.rows import Rows
 from shoal.plan.balance.sequences import Assignment, MicroStep
 from shoal.train.allocator import keep_freed_memory
 

@@ -351,8 +351,8 @@ def train_routes(
 
     from shoal.core.random import generator
     from shoal.model.initialise import empty, init_weights
-    from shoal.parallel.engine import Rows
     from shoal.parallel.masked import layer_routes, masked_backward
+    from shoal.parallel.rows import Rows
 
     config = model_config(width)
     routes = layer_routes(config.shape(), planned.schedule)

@@ -46,8 +46,9 @@ def _stepped(shard: Any, microbatches: int, look: Any) -> list[Any]:
     import torch
 
     from shoal.parallel.check import Fresh, tokens
-    from shoal.parallel.engine import Engine, Rows
+    from shoal.parallel.engine import Engine
     from shoal.parallel.legal import check_split
+    from shoal.parallel.rows import Rows
     from shoal.parallel.thread_comm import run_ranks
 
     config = _config()

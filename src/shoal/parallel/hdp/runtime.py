@@ -27,8 +27,8 @@ from shoal.parallel.protocols import Comm, MicroBatch
 from shoal.plan.balance.sequences import Assignment, MicroStep, SequenceAssigner
 
 if TYPE_CHECKING:
-    from shoal.parallel.engine import Rows
     from shoal.parallel.pipeline import StageLike
+    from shoal.parallel.rows import Rows
 
 __all__ = ["HybridRuntime", "sequences_of"]
 
