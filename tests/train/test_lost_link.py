@@ -59,7 +59,7 @@ def test_a_link_that_disappears_is_named_and_the_run_goes_on(
             execute(plan, run, hosts=Hosts(network, 1))
         finally:
             ended.append(time.monotonic())
-    assert ended[0] - at[0] < 4 + 8, "nobody waits for as long as TCP does"
+    assert ended[0] - at[0] < 60, "nobody waits for as long as TCP does, which is minutes"
     said = str(caught.value)
     assert "rank 0 -> rank 1" in said or "rank 1 -> rank 0" in said
     assert "in all_reduce of step " in said

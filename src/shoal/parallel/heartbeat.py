@@ -19,6 +19,8 @@ __all__ = ["Beat", "Heartbeat", "blame"]
 
 # Step, collective, inside, nanoseconds, and the name of the collective.
 _LAYOUT = struct.Struct("<qqqq16s")
+# Bytes in runs from before there were names.
+_UNNAMED = 32
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,9 @@ class Heartbeat:
             raw = path.read_bytes()
         except FileNotFoundError:
             return None
-        if len(raw) < _LAYOUT.size:
+        if len(raw) < _UNNAMED:
             return None
-        step, collective, inside, stamp, op = _LAYOUT.unpack_from(raw)
+        step, collective, inside, stamp, op = _LAYOUT.unpack(raw.ljust(_LAYOUT.size, b"\0"))
         age = max(0.0, (time.time_ns() - stamp) / 1e9)
         return Beat(rank, step, collective, bool(inside), age, op.rstrip(b"\0").decode())
 
