@@ -137,7 +137,7 @@ class CO2Claim:
         summed = losses["every_step"]
         ours = losses["every_step" if as_baseline else "co2"]
         metrics["loss_gap"] = Paired(method=tuple(a - b for a, b in zip(ours, summed, strict=True)))
-        details["heldout_loss"] = losses
+        details["heldout_loss"] = {name: list(each) for name, each in losses.items()}
         # Rounds as long whose averages are not late lose this much.
         bounds = {"loss_gap": losses["local_sgd"][0] - summed[0]}
         skipped = {}
