@@ -33,6 +33,7 @@ PARTS = [
     CO2(tau=4, penalty="const", clip=1e-3, outer_lr=0.7),
     CO2(tau=2, clip=1e-2),
 ]
+HALVED = [CO2(tau=3, dtype="bf16"), LocalSGD(tau=2, dtype="bf16")]
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +107,9 @@ def same(a, b):
 
 
 @pytest.mark.parametrize(
-    ("part", "workers"), list(itertools.product(PARTS, (1, 2, 3))), ids=lambda x: str(x)[:40]
+    ("part", "workers"),
+    list(itertools.product(PARTS + HALVED, (1, 2, 3))),
+    ids=lambda x: str(x)[:40],
 )
 def test_ranks_equal_the_simulation_bit_for_bit(part, workers):
     steps = 11  # the last round is short
@@ -200,12 +203,24 @@ def test_bytes_are_those_of_the_ring_once_a_round():
     elements = sum(x.numel() for x in start()) + 2
     # Three rounds on two ranks: each sends half a tensor twice.
     assert sum(sent.values()) == 3 * 2 * elements * 8
+    meter = Meter()
+    run(CO2(tau=4, dtype="bf16"), 2, 12, meter=meter)
+    sent = {k: v for k, v in meter.totals().items() if "outer" in k and "wire_bytes" in k}
+    # What is told travels as it is.
+    assert sum(sent.values()) == 3 * 2 * ((elements - 2) * 2 + 2 * 8)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("part", [LocalSGD, DiLoCo, CO2])
 def test_what_is_kept_at_a_rounds_start_goes_on(part, sharded):
-    made = part(tau=3, sharded=sharded)
+    goes_on(part(tau=3, sharded=sharded))
+
+
+def test_what_travelled_in_half_the_bytes_goes_on():
+    goes_on(CO2(tau=3, dtype="bf16"))
+
+
+def goes_on(made):
     memory: dict[int, Any] = {}
 
     def inner():
@@ -234,7 +249,7 @@ def test_what_is_kept_at_a_rounds_start_goes_on(part, sharded):
 
     for rank, found in enumerate(run_ranks(2, two_parts)):
         assert same([found], [whole[rank][0][-1]])
-    if part is LocalSGD:
+    if isinstance(made, LocalSGD):
         return  # what is averaged at once leaves nothing behind
     with pytest.raises(CheckpointError, match="new run"):
         run_ranks(2, lambda comm: made.apply(Nothing(), {"a": start()[0]}, comm).load({}))
@@ -242,6 +257,8 @@ def test_what_is_kept_at_a_rounds_start_goes_on(part, sharded):
 
 def test_all_hear_of_losses_and_of_the_wish_to_stop():
     heard = run(LocalSGD(tau=2), 2, 8, stop=(1, 2))
+    halved = run(LocalSGD(tau=2, dtype="bf16"), 2, 8, stop=(1, 2))
+    assert halved[0][2] == heard[0][2]
     assert heard[0][2] == heard[1][2]
     assert [loss for _, loss, _ in heard[0][2]] == [None, 1.0, None, 3.0, None, 5.0, None, 7.0]
     assert [stop for _, _, stop in heard[0][2]][3]
@@ -394,6 +411,7 @@ def test_groups_of_workers():
         ({"name": "co2", "clip": 0.0}, "none for no clipping"),
         ({"name": "co2", "outer_momentum": 1.0}, "below 1"),
         ({"name": "diloco", "outer_lr": 0.0}, "above 0"),
+        ({"name": "co2", "dtype": "bf16", "sharded": True}, "fp32 with sharded"),
     ],
 )
 def test_wrong_options_are_refused(options, words):
@@ -478,6 +496,9 @@ def test_estimates_share_out_the_average_over_a_round():
     assert waits.memory_bytes["optimizer"] > summed.memory_bytes["optimizer"]
     cut, _, _ = priced({"name": "co2", "tau": 8, "sharded": True}, 1e6)
     assert cut.memory_bytes["optimizer"] <= late.memory_bytes["optimizer"]
+    half, _, _ = priced({"name": "co2", "tau": 8, "dtype": "bf16"}, 1e6)
+    assert half.wire_bytes["node"] == late.wire_bytes["node"] / 2
+    assert half.memory_bytes["optimizer"] > late.memory_bytes["optimizer"]
     # Two ranks that are one worker average with nobody.
     one, _, _ = priced({"name": "co2", "tau": 8, "within": 2}, 1e6)
     assert one.wire_bytes == summed.wire_bytes

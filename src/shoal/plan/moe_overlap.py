@@ -37,6 +37,7 @@ from shoal.ir.schedule import Op, OpCosts, Schedule
 
 __all__ = [
     "MOST",
+    "SLACK",
     "STREAMS",
     "TASKS",
     "Chunks",
@@ -51,6 +52,8 @@ __all__ = [
 
 MOST = 32
 """Most chunks that are looked at."""
+SLACK = 0.01
+"""Of the least time, what fewer chunks may take more."""
 
 STREAMS = ("between nodes", "inside a node", "experts")
 TASKS = ("dispatch", "gather", "experts", "scatter", "combine", "gradients")
@@ -205,6 +208,8 @@ def relaxed(pass_: Pass, slice_s: float = 0.0, ahead: int = 1, *, most: int = MO
 def choose(pass_: Pass, slice_s: float = 0.0, *, most: int = MOST) -> Chunks:
     """The chunks of a pass: the relaxed r of every order, and its whole neighbours simulated.
 
+    The fewest that are within :data:`SLACK` of the least: a chunk costs what no line tells.
+
     Args:
         pass_: what tasks take.
         slice_s: s of the gradients' sum that travels with it.
@@ -229,6 +234,9 @@ def choose(pass_: Pass, slice_s: float = 0.0, *, most: int = MOST) -> Chunks:
     # The closed forms leave out how streams wait for one another: a chunk more may hide that.
     while (near := min(r, max(1, r - 1), min(top, r + 1), key=simulated)) != r:
         r = near
+    most_s = simulated(r) * (1 + SLACK)
+    while r > 1 and simulated(r - 1) <= most_s:
+        r -= 1
     seconds, ahead = tried[r]
     found = cases(pass_, r, slice_s, ahead)
     bound = max(found, key=lambda name: found[name])

@@ -40,11 +40,14 @@ class Averaging(ABC):
         within: neighbouring data-parallel ranks that are one worker: they sum their gradients in
             every step.
         sharded: each worker keeps and updates its share of the outer state, not all of it.
+        dtype: in which changes travel; bf16 halves the bytes of an average, and so the fewest
+            steps behind which it travels. x and the outer state stay as the parameters are.
     """
 
     tau: int | Literal["auto"] = 8
     within: int = 1
     sharded: bool = False
+    dtype: Literal["fp32", "bf16"] = "fp32"
 
     delayed: ClassVar[bool] = False
     """The average is applied a round late, so that it travels meanwhile."""
@@ -59,6 +62,12 @@ class Averaging(ABC):
             expected="at least 1 step, or auto",
         )
         require(self.within >= 1, "sync.within", self.within, expected="at least 1 rank")
+        require(
+            self.dtype == "fp32" or not self.sharded,
+            "sync.dtype",
+            self.dtype,
+            expected="fp32 with sharded, where parameters travel and not their changes",
+        )
 
     @abstractmethod
     def rule(self, like: Tensor, segments: Segments) -> Rule:
@@ -87,7 +96,7 @@ class Averaging(ABC):
 
     def kept_bytes(self, work: Work) -> float:
         """What travels, x and the momentum; of the last two, and x before, a share if sharded."""
-        copies = 2.0 + self.momentum
+        copies = 2.0 + self.momentum + (0.5 if self.dtype == "bf16" else 0.0)
         if self.sharded:
             copies = 1 + (3 + self.momentum) / self.workers(work.job.parallel.dp)
         return copies * self._bytes(work)
@@ -103,7 +112,7 @@ class Averaging(ABC):
         if self.delayed and seconds:
             seconds = max(0.0, seconds - self._alone_s(work, machine))
         link = data_link(machine, split)
-        sent = 2.0 * self._bytes(work) * (workers - 1) / workers / tau
+        sent = 2.0 * self._wire(work) * (workers - 1) / workers / tau
         return Estimate(
             step_s=Interval.around(seconds, 0.3),
             terms_s={"collective": seconds},
@@ -136,8 +145,15 @@ class Averaging(ABC):
                     f"sync: the model keeps the running statistic {name}, of which each worker "
                     "would have its own; use sync: every_step, or a norm without statistics"
                 )
-        made = ShardedRounds if self.sharded else WholeRounds
-        return made(owned, comm, self.rule, tau=self.tau, delayed=self.delayed)
+        if self.sharded:
+            return ShardedRounds(owned, comm, self.rule, tau=self.tau, delayed=self.delayed)
+        return WholeRounds(
+            owned, comm, self.rule, tau=self.tau, delayed=self.delayed, half=self.dtype == "bf16"
+        )
+
+    def _wire(self, work: Work) -> float:
+        """Bytes of what one rank averages, as it travels."""
+        return self._bytes(work) * (0.5 if self.dtype == "bf16" else 1.0)
 
     def _bytes(self, work: Work) -> float:
         """What one rank averages: its part of the model, fp32, that its worker shares out."""
@@ -153,7 +169,7 @@ class Averaging(ABC):
         from shoal.cost.rates import data_link
 
         split = work.job.parallel
-        return all_reduce_s(self._bytes(work), self.workers(split.dp), data_link(machine, split))
+        return all_reduce_s(self._wire(work), self.workers(split.dp), data_link(machine, split))
 
     def _alone_s(self, work: Work, machine: Machine) -> float:
         """Seconds of a worker's step without any average."""

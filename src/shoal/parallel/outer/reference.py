@@ -63,7 +63,7 @@ def simulate(
             for step in range(first, last):
                 inner(worker, step, mine)
             changes.append([x - y for x, y in zip(state.x, mine, strict=True)])
-        mean = [_sum(deltas) / workers for deltas in zip(*changes, strict=True)]
+        mean = [_sum(part, deltas) / workers for deltas in zip(*changes, strict=True)]
         if not part.delayed:
             _update(part, state, mean)
         else:
@@ -76,12 +76,15 @@ def simulate(
     return told
 
 
-def _sum(values: Sequence[Tensor]) -> Tensor:
-    """In the order of the workers."""
+def _sum(part: Averaging, values: Sequence[Tensor]) -> Tensor:
+    """In the order of the workers, in the dtype that travels."""
+    dtype = values[0].dtype
+    if part.dtype == "bf16":
+        values = [value.bfloat16() for value in values]
     total = values[0]
     for value in values[1:]:
         total = total + value
-    return total
+    return total.to(dtype)
 
 
 def _update(part: Averaging, state: _State, mean: list[Tensor]) -> None:

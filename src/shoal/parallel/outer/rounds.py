@@ -1,8 +1,8 @@
 """The rounds of one rank's worker: after each step it is asked whether a round is over.
 
 What is averaged is one flat tensor with the mean loss of the round and the wish to stop at its
-end, so that workers need no other message. Where it is applied a round late, nothing of a round
-is waited for before the next one is over.
+end, so that workers need no other message, unless changes travel in bf16. Where it is applied a
+round late, nothing of a round is waited for before the next one is over.
 
 With ``ShardedRounds`` each worker keeps its share of x and of the outer state. Parameters travel
 and not their changes, because nobody has all of x to subtract from: a reduce-scatter in the first
@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, Pending
 
 __all__ = ["ShardedRounds", "WholeRounds"]
+
+_T = TypeVar("_T")
 
 # Behind the parameters: the mean loss of the round, and who wishes to stop.
 _TOLD = 2
@@ -82,7 +85,7 @@ class _Rounds(ABC):
     def _halfway(self) -> None:
         """Half of a round is over."""
 
-    def _timed(self, call: Callable[[], Pending | None]) -> Pending | None:
+    def _timed(self, call: Callable[[], _T]) -> _T:
         """Count the seconds in which this rank does nothing else."""
         begin = time.perf_counter()
         found = call()
@@ -123,6 +126,7 @@ class WholeRounds(_Rounds):
         rule: makes the outer update.
         tau: steps of a round.
         delayed: an average is applied a round late.
+        half: changes travel in bf16.
     """
 
     divided = False
@@ -135,13 +139,17 @@ class WholeRounds(_Rounds):
         *,
         tau: int,
         delayed: bool,
+        half: bool = False,
     ) -> None:
         super().__init__(owned, comm, tau=tau, delayed=delayed, room=1)
+        self._wire: Tensor | None = None
+        if half:
+            self._wire = self._sent.new_empty(self._size, dtype=torch.bfloat16)
         self._x = self._sent.new_zeros(self._size)
         self._at = self._cut(self._x)
         self._keep()
         self._rule = rule(self._x, Segments(self._sizes, 0, self._size, None))
-        self._pending: Pending | None = None
+        self._pending: list[Pending] = []
         self._waiting = torch.zeros(1)
 
     def _keep(self) -> None:
@@ -159,19 +167,32 @@ class WholeRounds(_Rounds):
             parameter.copy_(x)
         self._sent[self._size :] = told
         self._waiting.fill_(1.0)
-        self._pending = self._timed(lambda: self.comm.all_reduce(self._sent, tag=TAG))
+        self._begin()
         if not self._delayed or last:
             self._x.sub_(self._rule.direction(self._collect()), alpha=self._rule.lr)
             for x, parameter in zip(self._at, self._tensors, strict=True):
                 parameter.copy_(x)
 
+    def _begin(self) -> None:
+        """Send the changes, and what is told beside them."""
+        flats = [self._sent]
+        if self._wire is not None:
+            self._wire.copy_(self._sent[: self._size])
+            flats = [self._wire, self._sent[self._size :]]
+        for flat in flats:
+            self._pending.append(self._timed(partial(self.comm.all_reduce, flat, tag=TAG)))
+
     def _halfway(self) -> None:
         """What travels needs nobody on its way."""
 
     def _come(self) -> None:
-        if self._pending is not None:
-            self._timed(self._pending.wait)
-            self._pending = None
+        if not self._pending:
+            return
+        for pending in self._pending:
+            self._timed(pending.wait)
+        self._pending = []
+        if self._wire is not None:
+            self._sent[: self._size].copy_(self._wire)
 
     def _collect(self) -> Tensor:
         """The mean of the round that was sent [size], which may be spoilt."""
