@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, TOLERANCE, close, made, ways
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.core.errors import KernelError
 from shoal.ir import Device, Machine, MemoryTier
@@ -155,6 +156,34 @@ def test_a_gradient_may_wait():
     assert weight.grad is None and parameter is weight
     wanted = weight_gradient(torch.ones_like(out), rows, counts)
     assert torch.equal(gradient(), wanted) and not wanted.requires_grad
+
+
+class Names(TorchDispatchMode):
+    """Which operators there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["reference", "loop", "torch", "padded", "padded above 2"])
+def test_a_second_time_is_as_the_first(backend):
+    """What is recomputed does what its forward pass did: nothing has stayed from it."""
+    kernel = kernels_of("grouped_linear").get(backend) or Padded(level=2)
+    if kernel.refuses(call_of([5, 1, 6], 4, 8, "fp32")):
+        pytest.skip("this version of PyTorch has no grouped product")
+    rows, weight, counts = torch.ones(12, 8), torch.ones(3, 4, 8), [5, 1, 6]
+    ran = []
+    for _ in range(2):
+        with Names() as names:
+            out = kernel.product(rows, weight, counts)
+            kernel.gradient(out, rows, counts)
+        ran.append(names.found)
+    assert ran[0] == ran[1]
 
 
 def test_what_needs_no_gradient_has_none():

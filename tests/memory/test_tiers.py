@@ -112,6 +112,15 @@ def test_a_scope_counts_what_lives():
     assert tier.stats.peak >= 8000
 
 
+def test_numbers_of_python_come_into_a_scope():
+    with DeviceScope(MemoryTier("device", 256)) as scope:
+        x = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+        assert scope.live_bytes == 16
+        assert int((x + 1).sum()) == 14
+        with pytest.raises(DeviceMemoryError, match=r"lift_fresh.* needs 320"):
+            torch.tensor(list(range(40)))
+
+
 def test_a_scope_counts_what_autograd_saves():
     tier = MemoryTier("device", MIB)
     with DeviceScope(tier) as scope:

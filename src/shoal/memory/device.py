@@ -6,7 +6,7 @@ operator that passes the budget is the one that fails. A storage is counted once
 there are of it; what lies in the tier's own blocks is counted there.
 
 As on a GPU, an operator inside cannot use what lies outside: a policy that forgets to fetch
-something is found out.
+something is found out. A tensor of numbers that Python gives inside (``torch.tensor``) lies there.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ __all__ = ["DeviceScope"]
 _NAMED = 3
 # Asked where a parameter gets other memory; it looks at no numbers.
 _SWAP = torch.ops.aten._has_compatible_shallow_copy_type.default
+# How numbers of Python's come in; its result is counted.
+_LIFT = torch.ops.aten.lift_fresh.default
 
 
 class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -92,7 +94,7 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._paused or self.tier.device.type != "cpu":
             return func(*args, **kwargs)
         self._settle()
-        if self._strict and func is not _SWAP:
+        if self._strict and func not in (_SWAP, _LIFT):
             for value in tree_flatten((args, kwargs))[0]:
                 if isinstance(value, Tensor) and value.numel() > 1 and not self._here(value):
                     raise DeviceMemoryError(

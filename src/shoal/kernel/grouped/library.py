@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -36,7 +36,7 @@ class Library(GroupedKernel):
 
         if not len(rows_MK):
             return rows_MK.new_empty(0, weight_ENK.shape[1])
-        ends_E = _ends(tuple(counts), rows_MK.device)
+        ends_E = _ends(counts, rows_MK.device)
         turned_EKN = weight_ENK.transpose(1, 2)
         if turned_EKN.is_contiguous():
             turned_EKN = _aligned(turned_EKN)
@@ -50,7 +50,7 @@ class Library(GroupedKernel):
 
         if not len(rows_MK):
             return rows_MK.new_zeros(len(counts), grad_MN.shape[1], rows_MK.shape[1])
-        ends_E = _ends(tuple(counts), rows_MK.device)
+        ends_E = _ends(counts, rows_MK.device)
         return F.grouped_mm(_aligned(grad_MN).T, _aligned(rows_MK), offs=ends_E)
 
     def _refuses(self, call: GroupedLinear) -> str | None:
@@ -66,13 +66,14 @@ class Library(GroupedKernel):
         return None
 
 
-@functools.lru_cache(maxsize=64)
-def _ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where the rows of each expert end; asked for six times a layer and step."""
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Where the rows of each expert end.
+
+    One operator each time, and nothing kept: as in :mod:`shoal.kernel.grouped.padded`.
+    """
     import torch
 
-    with torch.inference_mode(False):
-        return torch.tensor(counts).cumsum(0).to(device, torch.int32)
+    return torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=device)
 
 
 def _aligned(x: Tensor) -> Tensor:

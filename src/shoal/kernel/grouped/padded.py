@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from shoal.core.errors import KernelError, require
 from shoal.core.parts import part
@@ -51,7 +54,7 @@ class Padded(GroupedKernel):
         """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         import torch
 
-        at = _places(tuple(counts), self.level, rows_MK.device)
+        at = _Rows.of(counts, self.level, rows_MK.device)
         rows_ElK, turned_EKN = at.level(rows_MK), weight_ENK.transpose(1, 2)
         made = torch.bmm(rows_ElK, turned_EKN).view(-1, weight_ENK.shape[1])
         if at.put is None:
@@ -68,7 +71,7 @@ class Padded(GroupedKernel):
         """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         import torch
 
-        at = _places(tuple(counts), self.level, rows_MK.device)
+        at = _Rows.of(counts, self.level, rows_MK.device)
         total = torch.bmm(at.level(grad_MN).transpose(1, 2), at.level(rows_MK))
         for expert, mine in at.over:
             total[expert].addmm_(grad_MN[mine].T, rows_MK[mine])
@@ -82,7 +85,7 @@ class Padded(GroupedKernel):
         return super().estimate(whole, machine).model_copy(update={"flops": call.flops})
 
 
-class _Places(NamedTuple):
+class _Rows(NamedTuple):
     """Where rows are in the batched product.
 
     Args:
@@ -97,6 +100,15 @@ class _Places(NamedTuple):
     put: Tensor | None
     over: list[tuple[int, slice]]
 
+    @classmethod
+    def of(cls, counts: Sequence[int], level: int, device: torch.device) -> _Rows:
+        """By the rows of every expert."""
+        import torch
+
+        shape, taken, put, over = _places(tuple(counts), level)
+        sent = [None if one is None else torch.tensor(one, device=device) for one in (taken, put)]
+        return cls(shape, sent[0], sent[1], over)
+
     def level(self, x_MI: Tensor) -> Tensor:
         """[E, level, I], zero where an expert has fewer."""
         experts, rows = self.shape
@@ -106,28 +118,33 @@ class _Places(NamedTuple):
         return x_MI.reshape(experts, rows, x_MI.shape[1])
 
 
-@functools.lru_cache(maxsize=64)
-def _places(counts: tuple[int, ...], level: int, device: torch.device) -> _Places:
-    """Asked for six times a layer and step."""
-    import torch
+_Indices: TypeAlias = npt.NDArray[np.int64] | None
 
+
+@functools.lru_cache(maxsize=64)
+def _places(
+    counts: tuple[int, ...], level: int
+) -> tuple[tuple[int, int], _Indices, _Indices, list[tuple[int, slice]]]:
+    """What :class:`_Rows` has, before it is on a device; asked for six times a layer and step.
+
+    In numpy: a tensor that is kept belongs to no step, so a scope that counts a device's memory
+    does not know it, and a unit that is computed again would do fewer operators.
+    """
     most = max(counts)
     level = min(level or most, most)
     shape = len(counts), level
     if len(counts) * most == sum(counts) and level == most:
-        return _Places(shape, None, None, [])
-    with torch.inference_mode(False):
-        count_E = torch.tensor(counts)
-        start_E, held_E = count_E.cumsum(0) - count_E, count_E.clamp(max=level)
-        expert_H = torch.arange(len(counts)).repeat_interleave(held_E)
-        within_H = torch.arange(len(expert_H)) - (held_E.cumsum(0) - held_E)[expert_H]
-        put_H = (expert_H * level + within_H).to(device)
-        if level == most:
-            return _Places(shape, None, put_H, [])
-        taken_H = (start_E[expert_H] + within_H).to(device)
+        return shape, None, None, []
+    count_E = np.array(counts)
+    start_E, held_E = count_E.cumsum() - count_E, count_E.clip(max=level)
+    expert_H = np.arange(len(counts)).repeat(held_E)
+    within_H = np.arange(len(expert_H)) - (held_E.cumsum() - held_E)[expert_H]
+    put_H = expert_H * level + within_H
+    if level == most:
+        return shape, None, put_H, []
     over = [
         (expert, slice(start + level, start + count))
         for expert, (start, count) in enumerate(zip(start_E.tolist(), counts, strict=True))
         if count > level
     ]
-    return _Places(shape, taken_H, put_H, over)
+    return shape, start_E[expert_H] + within_H, put_H, over

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -44,7 +44,7 @@ class Triton(TritonKernel, GroupedKernel):
         if not out.numel():
             return out
         block_m = _block(counts)
-        tile_T3 = _tiles(tuple(counts), block_m, rows_MK.device)
+        tile_T3 = _tiles(counts, block_m, rows_MK.device)
         # Triton's interpreter does not multiply bf16.
         product[(len(tile_T3), -(-n // self.block_n))](
             rows_MK, weight_ENK, out, tile_T3, n, k, *weight_ENK.stride(),
@@ -62,7 +62,7 @@ class Triton(TritonKernel, GroupedKernel):
         grid = (len(counts), -(-n // self.block_n), -(-k // self.block_k))
         if out.numel():
             gradient[grid](
-                grad_MN, rows_MK, out, _ends(tuple(counts), rows_MK.device), n, k,
+                grad_MN, rows_MK, out, _ends(counts, rows_MK.device), n, k,
                 not rows_MK.is_cuda, _block(counts), self.block_n, self.block_k,
             )  # fmt: skip
         return out
@@ -75,8 +75,7 @@ def _block(counts: Sequence[int]) -> int:
     return 16 if mean <= 16 else 32 if mean <= 32 else 64
 
 
-@functools.lru_cache(maxsize=64)
-def _tiles(counts: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+def _tiles(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
     """[T, 3] expert, first row, end of the expert's rows."""
     import torch
 
@@ -85,14 +84,12 @@ def _tiles(counts: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
         stop = start + count
         found += [(expert, first, stop) for first in range(start, stop, rows)]
         start = stop
-    with torch.inference_mode(False):
-        return torch.tensor(found, dtype=torch.int32).to(device)
+    return torch.tensor(found, dtype=torch.int32, device=device)
 
 
-@functools.lru_cache(maxsize=64)
-def _ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
     """[E + 1] where each expert's rows begin, and the end."""
     import torch
 
-    with torch.inference_mode(False):
-        return torch.tensor((0, *counts)).cumsum(0).to(device, torch.int32)
+    ends = itertools.accumulate(counts, initial=0)
+    return torch.tensor(list(ends), dtype=torch.int32, device=device)
