@@ -8,7 +8,8 @@ import pytest
 
 from shoal.core.errors import ConfigError, PlanError
 from shoal.cost.layer_plan import estimate_layers, seconds_of
-from shoal.cost.layerwise import Layer, LayerPricer, layers_of
+from shoal.cost.layers import Layer, layers_of
+from shoal.cost.layerwise import LayerPricer
 from shoal.cost.shapes import find
 from shoal.cost.training import estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, Plan, TrainJob, Work

@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.layer_fit import LayerProfile
-from shoal.cost.layerwise import Layer, LayerCost, LayerPricer, Strategy, layers_of
+from shoal.cost.layers import Layer, LayerCost, Strategy, layers_of
+from shoal.cost.layerwise import LayerPricer
 from shoal.cost.pipeline import MachineLinks, simulate
 from shoal.cost.training import Pricer, microbatch_of
 from shoal.cost.training_memory import ALLOCATOR_SLACK, RUNTIME_BYTES

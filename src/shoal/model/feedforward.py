@@ -23,6 +23,7 @@ from shoal.kernel.grouped.product import multiply
 from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
 from shoal.model.desync import own, shared
+from shoal.model.permutation import Permutation
 from shoal.model.routing import (
     Asked,
     Routed,
@@ -30,7 +31,6 @@ from shoal.model.routing import (
     add_loss,
     balance_sums,
     best,
-    by_expert,
     squared_log_sums,
     tally,
 )
@@ -221,18 +221,13 @@ class Experts(nn.Module):
 
     def mixed(self, x_ND: Tensor, routed: Routed) -> Tensor:
         """The weighted sum [N, D] of what the experts make of their tokens."""
-        order_M, counts_E = by_expert(routed.experts, self.num_experts, routed.keep)
-        counts = counts_E.tolist()
-        token_M = order_M // routed.experts.shape[1]
-        if not len(token_M):
+        at = Permutation(routed.experts, self.num_experts, routed.keep)
+        counts = at.counts_E.tolist()
+        if not any(counts):
             return torch.zeros_like(x_ND)
-        # Unlike an index, it goes back row by row, not number by number.
-        taken_MD = x_ND.index_select(0, token_M)
-        gated = (self.kernel or gate)(self.product(taken_MD, self.gate_up_proj, counts))
-        rows = self.product(gated, self.down_proj, counts)
-        weight_M = routed.weights.reshape(-1).index_select(0, order_M)
-        weighted = rows * weight_M.to(rows.dtype).unsqueeze(1)
-        return torch.zeros_like(x_ND).index_add(0, token_M, weighted.to(x_ND.dtype))
+        gated = (self.kernel or gate)(self.product(at.permute(x_ND), self.gate_up_proj, counts))
+        rows_MD = self.product(gated, self.down_proj, counts)
+        return at.unpermute(rows_MD, routed.weights).to(x_ND.dtype)
 
     def product(self, rows_MI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
         """Each expert's matrix with its own rows, which lie behind each other; [M, O]."""

@@ -35,7 +35,6 @@ __all__ = [
     "add_loss",
     "balance_sums",
     "best",
-    "by_expert",
     "squared_log_sums",
     "tally",
 ]
@@ -136,18 +135,6 @@ class Routed(NamedTuple):
     scores: Tensor
     shares: Tensor
     keep: Tensor | None = None
-
-
-def by_expert(expert_NK: Tensor, experts: int, keep_NK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choices that hold, by expert and then by token: which [M], and counts [E]."""
-    expert_M = expert_NK.reshape(-1)
-    if keep_NK is None:
-        order_M = torch.argsort(expert_M, stable=True)
-        return order_M, torch.bincount(expert_M, minlength=experts)
-    held = keep_NK.reshape(-1).nonzero().squeeze(1)
-    expert_M = expert_M[held]
-    order_M = held[torch.argsort(expert_M, stable=True)]
-    return order_M, torch.bincount(expert_M, minlength=experts)
 
 
 @torch.no_grad()

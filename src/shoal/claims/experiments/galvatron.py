@@ -16,44 +16,35 @@ Sources: Miao et al., Galvatron, 2023; Liu et al., Galvatron, 2025.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import JsonValue
 
+from shoal.claims.experiments.galvatron_plans import gap, misses, mixed_plans
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.core.random import generator
-from shoal.cost.arithmetic import linears
 from shoal.cost.layer_fit import LayerProfile
 from shoal.cost.layer_plan import plan_of, simulated_s, stage_costs
-from shoal.cost.layerwise import Layer, LayerPricer, layers_of
-from shoal.cost.shapes import resolve
+from shoal.cost.layers import layers_of
+from shoal.cost.layerwise import LayerPricer
 from shoal.ir import Device, Link, Machine, MemoryTier, ModelShape, TrainJob
-from shoal.machine.described import load
 from shoal.machine.emulate import Network, emulate, unavailable
-from shoal.plan.strategy.galvatron import Galvatron, Option, group_words
-from shoal.plan.strategy.layer_dp import cheapest_chain
-from shoal.plan.strategy.layer_exact import optimum
-from shoal.plan.strategy.layer_search import StageSearch
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
 
-__all__ = ["GalvatronClaim", "mixed_model", "plans_of_two"]
+__all__ = ["GalvatronClaim", "plans_of_two"]
 
 _RANKS = "shoal.claims.experiments.galvatron_ranks"
 _LENGTH, _BATCH = 128, 16
 _REAL = ("rank_correlation", "mean_error", "chosen_over_best", "replanned_speedup")
 _CUT = 8
-_LAYOUTS = 4
 
 
 @part
@@ -195,19 +186,19 @@ class GalvatronClaim:
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Search and simulate; the full run also runs two processes, for some five minutes."""
         context.progress("every choice of small cases", 0.0)
-        misses = float(_misses(200, greedy=as_baseline))
+        missed = float(misses(200, greedy=as_baseline))
         context.progress("layers that differ", 0.1)
-        mixed = context.remember("mixed", lambda: _mixed())
+        mixed = context.remember("mixed", mixed_plans)
         method = mixed.uniform_s if as_baseline else mixed.layerwise_s
         metrics = {
-            "programme_misses": Paired(method=(misses,)),
+            "programme_misses": Paired(method=(missed,)),
             "layerwise_speedup": Paired(method=(method,), baseline=(mixed.uniform_s,)),
         }
         details: dict[str, JsonValue] = {"mixed": mixed.told()}
         if quick:
             return Samples(metrics=metrics, details=details)
         context.progress("the exact optimum", 0.15)
-        details["exact"] = context.remember("exact", lambda: _gap(mixed))
+        details["exact"] = context.remember("exact", lambda: gap(mixed))
         reason = unavailable()
         if reason is not None:
             return Samples(metrics=metrics, details=details, skipped=dict.fromkeys(_REAL, reason))
@@ -500,149 +491,3 @@ def _predicted(job: TrainJob, machine: Machine, shape: ModelShape, profile: Laye
         )
         wired = machine.model_copy(update={"links": (link,)})
     return simulated_s(stages, plan, job, wired, shape.hidden) + profile.step_s
-
-
-# The dynamic programme -------------------------------------------------------------------
-
-
-def _misses(cases: int, *, greedy: bool) -> int:
-    """Random cases in which the least time is not that of an enumeration of every choice."""
-    missed = 0
-    for case in range(cases):
-        source = generator(0, purpose="claim galvatron", index=case)
-        layers, count = int(source.integers(1, 7)), int(source.integers(1, 6))
-        seconds = source.uniform(0.1, 5.0, (layers, count))
-        seconds[source.uniform(size=seconds.shape) < 0.1] = math.inf
-        units = source.integers(0, 9, (layers, count))
-        change = source.uniform(0.0, 2.0, (layers - 1, count, count))
-        budget = int(source.integers(0, 5 * layers))
-        wanted = _enumerated(seconds, units, change, budget)
-        if greedy:
-            found = _greedy(seconds, units, change, budget)
-        else:
-            found = cheapest_chain(seconds, units, change, budget).seconds
-        missed += not (found == wanted or abs(found - wanted) <= 1e-9 * wanted)
-    return missed
-
-
-def _enumerated(seconds: Any, units: Any, change: Any, budget: int) -> float:
-    """The least time over every choice of every layer."""
-    layers, count = seconds.shape
-    choice = np.indices((count,) * layers).reshape(layers, -1)
-    time_ = seconds[np.arange(layers)[:, None], choice].sum(axis=0)
-    filled = units[np.arange(layers)[:, None], choice].sum(axis=0)
-    for layer in range(layers - 1):
-        time_ = time_ + change[layer, choice[layer], choice[layer + 1]]
-    return float(np.where(filled <= budget, time_, np.inf).min())
-
-
-def _greedy(seconds: Any, units: Any, change: Any, budget: int) -> float:
-    """One layer after the other takes what is cheapest and still fits."""
-    total, left, last = 0.0, budget, None
-    for layer, row in enumerate(seconds):
-        cost = row + (change[layer - 1][last] if last is not None else 0.0)
-        cost = np.where(units[layer] <= left, cost, np.inf)
-        last = int(cost.argmin())
-        total, left = total + float(cost[last]), left - int(units[layer][last])
-    return total
-
-
-# Layers that differ ----------------------------------------------------------------------
-
-
-class _Mixed(NamedTuple):
-    """The layer-wise plan and the best uniform one."""
-
-    option: Option
-    uniform: Option
-    layerwise_s: float
-    uniform_s: float
-    job: TrainJob
-    machine: Machine
-    shape: ModelShape
-    layers: tuple[Layer, ...]
-
-    def told(self) -> dict[str, JsonValue]:
-        """What is kept of it."""
-        plans = {"layerwise": self.option, "uniform": self.uniform}
-        found: dict[str, JsonValue] = {
-            name: [f"pp{o.pp} of {o.sequences} sequences", *group_words(o.found.plan)]
-            for name, o in plans.items()
-            if o.found.plan is not None
-        }
-        return found | {
-            "simulated_s": {"layerwise": self.layerwise_s, "uniform": self.uniform_s},
-            "parameters": sum(
-                linear.parameters for layer in self.layers for linear in linears(layer.shape)
-            ),
-        }
-
-
-def mixed_model() -> tuple[ModelShape, tuple[Layer, ...]]:
-    """A wide vocabulary, and blocks of three kinds: long attention, local attention, experts."""
-    base = resolve("Llama-3-8B").model_copy(
-        update={"vocab_size": 262144, "max_position": 16384, "num_layers": 12, "name": "mixed"}
-    )
-    one = base.model_copy(update={"num_layers": 1, "vocab_size": 1})
-    long = Layer("long", one)
-    local = Layer("local", one.model_copy(update={"ffn_hidden": 28672}), span=1024)
-    sparse = one.model_copy(update={"num_experts": 64, "top_k": 2, "expert_hidden": 14336})
-    experts = Layer("experts", sparse)
-    return base, (long, local, experts) * 4
-
-
-def _mixed() -> _Mixed:
-    shape, layers = mixed_model()
-    machine = load("64xA100-40GB")
-    job = TrainJob.model_validate(
-        {
-            "model": "Llama-3-8B",
-            "steps": 1,
-            "seq_len": 16384,
-            "global_batch": 64,
-            "precision": "bf16",
-        }
-    )
-    planner = Galvatron(layouts=_LAYOUTS)
-    found, _ = planner.search(job, machine, shape, layers)
-    option = found[0]
-    uniform = planner.best_uniform(job, machine, shape, layers, option)
-    assert uniform is not None
-
-    def simulated(one: Option) -> float:
-        assert one.found.plan is not None
-        return simulated_s(one.found.stages, one.found.plan, job, machine, shape.hidden)
-
-    return _Mixed(
-        option, uniform, simulated(option), simulated(uniform), job, machine, shape, layers
-    )
-
-
-def _gap(mixed: _Mixed) -> dict[str, JsonValue]:
-    """How far the plan is above the exact optimum for its stages and micro-batch."""
-    planner = Galvatron()
-    option = mixed.option
-    pricer = LayerPricer(mixed.job, mixed.machine, mixed.shape)
-    spaces = planner._spaces(mixed.job, mixed.machine, mixed.shape, 64)
-    strategies = next(
-        s for pp, sequences, s in spaces if (pp, sequences) == (option.pp, option.sequences)
-    )
-    search = StageSearch(
-        pricer,
-        mixed.layers,
-        strategies,
-        option.pp,
-        option.sequences,
-        mixed.job.global_batch // option.sequences,
-        planner._usable(mixed.job, mixed.machine, 64),
-    )
-    begin = time.perf_counter()
-    best = optimum(search, timeout_s=90.0)
-    return {
-        "found_s": option.found.seconds,
-        "optimum_s": best.seconds,
-        "bound_s": best.bound,
-        "gap": option.found.seconds / best.bound - 1,
-        "solver_s": time.perf_counter() - begin,
-        "strategies": len(strategies),
-    }

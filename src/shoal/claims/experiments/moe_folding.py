@@ -9,7 +9,8 @@ Large-Scale MoE Model Training with Megatron Core, 2025.
 - Eight ranks on two nodes that really route: every byte that is sent to experts and back, near and
   far, beside what the plan counts of that routing.
 - Training steps beside one process, over grids of four and eight ranks.
-- One layer of eight experts on one core: what permuting costs beside the experts.
+- A layer of experts on one core: what permuting costs beside the experts, for eight of width 512
+  and for those of a tiny model, sixteen of width 128.
 
 The A/A run has the experts inside dp.
 """
@@ -41,13 +42,15 @@ class MoeFoldingClaim:
         seq_len: tokens of a sequence, of the simulated steps.
         global_batch: sequences of one.
         hidden: width of the layer that is timed.
-        tokens: that pass it.
+        tiny: width of the small one.
+        tokens: that pass them.
         rounds: timed rounds.
     """
 
     seq_len: int = 4096
     global_batch: int = 256
     hidden: int = 512
+    tiny: int = 128
     tokens: int = 2048
     rounds: int = 150
 
@@ -67,21 +70,24 @@ class MoeFoldingClaim:
         Metric.counted("far_bytes", "<=", 0.0, _INSIDE, statistic="max", evidence="mechanism"),
         Metric.counted("uncounted_bytes", "<=", 0.0, "the plan, of that routing", statistic="max"),
         Metric.counted("error", "<=", 1e-9, "one process, in float64", statistic="max"),
-        Metric(
-            name="permuting",
-            unit="1",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.10,
-            baseline="the layer of experts",
-            evidence="mechanism",
-            timing=True,
+        *(
+            Metric(
+                name=name,
+                unit="1",
+                statistic="ratio",
+                comparison="<=",
+                threshold=0.10,
+                baseline="the layer of experts",
+                evidence="mechanism",
+                timing=True,
+            )
+            for name in ("permuting", "permuting_tiny")
         ),
     )
     attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "global_batch", "hidden", "tokens", "rounds"):
+        for name in ("seq_len", "global_batch", "hidden", "tiny", "tokens", "rounds"):
             value = getattr(self, name)
             require(value >= 1, f"claim.moe_folding.{name}", value, expected="1 or more")
 
@@ -119,8 +125,9 @@ class MoeFoldingClaim:
         if quick:
             return Samples(metrics=metrics, details=details)
         context.progress("permuting beside the layer", 0.6)
-        timed = self._permuting(context, whole=as_baseline)
-        metrics["permuting"] = timed
+        sizes = {"permuting": (8, self.hidden), "permuting_tiny": (16, self.tiny)}
+        for name, size in sizes.items():
+            metrics[name] = self._permuting(context, *size, whole=as_baseline)
         return Samples(metrics=metrics, details=details)
 
     def _simulated(self, name: str) -> dict[bool, float]:
@@ -142,14 +149,14 @@ class MoeFoldingClaim:
             found[fold] = estimate(Work(job=job, shape=find(name)), _machine()).step_s.value
         return found
 
-    def _permuting(self, context: Context, *, whole: bool) -> Paired:
-        """Seconds of permuting rows to eight experts and back, beside those of the whole layer."""
+    def _permuting(self, context: Context, experts: int, width: int, *, whole: bool) -> Paired:
+        """Seconds of permuting rows to experts and back, beside those of the whole layer."""
         import torch
 
         from shoal.claims.experiments.moe_folding_ranks import layer_and_permuting
         from shoal.core.measure import interleave
 
-        layer, permuting = layer_and_permuting(self.hidden, self.tokens, context.seed)
+        layer, permuting = layer_and_permuting(experts, width, self.tokens, context.seed)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

@@ -113,21 +113,22 @@ def errors(splits: tuple[dict[str, Any], ...]) -> tuple[float, ...]:
 
 
 def layer_and_permuting(
-    hidden: int, tokens: int, seed: int
+    experts: int, width: int, tokens: int, seed: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A layer of eight experts of this width, forward and back, and its permuting."""
+    """A layer of experts of this width, forward and back, and its permuting."""
     import torch
 
-    from shoal.parallel.expert.dispatch import DispatchedExperts, permute, unpermute
+    from shoal.model.permutation import Permutation
+    from shoal.parallel.expert.dispatch import DispatchedExperts
     from shoal.parallel.protocols import ExpertRanks
     from shoal.parallel.thread_comm import run_ranks
 
     torch.manual_seed(seed)
     one = run_ranks(1, lambda comm: comm)[0]
-    layer = DispatchedExperts(_mixture(hidden, 8, hidden), ExpertRanks(one, one, one, one), 0)
+    layer = DispatchedExperts(_mixture(width, experts, width), ExpertRanks(one, one, one, one), 0)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.02)
-    x_ND = torch.randn(tokens, hidden, requires_grad=True)
+    x_ND = torch.randn(tokens, width, requires_grad=True)
     routed, _ = layer.routed(x_ND, None)
     weight_NK, expert_NK = routed.weights.detach().requires_grad_(True), routed.experts
 
@@ -135,7 +136,7 @@ def layer_and_permuting(
         torch.autograd.backward(layer(x_ND).sum())
 
     def permuting() -> None:
-        rows_MD, order_M, _ = permute(x_ND, expert_NK, 8)
-        torch.autograd.backward(unpermute(rows_MD, weight_NK, order_M).sum())
+        at = Permutation(expert_NK, experts)
+        torch.autograd.backward(at.unpermute(at.permute(x_ND), weight_NK).sum())
 
     return whole, permuting

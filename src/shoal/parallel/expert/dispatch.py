@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.feedforward import Experts, gate
-from shoal.model.routing import by_expert
+from shoal.model.permutation import Permutation
 from shoal.parallel.expert.chunked import chunked
 from shoal.parallel.expert.exchange import combined, counts_of, exchanged, spread
 from shoal.parallel.expert.hierarchy import travelled
@@ -45,36 +45,7 @@ if TYPE_CHECKING:
     from shoal.model.routing import Routed, Tokens
     from shoal.parallel.protocols import ExpertRanks
 
-__all__ = ["DispatchedExperts", "permute", "unpermute"]
-
-
-def permute(
-    x_ND: Tensor, expert_NK: Tensor, experts: int, keep_NK: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows by expert.
-
-    Args:
-        x_ND: tokens.
-        expert_NK: the experts that each goes to.
-        experts: how many there are, E.
-        keep_NK: choices that hold; all, if not given.
-
-    Returns:
-        A row [M, D] for each choice of each token that holds; which choice [M] each is; and how
-        many rows every expert has [E].
-    """
-    order_M, counts_E = by_expert(expert_NK, experts, keep_NK)
-    # Unlike an index, it goes back row by row, not number by number.
-    return x_ND.index_select(0, order_M // expert_NK.shape[1]), order_M, counts_E
-
-
-def unpermute(rows_MD: Tensor, weight_NK: Tensor, order_M: Tensor) -> Tensor:
-    """The weighted sum [N, D] of each token's rows, which lie in the order of :func:`permute`."""
-    count, choices = weight_NK.shape
-    weight_M = weight_NK.reshape(-1).index_select(0, order_M)
-    weighted = rows_MD * weight_M.to(rows_MD.dtype).unsqueeze(1)
-    out_ND = rows_MD.new_zeros(count, rows_MD.shape[-1])
-    return out_ND.index_add(0, order_M // choices, weighted)
+__all__ = ["DispatchedExperts"]
 
 
 class DispatchedExperts(Experts):
@@ -108,9 +79,9 @@ class DispatchedExperts(Experts):
 
     def mixed(self, x_ND: Tensor, routed: Routed) -> Tensor:
         """The same of tokens [N, D] of which it is known where they go."""
-        rows_MD, order_M, counts_E = permute(x_ND, routed.experts, self.num_experts, routed.keep)
-        made_MD = self._there_and_back(rows_MD, counts_E)
-        return unpermute(made_MD, routed.weights, order_M).to(x_ND.dtype)
+        at = Permutation(routed.experts, self.num_experts, routed.keep)
+        made_MD = self._there_and_back(at.permute(x_ND), at.counts_E)
+        return at.unpermute(made_MD, routed.weights).to(x_ND.dtype)
 
     def _there_and_back(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         """What the experts make of rows that are sorted by expert, in the same order."""

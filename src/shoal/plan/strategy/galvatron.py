@@ -26,7 +26,8 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, part
 from shoal.cost.layer_fit import LayerProfile
 from shoal.cost.layer_plan import LayerPlan, estimate_layers
-from shoal.cost.layerwise import Layer, LayerPricer, Strategy, layers_of
+from shoal.cost.layers import Layer, Strategy, layers_of
+from shoal.cost.layerwise import LayerPricer
 from shoal.cost.rates import Rates
 from shoal.cost.shapes import shape_of
 from shoal.ir import LayerGroup, Machine, ModelShape, Parallel, Plan, TrainJob, Work
