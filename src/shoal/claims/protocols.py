@@ -8,15 +8,19 @@ An experiment never sees its own verdict.
 
 from __future__ import annotations
 
+import datetime
+import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 from pydantic import JsonValue, model_validator
 
 from shoal.core.config import Value
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, StoreError
+from shoal.core.files import write_json
 from shoal.ir import Machine
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "Context",
     "Evidence",
     "Experiment",
+    "Kept",
     "Metric",
     "MetricVerdict",
     "Paired",
@@ -278,6 +283,24 @@ def _silent(message: str, done: float) -> None:
     """Report progress to nobody."""
 
 
+class Kept(NamedTuple):
+    """What was made, once.
+
+    Args:
+        value: as JSON has it.
+        at: when it was begun.
+        seconds: it took.
+    """
+
+    value: Any
+    at: str
+    seconds: float
+
+    def told(self) -> dict[str, JsonValue]:
+        """When and how long, for a record's details."""
+        return {"at": self.at, "seconds": self.seconds}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """What an experiment gets from the frame.
@@ -289,6 +312,8 @@ class Context:
         model: the user's own model directory or name, or None for the experiment's own.
         seed: seed of everything random.
         progress: called with (what is being done, share of the run that is done, 0..1).
+        kept: a file for what another run of the same code, options and seed need not do again;
+            None, if nothing is to be kept.
     """
 
     work_dir: Path
@@ -297,6 +322,7 @@ class Context:
     model: str | None = None
     seed: int = 0
     progress: Callable[[str, float], None] = _silent
+    kept: Path | None = None
     _memory: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def remember(self, key: str, make: Callable[[], _T]) -> _T:
@@ -309,6 +335,40 @@ class Context:
             self._memory[key] = make()
         value: _T = self._memory[key]
         return value
+
+    def keep(self, key: str, make: Callable[[], JsonValue]) -> Kept:
+        """``make()``, once for this code, these options and this seed, whatever run asks.
+
+        For long learning whose outcome is the same each time: a claim that was interrupted, or
+        whose times were noisy, goes on from there. Never for a time.
+
+        Raises:
+            StoreError: the file with it is damaged.
+        """
+
+        def known() -> Kept:
+            path = self.kept
+            found = {} if path is None or not path.exists() else _read(path)
+            if key in found:
+                return Kept(**found[key])
+            at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            begin = time.monotonic()
+            value = json.loads(json.dumps(make()))
+            made = Kept(value, at, round(time.monotonic() - begin, 3))
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, found | {key: made._asdict()})
+            return made
+
+        return self.remember(f"kept {key}", known)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    except ValueError as error:
+        raise StoreError(f"{path}: {error}; delete it, and it is made again") from None
 
 
 @runtime_checkable
