@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,10 +13,16 @@ import pytest
 from shoal.claims import catalogue as catalogue_module
 from shoal.claims import run as run_module
 from shoal.claims.catalogue import catalogue, counts, listing
-from shoal.claims.protocols import Attempt, Context, Experiment, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, Context, Experiment, Kept, Metric, Paired, Samples
 from shoal.claims.record import read, recheck
 from shoal.claims.run import run
-from shoal.core.errors import NoisyMachineError, StoreError, UnknownKeyError, UnknownPartError
+from shoal.core.errors import (
+    ConfigError,
+    NoisyMachineError,
+    StoreError,
+    UnknownKeyError,
+    UnknownPartError,
+)
 from shoal.core.parts import PartTable, part
 from shoal.core.random import generator
 
@@ -315,3 +322,34 @@ def test_remember_makes_a_thing_once(tmp_path: Path) -> None:
     context = Context(work_dir=tmp_path)
     made = [context.remember("x", lambda: np.zeros(1)) for _ in range(2)]
     assert made[0] is made[1]
+
+
+def test_what_is_kept_is_made_once_for_all_runs(tmp_path: Path) -> None:
+    made: list[int] = []
+    path = tmp_path / "new" / "kept.json"
+
+    def make() -> dict[str, list[float]]:
+        made.append(1)
+        return {"losses": [0.1 + 0.2, 1e-300]}
+
+    def kept(key: str = "a", given: int = 1, code: Sequence[str] = ("core",)) -> Kept:
+        return Context(work_dir=tmp_path, kept=path).keep(key, make, given=given, code=code)
+
+    found = kept()
+    assert found == kept()
+    assert found.value == make(), "the same bits"
+    assert found.told() == {"at": found.at, "seconds": found.seconds}
+    assert len(made) == 2
+    kept("b")
+    assert found == kept()
+    assert len(made) == 3, "another key leaves the first"
+    kept(given=2)
+    kept(given=2, code=["core", "claims/protocols.py"])
+    assert len(made) == 5, "other code, or given something else"
+    Context(work_dir=tmp_path).keep("a", make, given=2, code=["core"])
+    assert len(made) == 6, "nothing is kept where nobody says where"
+    path.write_text("{")
+    with pytest.raises(StoreError, match=r"kept.json: .*delete it"):
+        kept()
+    with pytest.raises(ConfigError, match=r"code = 'nothing'"):
+        kept(code=["nothing"])

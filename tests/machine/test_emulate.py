@@ -141,3 +141,9 @@ def test_bad_input():
     for wrong in (0.0, 1e12):
         with pytest.raises(MachineError, match="bandwidth"), emulate(1, bandwidth=wrong):
             pass
+    for packet in (100, 70000):
+        with (
+            pytest.raises(MachineError, match=rf"packet = {packet}: expected 576 to 16366 bytes"),
+            emulate(1, bandwidth=1e6, packet=packet),
+        ):
+            pass

@@ -9,19 +9,22 @@ An experiment never sees its own verdict.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 from pydantic import JsonValue, model_validator
 
+import shoal
 from shoal.core.config import Value
-from shoal.core.errors import ConfigError, StoreError
+from shoal.core.errors import ConfigError, StoreError, require
 from shoal.core.files import write_json
 from shoal.ir import Machine
+from shoal.machine.fingerprint import versions
 
 __all__ = [
     "Attempt",
@@ -290,11 +293,13 @@ class Kept(NamedTuple):
         value: as JSON has it.
         at: when it was begun.
         seconds: it took.
+        of: digest of what it depends on.
     """
 
     value: Any
     at: str
     seconds: float
+    of: str
 
     def told(self) -> dict[str, JsonValue]:
         """When and how long, for a record's details."""
@@ -312,8 +317,7 @@ class Context:
         model: the user's own model directory or name, or None for the experiment's own.
         seed: seed of everything random.
         progress: called with (what is being done, share of the run that is done, 0..1).
-        kept: a file for what another run of the same code, options and seed need not do again;
-            None, if nothing is to be kept.
+        kept: a file for what another run need not do again; None, if nothing is to be kept.
     """
 
     work_dir: Path
@@ -336,11 +340,19 @@ class Context:
         value: _T = self._memory[key]
         return value
 
-    def keep(self, key: str, make: Callable[[], JsonValue]) -> Kept:
-        """``make()``, once for this code, these options and this seed, whatever run asks.
+    def keep(
+        self, key: str, make: Callable[[], JsonValue], *, given: JsonValue, code: Sequence[str]
+    ) -> Kept:
+        """``make()``, once for what it is given and the same code, whatever run asks.
 
         For long learning whose outcome is the same each time: a claim that was interrupted, or
         whose times were noisy, goes on from there. Never for a time.
+
+        Args:
+            key: what it is.
+            make: makes it.
+            given: all that the outcome depends on beside code and libraries.
+            code: files and directories of the package that it depends on.
 
         Raises:
             StoreError: the file with it is damaged.
@@ -348,19 +360,38 @@ class Context:
 
         def known() -> Kept:
             path = self.kept
+            told = json.dumps([given, digest_of_code(code), versions()], sort_keys=True)
+            of = hashlib.sha256(told.encode()).hexdigest()
             found = {} if path is None or not path.exists() else _read(path)
-            if key in found:
+            if key in found and found[key]["of"] == of:
                 return Kept(**found[key])
             at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             begin = time.monotonic()
             value = json.loads(json.dumps(make()))
-            made = Kept(value, at, round(time.monotonic() - begin, 3))
+            made = Kept(value, at, round(time.monotonic() - begin, 3), of)
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, found | {key: made._asdict()})
             return made
 
         return self.remember(f"kept {key}", known)
+
+
+def digest_of_code(code: Sequence[str]) -> str:
+    """Sixteen digits that change with the sources of these files and directories of the package.
+
+    Raises:
+        ConfigError: there is no such file or directory.
+    """
+    root, digest = Path(shoal.__file__).parent, hashlib.sha256()
+    for part in code:
+        place = root / part
+        require(place.exists(), "code", part, expected="a file or directory of the package")
+        for path in [place] if place.is_file() else sorted(place.rglob("*")):
+            if path.is_file() and path.suffix != ".pyc":
+                digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
 import shlex
 import subprocess
 import tempfile
@@ -92,8 +90,6 @@ def run(
     experiment: Experiment = CLAIMS.build(choice)
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     begin = time.monotonic()
-    commit, dirty = commit_of_code()
-    told = name, choice.options, seed, str(data), str(model), commit
     samples, aa, verdict = _collect(
         experiment,
         Context(
@@ -103,13 +99,14 @@ def run(
             model=model,
             seed=seed,
             progress=progress,
-            kept=None if dirty or not commit else _kept(name, told),
+            kept=shoal_home() / "claims" / f"{name}.json",
         ),
         quick=quick,
         wait_quiet_s=wait_quiet_s,
     )
     from shoal.machine.fingerprint import fingerprint, versions
 
+    commit, dirty = commit_of_code()
     record = sealed(
         Record(
             claim=name,
@@ -185,12 +182,6 @@ def _made(path: Path) -> Path:
 def _machine() -> Machine | None:
     path = shoal_home() / "machine.yaml"
     return Machine.load(path) if path.exists() else None
-
-
-def _kept(name: str, told: Any) -> Path:
-    """Where a claim keeps what the same code need not do again."""
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-    return shoal_home() / "claims" / f"{name}-{digest[:16]}.json"
 
 
 def _disagreements(quick: Record, path: Path, experiment: type[Experiment]) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ Every host is a network namespace with one interface, ``eth0``; a switch, a name
 joins them. What a host sends is held to the rate where it leaves, and what it receives where the
 switch hands it on (token buckets, ``tbf``), so a host has the rate once in each direction, as
 behind a network card. Delay is not emulated. Hosts share file system, memory and cores: ranks
-that are to use the network must not be told that they share a host.
+that are to use the network must not be told that they share a host, and every packet takes a
+little of the time in which they compute, so the fewer there are, the more it is as with a card.
 
 Nothing is changed outside these namespaces. They are taken down at the end, with everything that
 runs in them; their names carry the process that made them, so what a killed process left behind
@@ -40,6 +41,8 @@ _MOST_HOSTS = 64
 # A full queue drops packets, and TCP slows down: so long a wait is allowed in front of the bucket.
 _QUEUE_S = 0.05
 _SMALLEST_BURST = 16 * 1024
+# What IPv4 allows, and of Ethernet's own bytes the most that a frame has.
+_SMALLEST_PACKET, _LARGEST_PACKET, _HEADER = 576, 65535, 18
 _NAMES = re.compile(r"^shoal-(\d+)-\d+-(?:switch|\d+)$")
 _NUMBERS = itertools.count()
 _TIMEOUT_S = 30.0
@@ -240,12 +243,14 @@ class Network:
 
 
 @contextlib.contextmanager
-def emulate(hosts: int, *, bandwidth: float) -> Iterator[Network]:
+def emulate(hosts: int, *, bandwidth: float, packet: int = 1500) -> Iterator[Network]:
     """Hosts joined by a switch, each with ``bandwidth`` in each direction, while the block lasts.
 
     Args:
         hosts: how many.
         bandwidth: byte/s.
+        packet: largest packet, bytes. With segments put together by the network card a host handles
+            up to 65,536 at once, with jumbo frames 9,000, with neither 1,500.
 
     Raises:
         MachineError: it cannot be done here; says which step failed and why.
@@ -262,6 +267,15 @@ def emulate(hosts: int, *, bandwidth: float) -> Iterator[Network]:
         "bandwidth",
         bandwidth,
         expected="1e3 to 1e10 byte/s",
+        error=MachineError,
+    )
+    # A larger one would be cut before it passes the token bucket.
+    most = min(_LARGEST_PACKET, burst_bytes(bandwidth) - _HEADER)
+    require(
+        _SMALLEST_PACKET <= packet <= most,
+        "packet",
+        packet,
+        expected=f"{_SMALLEST_PACKET} to {most} bytes at this bandwidth",
         error=MachineError,
     )
     sweep()
@@ -286,7 +300,7 @@ def emulate(hosts: int, *, bandwidth: float) -> Iterator[Network]:
             _ip("-n", switch, "link", "set", port, "master", "bridge")
             _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
             for where, interface in ((switch, port), (name, INTERFACE)):
-                _ip("-n", where, "link", "set", interface, "up")
+                _ip("-n", where, "link", "set", interface, "mtu", str(packet), "up")
                 _shape(where, interface, bandwidth)
         undo.callback(network.stop)
         yield network
