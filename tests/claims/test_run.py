@@ -13,7 +13,8 @@ import pytest
 from shoal.claims import catalogue as catalogue_module
 from shoal.claims import run as run_module
 from shoal.claims.catalogue import catalogue, counts, listing
-from shoal.claims.protocols import Attempt, Context, Experiment, Kept, Metric, Paired, Samples
+from shoal.claims.kept import Kept
+from shoal.claims.protocols import Attempt, Context, Experiment, Metric, Paired, Samples
 from shoal.claims.record import read, recheck
 from shoal.claims.run import run
 from shoal.core.errors import (

@@ -8,23 +8,17 @@ An experiment never sees its own verdict.
 
 from __future__ import annotations
 
-import datetime
-import hashlib
-import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 from pydantic import JsonValue, model_validator
 
-import shoal
+from shoal.claims.kept import Kept, kept
 from shoal.core.config import Value
-from shoal.core.errors import ConfigError, StoreError, require
-from shoal.core.files import write_json
+from shoal.core.errors import ConfigError
 from shoal.ir import Machine
-from shoal.machine.fingerprint import versions
 
 __all__ = [
     "Attempt",
@@ -32,7 +26,6 @@ __all__ = [
     "Context",
     "Evidence",
     "Experiment",
-    "Kept",
     "Metric",
     "MetricVerdict",
     "Paired",
@@ -286,26 +279,6 @@ def _silent(message: str, done: float) -> None:
     """Report progress to nobody."""
 
 
-class Kept(NamedTuple):
-    """What was made, once.
-
-    Args:
-        value: as JSON has it.
-        at: when it was begun.
-        seconds: it took.
-        of: digest of what it depends on.
-    """
-
-    value: Any
-    at: str
-    seconds: float
-    of: str
-
-    def told(self) -> dict[str, JsonValue]:
-        """When and how long, for a record's details."""
-        return {"at": self.at, "seconds": self.seconds}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """What an experiment gets from the frame.
@@ -357,49 +330,7 @@ class Context:
         Raises:
             StoreError: the file with it is damaged.
         """
-
-        def known() -> Kept:
-            path = self.kept
-            told = json.dumps([given, digest_of_code(code), versions()], sort_keys=True)
-            of = hashlib.sha256(told.encode()).hexdigest()
-            found = {} if path is None or not path.exists() else _read(path)
-            if key in found and found[key]["of"] == of:
-                return Kept(**found[key])
-            at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            begin = time.monotonic()
-            value = json.loads(json.dumps(make()))
-            made = Kept(value, at, round(time.monotonic() - begin, 3), of)
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, found | {key: made._asdict()})
-            return made
-
-        return self.remember(f"kept {key}", known)
-
-
-def digest_of_code(code: Sequence[str]) -> str:
-    """Sixteen digits that change with the sources of these files and directories of the package.
-
-    Raises:
-        ConfigError: there is no such file or directory.
-    """
-    root, digest = Path(shoal.__file__).parent, hashlib.sha256()
-    for part in code:
-        place = root / part
-        require(place.exists(), "code", part, expected="a file or directory of the package")
-        for path in [place] if place.is_file() else sorted(place.rglob("*")):
-            if path.is_file() and path.suffix != ".pyc":
-                digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode())
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-    except ValueError as error:
-        raise StoreError(f"{path}: {error}; delete it, and it is made again") from None
+        return self.remember(f"kept {key}", lambda: kept(self.kept, key, make, given, code))
 
 
 @runtime_checkable

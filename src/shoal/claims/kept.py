@@ -1,0 +1,100 @@
+"""What a claim learns for long, kept for its next run; never a time.
+
+An outcome that is the same each time is known by a digest of all that it depends on: what was
+given, the sources of the code and the versions of libraries. Where one differs, it is made again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import JsonValue
+
+import shoal
+from shoal.core.errors import StoreError, require
+from shoal.core.files import write_json
+from shoal.machine.fingerprint import versions
+
+__all__ = ["Kept", "kept"]
+
+
+class Kept(NamedTuple):
+    """What was made, once.
+
+    Args:
+        value: as JSON has it.
+        at: when it was begun.
+        seconds: it took.
+        of: digest of what it depends on.
+    """
+
+    value: Any
+    at: str
+    seconds: float
+    of: str
+
+    def told(self) -> dict[str, JsonValue]:
+        """When and how long, for a record's details."""
+        return {"at": self.at, "seconds": self.seconds}
+
+
+def kept(
+    path: Path | None,
+    key: str,
+    make: Callable[[], JsonValue],
+    given: JsonValue,
+    code: Sequence[str],
+) -> Kept:
+    """What the file has under ``key``, if it depends on the same; else ``make()``, and it is kept.
+
+    Args:
+        path: the file; None, if nothing is to be kept.
+        key: what it is.
+        make: makes it.
+        given: all that the outcome depends on beside code and libraries.
+        code: files and directories of the package that it depends on.
+
+    Raises:
+        StoreError: the file is damaged.
+        ConfigError: there is no such code.
+    """
+    told = json.dumps([given, _digest_of(code), versions()], sort_keys=True)
+    of = hashlib.sha256(told.encode()).hexdigest()
+    found = {} if path is None or not path.exists() else _read(path)
+    if key in found and found[key]["of"] == of:
+        return Kept(**found[key])
+    at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    begin = time.monotonic()
+    value = json.loads(json.dumps(make()))
+    made = Kept(value, at, round(time.monotonic() - begin, 3), of)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found | {key: made._asdict()})
+    return made
+
+
+def _digest_of(code: Sequence[str]) -> str:
+    """Sixteen digits that change with the sources of these files and directories of the package."""
+    root, digest = Path(shoal.__file__).parent, hashlib.sha256()
+    for part in code:
+        place = root / part
+        require(place.exists(), "code", part, expected="a file or directory of the package")
+        for path in [place] if place.is_file() else sorted(place.rglob("*")):
+            if path.is_file() and path.suffix != ".pyc":
+                digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    except ValueError as error:
+        raise StoreError(f"{path}: {error}; delete it, and it is made again") from None
